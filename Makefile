@@ -1,0 +1,71 @@
+# Every target installs what it needs into $(VENV) first; nothing outside the checkout is touched.
+#     make quickstart                               the shortest way to a federated run
+#     make test PYTEST_ARGS="-k fedavg -x"          arguments for pytest (or BENCH_ARGS, QUICKSTART_ARGS, PIP_ARGS)
+#     make test PYTHON=python3.12 VENV=.venv312     another interpreter
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+QUICKSTART_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
+
+# One thread a process: more of them on contended cores make small models many times slower.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install quickstart test test-all coverage lint format types bench clean distclean
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# torch goes in first and alone: with the pin in place nothing installed afterwards replaces the build that is there.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FedLightning needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e ".[test,vision]"
+	@touch $@
+
+install: $(STAMP) ## create the environment and install FedLightning in it, editable
+
+quickstart: $(STAMP) ## run examples/quickstart.py: a small federated training from end to end
+	$(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
+
+test: $(STAMP) ## run the tests (a few minutes on 2 cores)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-all: $(STAMP) ## run the tests, the slow ones too
+	$(PYTEST) -m "slow or not slow" $(PYTEST_ARGS)
+
+coverage: $(STAMP) ## run the tests and report the lines and branches they miss
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)
+
+lint: $(STAMP) ## check style and formatting (ruff)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## mend style and formatting where ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(STAMP) ## check types (mypy)
+	$(BIN)/mypy
+
+bench: $(STAMP) ## run the benchmarks
+	@test -f benchmarks/run.py || { echo "benchmarks/run.py is missing from this checkout: nothing to run" >&2; exit 1; }
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+
+clean: ## remove build products and caches (not the environment, not the results of runs)
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov
+	find . -name __pycache__ -type d -not -path './.venv*' -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove the environment
+	rm -rf $(VENV)

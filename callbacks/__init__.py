@@ -1,0 +1,25 @@
+"""Algorithms, checkpointing and diagnostics: one file an algorithm."""
+
+from fedlightning.callbacks.central import Central
+from fedlightning.callbacks.checkpoints import GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks.fedavg import FedAvg, FedSGD
+from fedlightning.callbacks.fedopt import FedAdam
+from fedlightning.callbacks.fedprox import FedProx
+from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.partial import FedBN, FedPer, Local
+from fedlightning.callbacks.scaffold import SCAFFOLD
+
+__all__ = [
+    "FLIU",
+    "SCAFFOLD",
+    "Central",
+    "FedAdam",
+    "FedAvg",
+    "FedBN",
+    "FedPer",
+    "FedProx",
+    "FedSGD",
+    "GlobalCheckpoint",
+    "Local",
+    "LocalCheckpoint",
+]

@@ -1,0 +1,57 @@
+"""Federated data modules and partitioners."""
+
+from fedlightning.datamodules.arrays import ArrayFederatedDataModule
+from fedlightning.datamodules.base import FederatedDataModule, IndexedFederatedDataModule, Split
+from fedlightning.datamodules.digits import DigitsDataModule
+from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
+from fedlightning.datamodules.images import (
+    CIFAR10DataModule,
+    EMNISTDataModule,
+    FashionMNISTDataModule,
+    ImageFederatedDataModule,
+    MNISTDataModule,
+)
+from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
+from fedlightning.datamodules.partitioned import Partitioned
+from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
+from fedlightning.datamodules.report import PartitionReport, describe, plot_partition
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.skew import (
+    DirichletPartitioner,
+    LabelQuantitySkewPartitioner,
+    LabelSkewPartitioner,
+    QuantitySkewPartitioner,
+)
+from fedlightning.datamodules.views import ArrayDataset, IndexView
+
+__all__ = [
+    "AddressedSampler",
+    "ArrayDataset",
+    "ArrayFederatedDataModule",
+    "CIFAR10DataModule",
+    "DigitsDataModule",
+    "DirichletPartitioner",
+    "EMNISTDataModule",
+    "FashionMNISTDataModule",
+    "FederatedDataModule",
+    "GroupPlan",
+    "HeartDiseaseDataModule",
+    "IIDPartitioner",
+    "ImageFederatedDataModule",
+    "IndexView",
+    "IndexedFederatedDataModule",
+    "LabelQuantitySkewPartitioner",
+    "LabelSkewPartitioner",
+    "MNISTDataModule",
+    "NaturalPartitioner",
+    "PartitionReport",
+    "Partitioned",
+    "Partitioner",
+    "PathologicalPartitioner",
+    "Plan",
+    "QuantitySkewPartitioner",
+    "SharePlan",
+    "Split",
+    "describe",
+    "plot_partition",
+]

@@ -1,0 +1,88 @@
+"""Data sets that fit in memory and come with a training and a test part, divided by a partitioner."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.federate import federate
+from fedlightning.datamodules.partition import Partitioner, check_fraction
+from fedlightning.datamodules.skew import DirichletPartitioner
+from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.seeding import generator
+
+
+class ArrayFederatedDataModule(IndexedFederatedDataModule):
+    """Base of data modules over arrays: subclasses implement :meth:`load`.
+
+    Training and test samples are divided by the same plan; validation samples are cut from each client's training
+    samples, stratified by label.
+
+    Args:
+        partitioner: how samples become clients; default ``DirichletPartitioner(num_clients=10, alpha=0.5)``.
+        batch_size: samples in a batch.
+        val_fraction: share of every client's training samples for validation.
+        seed: seed of the partition and of the validation cut.
+        num_workers: worker processes of every loader; whole batches are gathered at once, 0 is fastest.
+        pin_memory: copy batches into page-locked memory (for a GPU).
+        drop_last: leave out the last incomplete training batch.
+        max_train: use only so many training samples, chosen by ``seed`` (for a quick trial).
+        max_test: use only so many test samples.
+    """
+
+    def __init__(
+        self,
+        partitioner: Partitioner | None = None,
+        batch_size: int = 32,
+        val_fraction: float = 0.2,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        max_train: int | None = None,
+        max_test: int | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
+        check_fraction(self, val_fraction=val_fraction)
+        for name, value in (("max_train", max_train), ("max_test", max_test)):
+            if value is not None and value < 1:
+                raise ValueError(f"{type(self).__name__} got {name}={value}; use 1 or more, or None for all samples.")
+        self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
+        self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test
+
+    @abstractmethod
+    def load(self) -> tuple[ArrayDataset, ArrayDataset]:
+        """Read the training and the test samples; ``y`` holds classes 0, 1, ... as int64 of shape ``(n,)``."""
+
+    def groups(self, split: str, dataset: ArrayDataset) -> np.ndarray:
+        """Each sample's group for a natural partition; data sets without groups refuse."""
+        raise ValueError(
+            f"{type(self).__name__} has no natural groups; use a partitioner that divides by label or by size, such as "
+            "DirichletPartitioner."
+        )
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        train, test = self.load()
+        datasets = {
+            "train": self._some(train, self.max_train, "train"),
+            "test": self._some(test, self.max_test, "test"),
+        }
+        labels: dict[str, np.ndarray | None] = {split: data.y.numpy() for split, data in datasets.items()}
+        if self.partitioner.needs == "groups":
+            keys: dict[str, object] = {split: self.groups(split, data) for split, data in datasets.items()}
+        elif self.partitioner.needs == "labels":
+            keys = dict(labels)
+        else:
+            keys = {split: len(data) for split, data in datasets.items()}
+        return federate(self.partitioner, dict(datasets), labels, keys, self.seed, self.val_fraction)
+
+    def _some(self, dataset: ArrayDataset, limit: int | None, split: str) -> ArrayDataset:
+        if limit is None or limit >= len(dataset):
+            return dataset
+        order = torch.randperm(len(dataset), generator=generator(self.seed, "subset", split))
+        chosen = order[:limit].sort().values
+        return ArrayDataset(dataset.x[chosen], dataset.y[chosen], dataset.transform)

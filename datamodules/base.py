@@ -1,0 +1,223 @@
+"""The contract between data and the core, and the data module that keeps it for data held once and indexed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
+
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.views import IndexView, Indices, collate_rows
+from fedlightning.seeding import generator
+
+SPLITS = ("train", "val", "test")
+
+
+class FederatedDataModule(LightningDataModule, ABC):
+    """A ``LightningDataModule`` that knows its clients.
+
+    The core calls :meth:`prepare_data` and :meth:`setup` as Lightning does, then asks for loaders by client and split;
+    the splits are ``"train"``, ``"val"`` and ``"test"``. As a plain ``LightningDataModule`` it offers the pooled data,
+    so the same object trains a central model in a bare ``lightning.Trainer``.
+    """
+
+    @property
+    @abstractmethod
+    def client_ids(self) -> list[str]:
+        """Names of the clients, in the fixed order in which the core visits and sums them."""
+
+    @abstractmethod
+    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
+        """One client's loader.
+
+        Training loaders always exist (one of a client without samples has no batches) and their ``sampler`` is an
+        :class:`AddressedSampler`. For ``"val"`` and ``"test"`` the answer is ``None`` where the client has no samples.
+        """
+
+    @abstractmethod
+    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
+        """The union of all clients' samples of a split, in client order; ``None`` for an empty val or test split."""
+
+    @abstractmethod
+    def num_samples(self, client: str, split: str = "train") -> int:
+        """How many samples a client holds in a split."""
+
+    def class_counts(self, client: str, split: str = "train") -> list[int] | None:
+        """Samples of each class, ``num_classes`` numbers; ``None`` where there are no labels."""
+        return None
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes; ``None`` where there are no class labels."""
+        return None
+
+    def public_dataloader(self) -> DataLoader[Any] | None:
+        """Data that everybody may see (distillation, generalisation metrics); ``None`` where there is none."""
+        return None
+
+    def train_dataloader(self) -> Any:
+        """Lightning's hook: the pooled training data."""
+        return self._pooled("train")
+
+    def val_dataloader(self) -> Any:
+        """Lightning's hook: the pooled validation data; an empty list, which Lightning skips, where there is none."""
+        return self._pooled("val")
+
+    def test_dataloader(self) -> Any:
+        """Lightning's hook: the pooled test data; an empty list where there is none."""
+        return self._pooled("test")
+
+    def predict_dataloader(self) -> Any:
+        """Lightning's hook: the pooled test data."""
+        return self._pooled("test")
+
+    def _pooled(self, split: str) -> Any:
+        loader = self.pooled_dataloader(split)
+        return [] if loader is None else loader
+
+
+@dataclass
+class Split:
+    """One split of all clients.
+
+    Attributes:
+        dataset: map-style dataset that holds the samples of all clients (and perhaps of other splits).
+        indices: each client's samples in ``dataset``, in client order.
+        labels: the class (0, 1, ...) of every sample of ``dataset``, int64 of shape ``(n,)``, or ``None``.
+        loader: keyword arguments of this split's ``DataLoader``.
+        shuffle: whether training batches are drawn in a new order every epoch.
+    """
+
+    dataset: Dataset[Any]
+    indices: Sequence[Indices]
+    labels: np.ndarray | None = None
+    loader: dict[str, Any] = field(default_factory=dict)
+    shuffle: bool = True
+
+
+class IndexedFederatedDataModule(FederatedDataModule):
+    """A federated data module over datasets held once; a client is a view by index.
+
+    Subclasses implement :meth:`build`, which runs once, at the first :meth:`setup`.
+
+    Args:
+        batch_size: samples in a batch, in every split.
+        seed: seed of the split into clients and of the batch order until the core starts a visit with its own seed.
+        num_workers: worker processes of every loader; 0 loads in the training process.
+        pin_memory: copy batches into page-locked memory (for a GPU).
+        drop_last: leave out the last incomplete training batch; a client with less than one batch then has none.
+        collate_fn: makes a batch of a list of samples; default: ``default_collate``, with a fast path for tensors.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"{type(self).__name__} got batch_size={batch_size}; use 1 or more.")
+        self.batch_size, self.seed, self.num_workers = int(batch_size), int(seed), int(num_workers)
+        self.pin_memory, self.drop_last, self.collate_fn = pin_memory, drop_last, collate_fn
+        self._client_ids: list[str] | None = None
+        self._splits: dict[str, Split] = {}
+        self._num_classes: int | None = None
+
+    @abstractmethod
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        """Read the data and divide it: the client ids, and a :class:`Split` for each split that exists."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Lightning's hook; the first call builds every split, later calls change nothing."""
+        if self._client_ids is not None:
+            return
+        client_ids, splits = self.build()
+        for name, split in splits.items():
+            self._check_split(name)
+            if len(split.indices) != len(client_ids):
+                raise ValueError(f"Split {name!r} has {len(split.indices)} index lists for {len(client_ids)} clients.")
+        labels = [split.labels for split in splits.values() if split.labels is not None and len(split.labels)]
+        self._num_classes = 1 + max(int(values.max()) for values in labels) if labels else None
+        self._client_ids, self._splits = list(client_ids), dict(splits)
+
+    @property
+    def client_ids(self) -> list[str]:
+        if self._client_ids is None:
+            raise RuntimeError(f"{type(self).__name__} has no clients yet; call prepare_data() and setup() first.")
+        return list(self._client_ids)
+
+    @property
+    def num_classes(self) -> int | None:
+        return self._num_classes
+
+    def indices(self, client: str, split: str = "train") -> Indices:
+        """A client's samples as indices into the split's dataset, shape ``(n_i,)``."""
+        self._check_split(split)
+        ids = self.client_ids
+        if str(client) not in ids:
+            raise ValueError(f"There is no client {client!r}; the clients are {', '.join(ids[:20])}.")
+        if split not in self._splits:
+            return np.zeros(0, np.int64)
+        return np.asarray(self._splits[split].indices[ids.index(str(client))], dtype=np.int64)
+
+    def num_samples(self, client: str, split: str = "train") -> int:
+        return len(self.indices(client, split))
+
+    def class_counts(self, client: str, split: str = "train") -> list[int] | None:
+        held = self.indices(client, split)
+        if self._num_classes is None or split not in self._splits:
+            return None
+        labels = self._splits[split].labels
+        return None if labels is None else np.bincount(labels[held], minlength=self._num_classes).tolist()
+
+    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
+        return self._loader(str(client), split, self.indices(client, split))
+
+    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
+        held = [self.indices(client, split) for client in self.client_ids]
+        return self._loader("pooled", split, np.concatenate(held) if held else np.zeros(0, np.int64))
+
+    def _loader(self, client: str, split: str, indices: Indices) -> DataLoader[Any] | None:
+        if split not in self._splits or (split != "train" and not len(indices)):
+            return None
+        source = self._splits[split]
+        training = split == "train"
+        sampler = AddressedSampler(len(indices), client, shuffle=training and source.shuffle, seed=self.seed)
+        options: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+            "drop_last": self.drop_last and training,
+            "collate_fn": self.collate_fn,
+        } | source.loader
+        options["collate_fn"] = options["collate_fn"] or collate_rows
+        # Evaluation needs no permutation, but its workers' seeds must not come from the global generator either.
+        seeds = sampler.generator if training else generator(self.seed, "workers", client, split)
+        return DataLoader(
+            IndexView(source.dataset, indices), sampler=sampler if training else None, generator=seeds, **options
+        )
+
+    @staticmethod
+    def _check_split(split: str) -> None:
+        if split not in SPLITS:
+            raise ValueError(f"There is no split {split!r}; the splits are 'train', 'val' and 'test'.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A Trainer is not part of the data, and cannot be sent to another process.
+        return self.__dict__ | {"trainer": None}
+
+
+def pooled_view(split: Split) -> IndexView:
+    """All samples of a split as one dataset, in client order."""
+    held = [np.asarray(part) for part in split.indices]
+    return IndexView(split.dataset, np.concatenate(held) if held else torch.zeros(0, dtype=torch.int64))

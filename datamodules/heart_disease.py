@@ -1,0 +1,149 @@
+"""Fed-Heart-Disease: four hospitals, a natural partition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.download import missing
+from fedlightning.datamodules.partition import check_fraction, cut
+from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.seeding import generator
+
+HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+
+_DROPPED = (10, 11, 12)  # slope, ca, thal: missing for most patients outside of Cleveland
+_CATEGORIES = {2: (1, 2, 3, 4), 6: (0, 1, 2)}  # cp and restecg; the first level is dropped
+_NUMERIC = (0, 1, 3, 4, 5, 7, 8, 9)
+_TRAIN_SHARE = 0.66
+
+
+class HeartDiseaseDataModule(IndexedFederatedDataModule):
+    """UCI Heart Disease (Janosi, Steinbrunn, Pfisterer, Detrano 1988) as FLamby prepares it (Ogier du Terrail et al.
+    2022): 740 patients of four hospitals, 13 features, "is there a heart disease".
+
+    Columns slope, ca and thal are dropped, then rows with a missing value; cp and restecg are one-hot encoded without
+    their first level; the label is ``num > 0``. Features are standardised with each hospital's own training statistics
+    (validation included, so that they do not change with ``seed``; a column that is constant there is only centred).
+    ``x``: float32 ``(b, 13)``: age, sex, trestbps, chol, fbs, thalach, exang, oldpeak, cp=2, cp=3, cp=4, restecg=1,
+    restecg=2. ``y``: int64 0 or 1, or float32 with ``binary_float``.
+
+    Test patients are 34 % of each hospital, stratified by label where both labels have more than two patients,
+    drawn by scikit-learn's ``train_test_split`` with ``split_seed`` exactly as FLamby's code draws them (its seed is
+    43): train/test 199/104, 172/89, 30/16, 85/45 in the order of the clients "cleveland", "hungarian",
+    "switzerland", "va". Validation patients are ``val_fraction`` of the others, drawn by ``seed``.
+
+    Args:
+        root: folder with ``processed.cleveland.data`` and the other three files of the UCI repository
+            (https://archive.ics.uci.edu/dataset/45/heart+disease).
+        batch_size: samples in a batch (FENDA-FL: 4).
+        val_fraction: share of the training patients for validation.
+        seed: seed of the validation cut.
+        split_seed: seed of the test cut; 43 is FLamby's.
+        binary_float: labels as float32, for ``binary_cross_entropy_with_logits``.
+        num_workers: worker processes of every loader.
+        pin_memory: copy batches into page-locked memory (for a GPU).
+        drop_last: leave out the last incomplete training batch.
+    """
+
+    def __init__(
+        self,
+        root: str = "data/heart_disease",
+        batch_size: int = 4,
+        val_fraction: float = 0.2,
+        seed: int = 0,
+        split_seed: int = 43,
+        binary_float: bool = False,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
+        check_fraction(self, val_fraction=val_fraction)
+        self.root, self.val_fraction = Path(root), val_fraction
+        self.split_seed, self.binary_float = int(split_seed), binary_float
+
+    def prepare_data(self) -> None:
+        """Lightning's hook: ask for files that are missing (they cannot be downloaded one by one)."""
+        lacking = [self._file(name).name for name in HOSPITALS if not self._file(name).is_file()]
+        if lacking:
+            raise FileNotFoundError(
+                str(missing(self, lacking, self.root, [self.root])).split("; set download")[0]
+                + "; unpack https://archive.ics.uci.edu/static/public/45/heart+disease.zip there."
+            )
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        self.prepare_data()
+        features, labels = [], []
+        parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
+        start = 0
+        for name in HOSPITALS:
+            x, y = read_hospital(self._file(name))
+            train, test = _flamby_split(y, self.split_seed)
+            mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
+            features.append((x - mean) / np.where(deviation > 0, deviation, 1))
+            labels.append(y)
+            fit, val = cut(train, self.val_fraction, generator(self.seed, "heart disease", "val", name), y)
+            for split, indices in (("train", fit), ("val", val), ("test", test)):
+                parts[split].append(indices + start)
+            start += len(y)
+        classes = np.concatenate(labels)
+        targets = torch.from_numpy(classes)
+        data = ArrayDataset(
+            torch.from_numpy(np.concatenate(features)).float(), targets.float() if self.binary_float else targets
+        )
+        return list(HOSPITALS), {split: Split(data, held, classes) for split, held in parts.items()}
+
+    def _file(self, hospital: str) -> Path:
+        return self.root / f"processed.{hospital}.data"
+
+
+def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """One processed UCI file, complete rows only: float64 features ``(n, 13)``, not scaled, and int64 labels ``(n,)``.
+
+    Raises:
+        ValueError: a row does not have 14 numbers, or cp or restecg is none of the known levels.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        cells = [cell.strip() for cell in line.split(",")]
+        if cells == [""]:
+            continue
+        if len(cells) != 14:
+            raise ValueError(f"{path}, line {number}: {len(cells)} columns instead of 14; it is no processed UCI file.")
+        kept = [cell for column, cell in enumerate(cells) if column not in _DROPPED]
+        if "?" in kept:
+            continue
+        try:
+            rows.append([0.0 if column in _DROPPED else float(cell) for column, cell in enumerate(cells)])
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}; it is no processed UCI file.") from error
+    if not rows:
+        raise ValueError(f"{path} has no complete row; it is no processed UCI file.")
+    table = np.array(rows)
+    columns = [table[:, column] for column in _NUMERIC]
+    for column, levels in _CATEGORIES.items():
+        if not np.isin(table[:, column], levels).all():
+            raise ValueError(f"{path}: column {column} has values other than {levels}; it is no processed UCI file.")
+        columns += [(table[:, column] == level).astype(np.float64) for level in levels[1:]]
+    return np.stack(columns, axis=1), (table[:, 13] > 0).astype(np.int64)
+
+
+def _flamby_split(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and test rows of one hospital, ascending."""
+    from sklearn.model_selection import train_test_split
+
+    counts = np.bincount(labels, minlength=2)
+    train, test = train_test_split(
+        np.arange(len(labels)),
+        test_size=1 - _TRAIN_SHARE,
+        train_size=_TRAIN_SHARE,
+        random_state=seed,
+        shuffle=True,
+        stratify=labels if counts.min() > 2 else None,
+    )
+    return np.sort(train), np.sort(test)

@@ -1,0 +1,134 @@
+"""Where the labels (or groups) of somebody else's dataset are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from fedlightning.datamodules.views import ArrayDataset, IndexView
+
+_ATTRIBUTES = ("targets", "labels")
+_KEYS = ("label", "labels", "y", "target", "targets")
+
+
+def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -> np.ndarray | None:
+    """One key (a class label) for each sample of a map-style dataset.
+
+    Tried in this order: ``source``; the attributes ``targets`` and ``labels``; the last tensor of a ``TensorDataset``;
+    each of these through ``Subset`` and ``ConcatDataset``; and, if ``walk``, one pass over the samples, taking
+    ``sample[-1]`` of a tuple or the item ``label``, ``labels``, ``y``, ``target`` or ``targets`` of a dictionary.
+
+    Args:
+        dataset: map-style dataset of ``n`` samples.
+        split: its name, for messages, and the key into ``source`` where that is a mapping.
+        source: an array ``(n,)``; a function ``dataset -> array``; a mapping from split to one of these; or the name of
+            an attribute of the dataset, or of an item of its samples.
+        walk: whether a pass over all samples is worth its time.
+
+    Returns:
+        An array of shape ``(n,)``, or ``None`` where nothing was found.
+
+    Raises:
+        ValueError: ``source`` does not fit the dataset.
+    """
+    if isinstance(source, Mapping):
+        if split not in source:
+            raise ValueError(f"The labels given have no entry for the {split} data; give one under {split!r}.")
+        source = source[split]
+    if isinstance(source, str):
+        found = _known(dataset, (source,))
+        if found is None:
+            found = _walk(dataset, (source,), positional=False)
+        if found is None:
+            raise ValueError(
+                f"The {split} data has no attribute {source!r} with one value for each sample, and its samples are no "
+                f"dictionaries with that key; name another one, or pass the values themselves."
+            )
+        return found
+    if source is not None:
+        found = _array(source(dataset) if callable(source) else source)
+        if found is None or len(found) != len(dataset):
+            shape = "no array" if found is None else f"{len(found)} values"
+            raise ValueError(
+                f"The labels given for the {split} data are {shape} for {len(dataset)} samples; give one for each "
+                "sample, and with several splits a mapping {'train': ..., 'test': ...} or a function dataset -> array."
+            )
+        return found
+    found = _known(dataset, _ATTRIBUTES)
+    return _walk(dataset, _KEYS, positional=True) if found is None and walk else found
+
+
+def _array(values: Any) -> np.ndarray | None:
+    """Whole numbers, truth values or strings of shape ``(n,)`` or ``(n, 1)``; ``None`` for anything else."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:  # ragged
+        return None
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1 or array.dtype.kind not in "iubfUS":
+        return None
+    if array.dtype.kind == "f":
+        whole = array.astype(np.int64)
+        return whole if (whole == array).all() else None
+    return array.astype(np.int64) if array.dtype.kind in "iub" else array
+
+
+def _known(dataset: Any, attributes: tuple[str, ...]) -> np.ndarray | None:
+    """Keys that the dataset has ready."""
+    if isinstance(dataset, Subset | IndexView):
+        inner = _known(dataset.dataset, attributes)
+        return None if inner is None else inner[np.asarray(dataset.indices, dtype=np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_known(part, attributes) for part in dataset.datasets]
+        found = [part for part in parts if part is not None]
+        return np.concatenate(found) if found and len(found) == len(parts) else None
+    for name in attributes:
+        value = getattr(dataset, name, None)
+        if value is None or callable(value):
+            continue
+        array = _array(value)
+        if array is not None and len(array) == len(dataset):
+            return array
+    if attributes is _ATTRIBUTES and isinstance(dataset, TensorDataset | ArrayDataset):
+        return _array(dataset.tensors[-1] if isinstance(dataset, TensorDataset) else dataset.y)
+    return None
+
+
+def _walk(dataset: Any, keys: tuple[str, ...], positional: bool) -> np.ndarray | None:
+    """Keys by looking at every sample."""
+    values = []
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        if isinstance(sample, Mapping):
+            key = next((key for key in keys if key in sample), None)
+            if key is None:
+                return None
+            value = sample[key]
+        elif positional and isinstance(sample, tuple | list) and len(sample) > 1:
+            value = sample[-1]
+        else:
+            return None
+        if isinstance(value, torch.Tensor | np.ndarray):
+            if value.size != 1 if isinstance(value, np.ndarray) else value.numel() != 1:
+                return None
+            value = value.item()
+        values.append(value)
+    return _array(values)
+
+
+def encode(keys: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray | None]:
+    """Labels of all splits as classes 0, 1, ...: whole numbers from 0 on stay as they are, others are ranked."""
+    found = [array for array in keys.values() if array is not None]
+    if not found:
+        return dict(keys)
+    if all(array.dtype.kind == "i" and (not len(array) or array.min() >= 0) for array in found):
+        return dict(keys)
+    values = np.unique(np.concatenate(found))
+    return {split: None if array is None else np.searchsorted(values, array) for split, array in keys.items()}

@@ -1,0 +1,259 @@
+"""Any LightningDataModule, federated without changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from lightning import LightningDataModule
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.federate import federate
+from fedlightning.datamodules.labels import encode, read_keys
+from fedlightning.datamodules.partition import Partitioner, check_fraction
+from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.seeding import isolated
+
+_LOADER_HOOKS = {"train": "train_dataloader", "val": "val_dataloader", "test": "test_dataloader"}
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def loader_options(loader: Any, split: str, owner: str) -> tuple[dict[str, Any], bool]:
+    """What a ``DataLoader`` was made with, and whether it shuffles.
+
+    Raises:
+        ValueError: the loader cannot be divided among clients (several loaders, an iterable dataset, a sampler of its
+            own); the sentence says what to do.
+    """
+    what = f"{owner}'s {split} loader"
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"{what} is a {type(loader).__name__}; Partitioned divides one torch DataLoader for each split: return one."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            f"{what} reads an IterableDataset, whose samples have no index and cannot be divided among clients; use a "
+            "map-style dataset (with __len__ and __getitem__), or write a FederatedDataModule with one loader a client."
+        )
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        raise ValueError(
+            f"{what} makes batches by {type(loader.batch_sampler or loader.sampler).__name__}, which knows nothing of "
+            "clients; use batch_size=... and shuffle=... instead of batch_sampler=... or batch_size=None."
+        )
+    sampler = loader.sampler
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if not plain:
+        raise ValueError(
+            f"{what} draws samples by {type(sampler).__name__}, which knows nothing of clients; use shuffle=True or "
+            "shuffle=False without a sampler (weight the loss instead of the sampling)."
+        )
+    options = {
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        # The default collate function has a fast path here; None chooses it.
+        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "drop_last": loader.drop_last,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.num_workers > 0:
+        options |= {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return options, isinstance(sampler, RandomSampler)
+
+
+class Partitioned(IndexedFederatedDataModule):
+    """Divide the data of an existing data module among clients.
+
+    Every loader keeps its ``batch_size``, ``collate_fn``, workers, ``pin_memory`` and ``drop_last``; training batches
+    are shuffled if and only if the original training loader shuffled, in an order addressed by (seed, client, round,
+    epoch). The wrapped module's batch transfer hooks stay in force.
+
+    The plan is made on the training data and applied to the other splits. Without a validation loader each client's
+    validation samples are cut from its training samples; without a test loader each client's test samples are, before
+    validation. Both cuts are stratified by label where labels are known, and depend on ``seed`` only.
+
+    Args:
+        datamodule: the data module; its ``prepare_data`` and ``setup`` are called here.
+        partitioner: how samples become clients.
+        val_fraction: share of a client's training samples for validation, without a validation loader.
+        test_fraction: share of a client's samples for testing, without a test loader; 0: no test split.
+        labels: an array, a function ``dataset -> array``, a mapping from split to one of these, or the name of an
+            attribute or item. Default: found as :func:`~fedlightning.datamodules.labels.read_keys` describes; a pass
+            over all samples is only made when the partitioner needs labels.
+        seed: seed of every random choice.
+        batch_size: overrides the batch size of every loader.
+
+    Raises:
+        ValueError: at :meth:`setup`, when the loaders cannot be divided or labels are missing.
+    """
+
+    def __init__(
+        self,
+        datamodule: LightningDataModule,
+        partitioner: Partitioner,
+        val_fraction: float = 0.2,
+        test_fraction: float = 0.2,
+        labels: Any = None,
+        seed: int = 0,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(batch_size=1 if batch_size is None else batch_size, seed=seed)
+        check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction)
+        self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels
+        self.val_fraction, self.test_fraction = val_fraction, test_fraction
+        self._override = batch_size
+        for hook in _BATCH_HOOKS:
+            # Only where the wrapped module has its own: Lightning prefers the data module's hook to the model's.
+            if getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook):
+                setattr(self, hook, getattr(datamodule, hook))
+
+    @classmethod
+    def from_datasets(  # type: ignore[override]
+        cls,
+        train: Dataset[Any],
+        val: Dataset[Any] | None = None,
+        test: Dataset[Any] | None = None,
+        *,
+        partitioner: Partitioner,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        collate_fn: Any = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        shuffle: bool = True,
+        val_fraction: float = 0.2,
+        test_fraction: float = 0.2,
+        labels: Any = None,
+        seed: int = 0,
+    ) -> Partitioned:
+        """Divide plain map-style datasets; the arguments are those of ``DataLoader`` and of :class:`Partitioned`."""
+        common = {
+            "batch_size": batch_size,
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+        }
+        datasets = _Datasets({"train": train, "val": val, "test": test}, common, shuffle, drop_last)
+        return cls(datasets, partitioner, val_fraction, test_fraction, labels, seed)
+
+    def prepare_data(self) -> None:
+        """The wrapped module's ``prepare_data``."""
+        self.datamodule.prepare_data()
+
+    def teardown(self, stage: str) -> None:
+        """The wrapped module's ``teardown``."""
+        self.datamodule.teardown(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped module's state."""
+        return self.datamodule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the wrapped module's state."""
+        self.datamodule.load_state_dict(state_dict)
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        owner = type(self.datamodule).__name__
+        if self.trainer is not None:
+            self.datamodule.trainer = self.trainer
+        found: dict[str, Any] = {}
+        # A random_split without a seed in the wrapped setup() is given one.
+        with isolated(self.seed, "partition", "setup"):
+            self.datamodule.setup("fit")
+            found["train"], found["val"] = self._wrapped_loader("train"), self._wrapped_loader("val")
+            self.datamodule.setup("test")
+            found["test"] = self._wrapped_loader("test")
+        if found["train"] is None:
+            raise ValueError(f"{owner} has no train_dataloader; Partitioned divides the training data among clients.")
+        loaders = {split: loader for split, loader in found.items() if loader is not None}
+        options, shuffles = {}, {}
+        for split, loader in loaders.items():
+            options[split], shuffles[split] = loader_options(loader, split, owner)
+        datasets = {split: loader.dataset for split, loader in loaders.items()}
+        labels, keys = self._keys(datasets)
+        ids, splits = federate(
+            self.partitioner, datasets, labels, keys, self.seed, self.val_fraction, self.test_fraction
+        )
+        for name, made in splits.items():
+            made.loader = dict(options.get(name, options["train"] | {"drop_last": False}))
+            made.shuffle = shuffles["train"]
+            if self._override is not None:
+                made.loader["batch_size"] = self._override
+        self.batch_size = splits["train"].loader["batch_size"]
+        return ids, splits
+
+    def _wrapped_loader(self, split: str) -> Any:
+        """The wrapped module's loader of a split; ``None`` where it has none."""
+        name = _LOADER_HOOKS[split]
+        # LightningDataModule.from_datasets puts its loaders on the instance.
+        own = name in vars(self.datamodule)
+        own = own or getattr(type(self.datamodule), name) is not getattr(LightningDataModule, name)
+        loader = getattr(self.datamodule, name)() if own else None
+        if isinstance(loader, list | tuple) and len(loader) <= 1:
+            loader = loader[0] if loader else None
+        return loader
+
+    def _keys(self, datasets: dict[str, Any]) -> tuple[dict[str, np.ndarray | None], dict[str, Any]]:
+        """Class labels, and what the partitioner divides by, of every dataset."""
+        needs = self.partitioner.needs
+        labels = encode(
+            {split: read_keys(data, split, self.labels, walk=needs == "labels") for split, data in datasets.items()}
+        )
+        if needs == "nothing":
+            return labels, {split: len(data) for split, data in datasets.items()}
+        if needs == "labels":
+            for split, found in labels.items():
+                if found is None:
+                    raise ValueError(
+                        f"{type(self.partitioner).__name__} divides samples by label, and the {split} data of "
+                        f"{type(self.datamodule).__name__} shows none; pass labels= (an array, or a function "
+                        "dataset -> array), or use a partitioner that needs none: IIDPartitioner(stratified=False)."
+                    )
+            return labels, dict(labels)
+        natural = self.partitioner
+        source: Any = "groups"
+        if isinstance(natural, NaturalPartitioner):
+            source = natural.column if natural.groups is None else natural.groups
+        return labels, {split: read_keys(data, split, source) for split, data in datasets.items()}
+
+
+class _Datasets(LightningDataModule):
+    """The data module that :meth:`Partitioned.from_datasets` wraps."""
+
+    def __init__(
+        self, datasets: dict[str, Dataset[Any] | None], options: dict[str, Any], shuffle: bool, drop_last: bool
+    ) -> None:
+        super().__init__()
+        self.datasets, self.options, self.shuffle, self.drop_last = datasets, options, shuffle, drop_last
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = self.datasets["train"]
+        assert data is not None
+        if isinstance(data, IterableDataset):
+            return DataLoader(data, **self.options)
+        # DataLoader refuses to shuffle nothing; an empty dataset is refused with a better sentence later.
+        shuffle = self.shuffle and len(data) > 0  # type: ignore[arg-type]
+        return DataLoader(data, shuffle=shuffle, drop_last=self.drop_last, **self.options)
+
+    def val_dataloader(self) -> Any:
+        return [] if self.datasets["val"] is None else DataLoader(self.datasets["val"], **self.options)
+
+    def test_dataloader(self) -> Any:
+        return [] if self.datasets["test"] is None else DataLoader(self.datasets["test"], **self.options)

@@ -1,0 +1,163 @@
+"""Partitions without a Dirichlet draw: even, pathological, natural."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fedlightning.datamodules.partition import (
+    Partitioner,
+    Plan,
+    SharePlan,
+    as_labels,
+    check_num_clients,
+    numpy_generator,
+)
+from fedlightning.datamodules.views import Indices
+
+
+class IIDPartitioner(Partitioner):
+    """Every client draws from the same distribution.
+
+    Args:
+        num_clients: N.
+        stratified: ``True``: every class is dealt evenly, per-class counts and sizes of two clients differ by at most
+            one. ``False``: a random permutation cut into N parts; labels are neither needed nor used.
+    """
+
+    def __init__(self, num_clients: int, stratified: bool = True) -> None:
+        self.num_clients, self.stratified = check_num_clients(self, num_clients), stratified
+        self.needs = "labels" if stratified else "nothing"
+
+    def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
+        classes, counts = self._tally(labels, self.num_clients)
+        return SharePlan.of_counts(np.tile(counts / self.num_clients, (self.num_clients, 1)), classes)
+
+
+class PathologicalPartitioner(Partitioner):
+    """Every client holds few classes.
+
+    ``scheme="classes"`` (FedRep, Collins et al. 2021; FLIU): each client draws ``k`` distinct classes, and the samples
+    of a class are divided evenly among its holders. Draws in which a class has no holder are repeated (at most 100
+    times, then classes held twice or more give way), so that no sample is lost; this needs ``k * N >= C``.
+
+    ``scheme="shards"`` (FedAvg, McMahan et al. 2017): samples sorted by label are cut into ``k * N`` shards of equal
+    size, ``k`` random ones for each client. A shard can straddle classes, so a client can hold up to ``2 k``.
+
+    Args:
+        num_clients: N.
+        classes_per_client: k, classes or shards of each client.
+        scheme: ``"classes"`` or ``"shards"``.
+    """
+
+    def __init__(
+        self, num_clients: int, classes_per_client: int = 2, scheme: Literal["classes", "shards"] = "classes"
+    ) -> None:
+        self.num_clients = check_num_clients(self, num_clients)
+        if classes_per_client < 1:
+            raise ValueError(f"PathologicalPartitioner got classes_per_client={classes_per_client}; use 1 or more.")
+        if scheme not in ("classes", "shards"):
+            raise ValueError(f"PathologicalPartitioner got scheme={scheme!r}; use 'classes' or 'shards'.")
+        self.classes_per_client, self.scheme = int(classes_per_client), scheme
+
+    def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
+        classes, counts = self._tally(labels, self.num_clients)
+        rng = numpy_generator(generator)
+        table = self._shards(counts, rng) if self.scheme == "shards" else self._classes(counts, rng)
+        return SharePlan.of_counts(table, classes)
+
+    def _classes(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        clients, held, total = self.num_clients, self.classes_per_client, len(counts)
+        if held > total:
+            raise ValueError(
+                f"PathologicalPartitioner got classes_per_client={held}, but the labels have {total} classes; "
+                f"use classes_per_client <= {total}."
+            )
+        if held * clients < total:
+            raise ValueError(
+                f"PathologicalPartitioner: {clients} clients of {held} classes cannot hold all {total} classes and "
+                f"samples would be lost; use classes_per_client >= {-(-total // clients)} or more clients."
+            )
+        for _ in range(100):
+            holds = np.zeros((clients, total), dtype=bool)
+            for row in holds:
+                row[rng.choice(total, held, replace=False)] = True
+            if holds.any(axis=0).all():
+                break
+        for orphan in np.flatnonzero(~holds.any(axis=0)):
+            # k * N >= C and an orphan: some class is held twice; its holder takes the orphan instead.
+            spare = int(np.argmax(holds.sum(axis=0)))
+            client = int(rng.choice(np.flatnonzero(holds[:, spare])))
+            holds[client, spare], holds[client, orphan] = False, True
+        crowded = holds.sum(axis=0) > counts
+        if crowded.any():
+            raise ValueError(
+                f"PathologicalPartitioner: {crowded.sum()} classes have fewer samples than holders; use fewer clients "
+                "or fewer classes_per_client."
+            )
+        return np.asarray(holds * (counts / holds.sum(axis=0)))
+
+    def _shards(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        clients, shards = self.num_clients, self.num_clients * self.classes_per_client
+        total = int(counts.sum())
+        if total < shards:
+            raise ValueError(
+                f"PathologicalPartitioner cannot cut {total} samples into {clients} x {self.classes_per_client} "
+                "shards; use fewer clients or shards."
+            )
+        pieces = np.array_split(np.repeat(np.arange(len(counts)), counts), shards)
+        tallies = np.stack([np.bincount(piece, minlength=len(counts)) for piece in pieces])
+        return np.asarray(tallies[rng.permutation(shards)].reshape(clients, -1, len(counts)).sum(axis=1))
+
+
+@dataclass
+class GroupPlan(Plan):
+    """Client ``client_ids[i]`` gets every sample of group ``groups[i]``."""
+
+    client_ids: list[str]
+    groups: list[Any]
+
+    def split(self, labels: Any, generator: torch.Generator | None = None) -> list[Indices]:
+        """Divide samples by their group; see :meth:`Plan.split`.
+
+        Raises:
+            ValueError: a sample's group is not a client of the plan (no sample is dropped silently).
+        """
+        keys = as_labels(labels, "NaturalPartitioner")
+        strange = sorted(set(keys.tolist()) - set(self.groups), key=str)
+        if strange:
+            raise ValueError(
+                f"NaturalPartitioner: groups {strange[:5]} have no training samples and so are no clients; remove "
+                "their samples from the other splits."
+            )
+        return [np.flatnonzero(keys == group).astype(np.int64) for group in self.groups]
+
+
+class NaturalPartitioner(Partitioner):
+    """One client for each group (hospital, user, scanner): no group is split and nothing is dropped.
+
+    Client ids are the groups' names, in ascending order.
+
+    Args:
+        column: where :class:`Partitioned` finds each sample's group: an attribute of the dataset, or a key of its
+            items where items are dictionaries.
+        groups: the groups themselves, instead: an array ``(n,)`` for the training dataset, a mapping from split to
+            array, or a function ``dataset -> array``.
+    """
+
+    needs = "groups"
+
+    def __init__(self, column: str = "groups", groups: Any | Callable[[Any], Any] | None = None) -> None:
+        self.column, self.groups = column, groups
+
+    def plan(self, labels: Any, generator: torch.Generator | None = None) -> GroupPlan:
+        if isinstance(labels, int | np.integer):
+            raise ValueError("NaturalPartitioner needs each sample's group, an array of shape (n,), not their number.")
+        groups = np.unique(as_labels(labels, "NaturalPartitioner")).tolist()
+        if not groups:
+            raise ValueError("NaturalPartitioner got no samples; there is no group to make a client of.")
+        return GroupPlan([str(group) for group in groups], groups)

@@ -1,0 +1,236 @@
+"""Partitions drawn from Dirichlet distributions: skewed labels, skewed sizes, both."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from fedlightning.datamodules.partition import Partitioner, SharePlan, check_alpha, check_num_clients, numpy_generator
+from fedlightning.datamodules.rounding import apportion, round_table, sinkhorn
+
+_REDRAWS = 100
+
+
+def _minimum(owner: object, min_samples: int | None, default: int, num_clients: int, total: int) -> int:
+    """The smallest client allowed; by default ``default``, or half of the mean size where that is less."""
+    if min_samples is None:
+        return min(default, max(1, total // (2 * num_clients)))
+    if min_samples * num_clients > total:
+        raise ValueError(
+            f"{type(owner).__name__} got min_samples={min_samples} for {num_clients} clients out of {total} "
+            f"samples; use min_samples <= {total // num_clients} or fewer clients."
+        )
+    return min_samples
+
+
+def _check_min_samples(owner: object, min_samples: int | None) -> int | None:
+    if min_samples is not None and min_samples < 0:
+        raise ValueError(f"{type(owner).__name__} got min_samples={min_samples}; use 0 or more.")
+    return min_samples
+
+
+def raise_to_minimum(counts: np.ndarray, minimum: int) -> np.ndarray:
+    """Move single samples from the largest client (of its most frequent class) until every client has ``minimum``.
+
+    Args:
+        counts: whole numbers, shape ``(N, C)``, with at least ``N * minimum`` samples in all; not changed.
+
+    Returns:
+        A table with the same column sums.
+    """
+    counts = counts.copy()
+    sizes = counts.sum(axis=1)
+    while (poor := int(sizes.argmin())) != (rich := int(sizes.argmax())) and sizes[poor] < minimum:
+        column = int(counts[rich].argmax())
+        counts[rich, column] -= 1
+        counts[poor, column] += 1
+        sizes[rich] -= 1
+        sizes[poor] += 1
+    return counts
+
+
+class DirichletPartitioner(Partitioner):
+    """Label skew by Dirichlet draws, in one of two different schemes.
+
+    ``by="class"`` (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022): for every class ``c`` draw ``q_c ~
+    Dir_N(alpha)``; client ``i`` gets the share ``q_ci`` of the class. Client sizes vary.
+
+    ``by="client"`` (Hsu et al. 2019): every client draws ``q_i ~ Dir_C(alpha * prior)``, prior = the class shares of
+    the data, and takes ``n / N`` samples accordingly without replacement, renormalised when a class runs out. Client
+    sizes are equal. Since the prior sums to 1, an ``alpha`` here is about ``C`` times as skewed as the same one there.
+
+    Args:
+        num_clients: N.
+        alpha: concentration; 0.5 is usual (and PLayer-FL's), small is skewed.
+        by: ``"class"`` or ``"client"``.
+        min_samples: smallest client; a draw that has a smaller one is repeated at most 100 times, after which the
+            largest clients give samples to the smallest. Default: 10 (NIID-Bench), or half of the mean size where
+            that is less. Holds for the data that the plan is made on.
+        balance: only with ``by="class"``: a client that has ``n / N`` samples gets none of the next classes
+            (NIID-Bench).
+    """
+
+    def __init__(
+        self,
+        num_clients: int,
+        alpha: float = 0.5,
+        by: Literal["class", "client"] = "class",
+        min_samples: int | None = None,
+        balance: bool = False,
+    ) -> None:
+        self.num_clients = check_num_clients(self, num_clients)
+        check_alpha(self, alpha=alpha)
+        if by not in ("class", "client"):
+            raise ValueError(f"DirichletPartitioner got by={by!r}; use 'class' or 'client', two different schemes.")
+        if balance and by == "client":
+            raise ValueError("DirichletPartitioner: balance=True is for by='class'; by='client' is balanced.")
+        self.alpha, self.by, self.balance = float(alpha), by, balance
+        self.min_samples = _check_min_samples(self, min_samples)
+
+    def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
+        classes, counts = self._tally(labels, self.num_clients)
+        minimum = _minimum(self, self.min_samples, 10, self.num_clients, int(counts.sum()))
+        rng = numpy_generator(generator)
+        if self.by == "client":
+            return SharePlan.of_counts(self._by_client(counts, rng), classes)
+        for _ in range(_REDRAWS):
+            table = self._by_class(counts, rng)
+            if table.sum(axis=1).min() >= minimum:
+                break
+        return SharePlan.of_counts(raise_to_minimum(table, minimum), classes)
+
+    def _by_class(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        table = np.zeros((self.num_clients, len(counts)), dtype=np.int64)
+        target = counts.sum() / self.num_clients
+        for column, amount in enumerate(counts):
+            share = rng.dirichlet(np.full(self.num_clients, self.alpha))
+            if self.balance:
+                open_ = table.sum(axis=1) < target
+                share = share * open_ if (share * open_).sum() > 0 else open_.astype(np.float64)
+            table[:, column] = apportion(share, int(amount))
+        return table
+
+    def _by_client(self, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        table = np.zeros((self.num_clients, len(counts)), dtype=np.int64)
+        left = counts.copy()
+        sizes = apportion(np.ones(self.num_clients), int(counts.sum()))
+        # The clients that draw last get what is left over: let chance say who they are.
+        for client in rng.permutation(self.num_clients):
+            wanted = rng.dirichlet(self.alpha * counts / counts.sum())
+            while (missing := int(sizes[client] - table[client].sum())) > 0:
+                open_ = wanted * (left > 0)
+                open_ = open_ / open_.sum() if open_.sum() > 1e-300 else left / left.sum()
+                taken = np.minimum(rng.multinomial(missing, open_), left)
+                table[client] += taken
+                left = left - taken
+        return table
+
+
+class LabelSkewPartitioner(Partitioner):
+    """LS (FLIU): label skew with equal client sizes and every sample used.
+
+    A ``K x C`` matrix with rows ``P_k ~ Dir_C(alpha)``, floored at 1e-6, is scaled by Sinkhorn-Knopp to rows ``n / K``
+    and columns ``n_c``, in *counts* (in proportions per class, rows ``C / K`` would give unequal sizes where classes
+    are unequal; the paper's ``K / L`` is only right for ``K = L``), then rounded with exact column sums and row sums
+    of ``n / K`` up to one. The result is ``a_k P_kc b_c``, the KL projection of ``P``: equal sizes limit how skewed a
+    very small ``alpha`` can get.
+
+    Args:
+        num_clients: K.
+        alpha: concentration of the rows (FLIU: 1).
+        max_iterations: of Sinkhorn-Knopp; no convergence is an error.
+    """
+
+    def __init__(self, num_clients: int, alpha: float = 1.0, max_iterations: int = 10_000) -> None:
+        self.num_clients, self.max_iterations = check_num_clients(self, num_clients), int(max_iterations)
+        check_alpha(self, alpha=alpha)
+        self.alpha = float(alpha)
+
+    def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
+        classes, counts = self._tally(labels, self.num_clients)
+        rows = np.full(self.num_clients, counts.sum() / self.num_clients)
+        return self._scaled(classes, counts, rows, self.alpha, numpy_generator(generator))
+
+    def _scaled(
+        self, classes: np.ndarray | None, counts: np.ndarray, rows: np.ndarray, alpha: float, rng: np.random.Generator
+    ) -> SharePlan:
+        start = rng.dirichlet(np.full(len(counts), alpha), size=self.num_clients)
+        real = sinkhorn(start, rows, counts.astype(np.float64), max_iterations=self.max_iterations)
+        return SharePlan.of_counts(round_table(real * (counts / real.sum(axis=0))), classes)
+
+
+class QuantitySkewPartitioner(Partitioner):
+    """QS (FLIU): client sizes ``s ~ Dir_K(alpha)``, every client with the class mix of the whole data.
+
+    Args:
+        num_clients: K.
+        alpha: concentration of the sizes (FLIU: 1).
+        min_samples: smallest client; the others share the rest in proportion. Two batches and one sample of every
+            class make sense. Default: the larger of 10 and C, or half of the mean size where that is less.
+        stratified: ``False`` fills the sizes at random; labels are neither needed nor used.
+    """
+
+    def __init__(
+        self, num_clients: int, alpha: float = 1.0, min_samples: int | None = None, stratified: bool = True
+    ) -> None:
+        self.num_clients = check_num_clients(self, num_clients)
+        check_alpha(self, alpha=alpha)
+        self.alpha, self.stratified = float(alpha), stratified
+        self.min_samples = _check_min_samples(self, min_samples)
+        self.needs = "labels" if stratified else "nothing"
+
+    def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
+        classes, counts = self._tally(labels, self.num_clients)
+        sizes = draw_sizes(self, self.num_clients, self.alpha, self.min_samples, counts, numpy_generator(generator))
+        return SharePlan.of_counts(round_table(np.outer(sizes, counts / counts.sum())), classes)
+
+
+class LabelQuantitySkewPartitioner(LabelSkewPartitioner):
+    """LSQS (FLIU): sizes as in QS, labels as in LS.
+
+    The paper prints no formula; ours is LS with the row margins ``n_k`` of QS.
+
+    Args:
+        num_clients: K.
+        alpha: concentration of the label rows (FLIU: 1).
+        alpha_size: concentration of the sizes; default: ``alpha``.
+        min_samples: smallest client, as in :class:`QuantitySkewPartitioner`.
+        max_iterations: of Sinkhorn-Knopp.
+    """
+
+    def __init__(
+        self,
+        num_clients: int,
+        alpha: float = 1.0,
+        alpha_size: float | None = None,
+        min_samples: int | None = None,
+        max_iterations: int = 10_000,
+    ) -> None:
+        super().__init__(num_clients, alpha, max_iterations)
+        self.alpha_size = self.alpha if alpha_size is None else float(alpha_size)
+        check_alpha(self, alpha_size=self.alpha_size)
+        self.min_samples = _check_min_samples(self, min_samples)
+
+    def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
+        classes, counts = self._tally(labels, self.num_clients)
+        rng = numpy_generator(generator)
+        minimum = 1 if self.min_samples is None else max(1, self.min_samples)  # a row margin of 0 cannot be scaled to
+        least = self.min_samples if self.min_samples is None else minimum
+        sizes = draw_sizes(self, self.num_clients, self.alpha_size, least, counts, rng)
+        return self._scaled(classes, counts, sizes.astype(np.float64), self.alpha, rng)
+
+
+def draw_sizes(
+    owner: object,
+    num_clients: int,
+    alpha: float,
+    min_samples: int | None,
+    counts: np.ndarray,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Client sizes ``Dir_K(alpha) * n`` in whole samples, none below the minimum; shape ``(K,)``."""
+    total = int(counts.sum())
+    minimum = _minimum(owner, min_samples, max(10, len(counts)), num_clients, total)
+    return apportion(rng.dirichlet(np.full(num_clients, alpha)), total, minimum)

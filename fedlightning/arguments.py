@@ -1,0 +1,209 @@
+"""The trainer's arguments, checked at the door: every refusal names the thing, the value, the rule and the way out."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.loggers import CSVLogger, Logger
+from torch.optim import Optimizer
+
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.loaders import LoaderDataModule
+from fedlightning.quiet import quiet
+
+if TYPE_CHECKING:
+    from fedlightning.run_folder import RunFolder
+
+REPLACED = {
+    "max_epochs": "max_rounds and local_epochs",
+    "min_epochs": "local_epochs",
+    "max_steps": "max_rounds and local_steps",
+    "min_steps": "local_steps",
+    "enable_checkpointing": "save_state (resume) and the callbacks LocalCheckpoint and GlobalCheckpoint (selection)",
+}
+FORWARDED = (
+    "accelerator",
+    "strategy",
+    "devices",
+    "num_nodes",
+    "precision",
+    "plugins",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "deterministic",
+    "benchmark",
+    "inference_mode",
+    "use_distributed_sampler",
+    "profiler",
+    "detect_anomaly",
+    "sync_batchnorm",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "limit_predict_batches",
+    "overfit_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "log_every_n_steps",
+    "reload_dataloaders_every_n_epochs",
+)
+CHOICES = {
+    "optimizer_state": (None, "reset", "keep"),
+    "float_buffers": ("average", "local", "server"),
+    "engine": ("sequential",),
+}
+STAGES = ("G", "L1", "L2")
+
+
+class ConfigurationError(ValueError):
+    """A configuration that cannot work."""
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that contradict each other or are out of range.
+
+    Raises:
+        ConfigurationError: with a sentence.
+    """
+    for name, instead in REPLACED.items():
+        if given[name] is not None:
+            raise ConfigurationError(f"{name}={given[name]!r} has no meaning in a federation. Use {instead}.")
+    if given["local_epochs"] is not None and given["local_steps"] is not None:
+        raise ConfigurationError(
+            f"local_epochs={given['local_epochs']} and local_steps={given['local_steps']} are both set. "
+            "A visit is counted in epochs or in steps: remove one of them."
+        )
+    for name in ("max_rounds", "local_epochs", "local_steps", "accumulate_grad_batches"):
+        value = given[name]
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+    for name in ("evaluate_every", "save_state"):
+        if not isinstance(given[name], int) or given[name] < 0:
+            raise ConfigurationError(f"{name}={given[name]!r} must be a whole number; 0 switches it off.")
+    share = given["participation"]
+    if isinstance(share, bool) or (isinstance(share, float) and not 0.0 < share <= 1.0) or share <= 0:
+        raise ConfigurationError(
+            f"participation={share!r} must be a share in (0, 1] (a float) or a number of clients (an int of at least 1)."
+        )
+    if not 0.0 < given["lr_decay"] <= 10.0:
+        raise ConfigurationError(f"lr_decay={given['lr_decay']!r} must be a positive factor per round, such as 0.99.")
+    for name, allowed in CHOICES.items():
+        if given[name] not in allowed:
+            raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
+    for name, known in (("stages", STAGES), ("evaluate_data", ("local", "pooled"))):
+        unknown = [value for value in given[name] or () if value not in known]
+        if unknown:
+            raise ConfigurationError(f"{name} holds {unknown[0]!r}. Known: {list(known)}.")
+    items = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
+    for item in items:
+        if not isinstance(item, Callback):
+            raise ConfigurationError(
+                f"callbacks holds {item!r}, which is not a callback. Pass instances such as FedProx(mu=0.1)."
+            )
+
+
+def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
+    """``max_time`` in Lightning's three forms.
+
+    Raises:
+        ConfigurationError: for a string that is not "DD:HH:MM:SS".
+    """
+    if value is None or isinstance(value, timedelta):
+        return value
+    if isinstance(value, Mapping):
+        return timedelta(**value)
+    parts = value.split(":")
+    if len(parts) != 4 or not all(part.isdigit() for part in parts):
+        raise ConfigurationError(f"max_time={value!r} is not of the form 'DD:HH:MM:SS'.")
+    days, hours, minutes, seconds = map(int, parts)
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+
+
+def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, Any]:
+    """Arguments of the clients' Lightning Trainers."""
+    out = {name: given[name] for name in FORWARDED if given[name] is not None}
+    out["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
+    if given["check_val_every_n_epoch"] is None:
+        out.pop("check_val_every_n_epoch")
+    if given["fast_dev_run"]:
+        out |= {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
+    if run is not None:
+        out["default_root_dir"] = str(run.path)
+    return out
+
+
+def federated_data(
+    datamodule: LightningDataModule | None,
+    train: Mapping[str, Any] | None,
+    val: Mapping[str, Any] | None,
+    test: Mapping[str, Any] | None,
+) -> FederatedDataModule:
+    """The data of a fit, from a federated data module or from loaders by client.
+
+    Raises:
+        ConfigurationError: if there is none, or one that does not know clients.
+    """
+    if datamodule is not None and train is not None:
+        raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
+    if train is not None:
+        return LoaderDataModule(train, val, test)
+    if datamodule is None:
+        raise ConfigurationError(
+            "fit() got no data. Pass datamodule=Partitioned(MyDataModule(), IIDPartitioner(10)), a federated data module, "
+            "or train_dataloaders={client: loader}."
+        )
+    if not isinstance(datamodule, FederatedDataModule):
+        raise ConfigurationError(
+            f"{type(datamodule).__name__} does not know which client has which samples. "
+            "Wrap it: Partitioned(datamodule, DirichletPartitioner(num_clients=10, alpha=0.5))."
+        )
+    return datamodule
+
+
+def optimizers_of(module: LightningModule) -> list[Optimizer]:
+    """The optimizers a module configures; empty where it needs a running trainer to tell.
+
+    Raises:
+        ConfigurationError: if there is none.
+    """
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            configured = copy.deepcopy(module).configure_optimizers()
+    except RuntimeError:
+        return []
+    if configured is None:
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_optimizers returns nothing, so nothing would train. Return an optimizer."
+        )
+    return _find_optimizers(configured)
+
+
+def _find_optimizers(value: Any) -> list[Optimizer]:
+    if isinstance(value, Optimizer):
+        return [value]
+    if isinstance(value, Mapping):
+        return _find_optimizers(value.get("optimizer"))
+    if isinstance(value, list | tuple):
+        return [optimizer for item in value for optimizer in _find_optimizers(item)]
+    return []
+
+
+def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | None) -> list[Logger]:
+    """The run's Lightning loggers: CSV in the run's folder by default."""
+    if isinstance(value, Logger):
+        return [value]
+    if isinstance(value, bool) or value is None:
+        return [CSVLogger(run.path, name="", version="logs")] if value and run is not None else []
+    return list(value)
+
+
+def warn(text: str) -> None:
+    """Tell the user something that does not stop the run."""
+    warnings.warn(text, UserWarning, stacklevel=3)

@@ -1,0 +1,79 @@
+"""Opening what a run exported: native Lightning checkpoints, wrapped or not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from fedlightning.quiet import quiet
+from fedlightning.tensors import load_state, module_state
+
+
+def export(path: Path, module: LightningModule, template: type[LightningModule], extra: dict[str, Any]) -> None:
+    """Save ``module`` as Lightning saves it, so that ``MyModule.load_from_checkpoint`` opens it.
+
+    A wrapped module (FENDA's dual extractor) is another class than the user's; it is pickled along under
+    ``"fedlightning"``, and :func:`load` opens it.
+
+    Args:
+        path: the file, replaced atomically.
+        module: detached from any trainer.
+        template: the user's class.
+        extra: plain values to keep under ``"fedlightning"``.
+    """
+    with quiet():
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.strategy.connect(module)
+        temporary = path.with_name(path.name + ".tmp")
+        trainer.save_checkpoint(temporary, weights_only=True)
+    module.trainer = None
+    own = {"class": f"{template.__module__}:{template.__qualname__}", **extra}
+    if type(module) is not template:
+        own["wrapped"] = torch.frombuffer(bytearray(pickle.dumps(module)), dtype=torch.uint8)
+    checkpoint = torch.load(temporary, map_location="cpu", weights_only=False)
+    torch.save(checkpoint | {"fedlightning": own}, temporary)
+    os.replace(temporary, path)
+
+
+def load(path: str | Path, module: LightningModule | None = None, **hparams: Any) -> LightningModule:
+    """Open a checkpoint that a run exported, wrapped or not, in eval mode.
+
+    Open only files you trust: a wrapped module is unpickled.
+
+    Args:
+        path: ``checkpoints/global.ckpt`` or ``checkpoints/clients/<id>.ckpt``.
+        module: an instance to load into, where the class cannot be made from the saved hyper-parameters.
+        hparams: hyper-parameters that override the saved ones, as in ``load_from_checkpoint``.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no checkpoint at {path}. A run exports to <run>/checkpoints/ when it ends.")
+    checkpoint = torch.load(path, map_location="cpu", weights_only=False)
+    own = checkpoint.get("fedlightning", {})
+    if "wrapped" in own:
+        loaded: LightningModule = pickle.loads(own["wrapped"].numpy().tobytes())
+    elif module is not None:
+        load_state(module, {k: v for k, v in checkpoint["state_dict"].items() if k in module_state(module)})
+        loaded = module
+    else:
+        where, _, name = own["class"].partition(":")
+        found: Any = importlib.import_module(where)
+        for part in name.split("."):
+            found = getattr(found, part)
+        loaded = found.load_from_checkpoint(path, map_location="cpu", **hparams)
+    return loaded.eval()

@@ -1,0 +1,230 @@
+"""The client: a LightningModule, its loaders, and a state that stays with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fedlightning import probes
+from fedlightning.messages import Message
+from fedlightning.seeding import generator
+from fedlightning.tensors import State, clone, load_state, module_state
+
+if TYPE_CHECKING:
+    from fedlightning.local import LocalRunner
+
+
+def copy_tree(tree: Any) -> Any:
+    """Copy the dicts and lists of a tree, not its tensors: state tensors are replaced, never edited in place."""
+    if isinstance(tree, dict):
+        return {key: copy_tree(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [copy_tree(value) for value in tree]
+    return tree
+
+
+@dataclass
+class ClientRecord:
+    """All that a client keeps from visit to visit. Plain values and tensors: it can be saved, sent and restored.
+
+    Attributes:
+        personal: model entries that do not travel, as the last visit left them.
+        state: per callback key, what that callback keeps.
+        checkpoints: per callback key, selected models and their scores.
+        lightning: per phase, what Lightning keeps (gradient scaler, callback states, optimizers under ``keep``).
+        num_samples, steps, lr_sum: of the last fit, for a later job that only collects its result.
+        visits: how often the client has trained; last_round: when.
+    """
+
+    personal: State = field(default_factory=dict)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lightning: dict[str, dict[str, Any]] = field(default_factory=dict)
+    num_samples: int = 0
+    steps: int = 0
+    lr_sum: float = 0.0
+    visits: int = 0
+    last_round: int = -1
+
+    def copy(self) -> ClientRecord:
+        """A record that can be changed without changing this one (tensors are shared)."""
+        return ClientRecord(**{name: copy_tree(value) for name, value in vars(self).items()})
+
+
+class Client:
+    """One client during one visit (or one evaluation, then on a copy of its state).
+
+    What algorithms need is offered here, so that none reaches around it.
+
+    Attributes:
+        id: the client's id; round: the present round, from 0.
+        module: its LightningModule, merged from what came and what stayed.
+        message: what the server sent.
+        record: what the client keeps (see :class:`ClientRecord`).
+        received: the model entries as the server sent them, before any callback merged them.
+        evaluating: True when the visit only evaluates: nothing written to the state survives then.
+        steps, skipped, lr_sum: of this visit's federated fits.
+        lr_sums: per parameter name, the sum of its learning rate over the real steps.
+        metrics: what the module logged in training.
+        scratch: what a callback keeps for the time of the visit only.
+    """
+
+    def __init__(self, runner: LocalRunner, module: LightningModule, message: Message, record: ClientRecord) -> None:
+        self._runner = runner
+        self.id = message.client
+        self.round = message.round
+        self.module = module
+        self.message = message
+        self.record = record
+        self.evaluating = False
+        self.received: State = {}
+        self.steps = 0
+        self.skipped = 0
+        self.lr_sum = 0.0
+        self.lr_sums: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        self.scratch: dict[str, Any] = {}
+        self._streams: dict[str, Iterator[Any]] = {}
+        self._anchor: dict[tuple[torch.device, str], Tensor] = {}
+
+    @property
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Per callback key, what lives from visit to visit: tensors (replace them, never edit in place) and values."""
+        return self.record.state
+
+    @property
+    def checkpoints(self) -> dict[str, dict[str, Any]]:
+        """Per callback key, selected models; the one thing that evaluation may write."""
+        return self.record.checkpoints
+
+    @property
+    def num_samples(self) -> int:
+        """Training samples that an epoch of this job really uses."""
+        return self._runner.num_samples(self.message)
+
+    @property
+    def class_counts(self) -> list[int] | None:
+        """Training samples per class, or ``None`` where the data has no labels."""
+        return self._runner.data.class_counts(self.id)
+
+    @property
+    def precision(self) -> Any:
+        """Lightning's precision plugin of the running fit (for autocast and unscaling)."""
+        trainer = self.scratch.get("trainer")
+        return trainer.precision_plugin if trainer is not None else self._runner.scorer.precision
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """A generator addressed by (seed, round, client, purpose)."""
+        return generator(self._runner.settings.seed, self.round, self.id, purpose)
+
+    def loader(self, split: str = "train") -> DataLoader[Any] | None:
+        """The client's loader; the pooled one on a pooled job."""
+        return self._runner.loader(self.message, split)
+
+    def anchor(self, name: str, device: torch.device) -> Tensor | None:
+        """The server's value of ``name`` as it was sent, in fp32 at least, on ``device``; ``None`` if it stays home."""
+        if name not in self.received:
+            return None
+        if (device, name) not in self._anchor:
+            sent = self.received[name]
+            self._anchor[device, name] = sent.to(device, torch.promote_types(sent.dtype, torch.float32))
+        return self._anchor[device, name]
+
+    def loss(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> float:
+        """Mean training loss over ``split`` at ``state`` (default: the present model); eval mode, no gradient."""
+        with self._at(state) as module:
+            return probes.mean_loss(module, self._batches(split), self.precision, *self._address("loss", split))
+
+    def gradient(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> State:
+        """Sample-weighted mean gradient over ``split`` at ``state``, by parameter name, on the CPU."""
+        with self._at(state) as module:
+            seed = self._address("gradient", split)
+            return clone(probes.mean_gradient(module, self._batches(split), self.precision, *seed), "cpu")
+
+    def batch_gradient(self, batch: Any, module: LightningModule | None = None) -> tuple[Tensor, State]:
+        """Loss and gradient of one batch on the device, at the present parameters of ``module``; leaves no trace."""
+        module = self.module if module is None else module
+        return probes.batch_gradient(module, batch, self.precision, *self._address("probe"), self.steps)
+
+    def evaluate(self, state: Mapping[str, Tensor] | None = None, split: str = "val") -> dict[str, float]:
+        """What the module logs on the client's own ``split`` at ``state`` (default: the present model)."""
+        loader = self.loader(split)
+        if loader is None:
+            return {}
+        with self._at(state) as module:
+            return self._runner.scorer.score(module, loader, split)
+
+    def next_batch(self, stream: str = "extra") -> Any:
+        """The next training batch of an endless stream of the client's own; each name is an independent stream."""
+        if stream not in self._streams:
+            self._streams[stream] = self._endless(stream)
+        return probes.move_batch(self.module, next(self._streams[stream]))
+
+    def model_state(self) -> State:
+        """A CPU copy of the module's present state."""
+        return clone(module_state(self.module), "cpu")
+
+    def copy_module(self) -> LightningModule:
+        """A deep copy of the module, detached from any trainer."""
+        return detached_copy(self.module)
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+    def _address(self, *purpose: object) -> tuple[object, ...]:
+        return (self._runner.settings.seed, self.round, self.id, *purpose)
+
+    def _batches(self, split: str) -> Iterator[Any]:
+        loader = self.loader(split)
+        self._runner.start_sampler(loader, self.message, purpose=f"probe-{split}")
+        yield from loader if loader is not None else ()
+
+    def _endless(self, stream: str) -> Iterator[Any]:
+        loader = self.loader("train")
+        assert loader is not None
+        lap = 0
+        while True:
+            order = torch.randperm(len(loader.dataset), generator=self.rng(f"{stream}-{lap}"))  # type: ignore[arg-type]
+            size = loader.batch_size or 1
+            for start in range(0, len(order), size):
+                picked = [loader.dataset[int(index)] for index in order[start : start + size]]
+                yield loader.collate_fn(picked)
+            lap += 1
+
+    def _at(self, state: Mapping[str, Tensor] | None) -> _AtState:
+        return _AtState(self.module, state, self._runner.scorer.device)
+
+
+class _AtState:
+    """The module on the run's device with ``state`` loaded; as it was afterwards."""
+
+    def __init__(self, module: LightningModule, state: Mapping[str, Tensor] | None, device: torch.device) -> None:
+        self.module, self.state, self.device = module, state, device
+
+    def __enter__(self) -> LightningModule:
+        self.home = self.module.device
+        self.module.to(self.device)
+        if self.state is not None:
+            self.before = clone({name: module_state(self.module)[name] for name in self.state})
+            load_state(self.module, self.state)
+        return self.module
+
+    def __exit__(self, *exception: object) -> None:
+        if self.state is not None:
+            load_state(self.module, self.before)
+        self.module.to(self.home)
+
+
+def detached_copy(module: LightningModule) -> LightningModule:
+    """Deep copy of a module without the trainer it may be attached to (which would be copied along)."""
+    trainer = getattr(module, "_trainer", None)  # the public property raises when no trainer is attached
+    module.trainer = None
+    try:
+        return copy.deepcopy(module)
+    finally:
+        module.trainer = trainer

@@ -1,0 +1,94 @@
+"""Scores of a run, as rows: one value of one metric of one client's data, at one stage of one round."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Row:
+    """One score.
+
+    Attributes:
+        round: counted from 1; 0 is the untrained model.
+        stage: ``G`` | ``L1`` | ``L2``; model: ``global`` | ``personal``.
+        checkpoint: ``latest`` or a checkpoint callback's name (``best_global``, ``best_local``).
+        data: ``local``: the client's own; ``pooled``: the union over clients.
+        split: ``val`` | ``test`` | ``train`` (what the module logged in training).
+        client: the client's id, or ``all`` for a global model on pooled data.
+        num_samples: how many samples the value was computed on.
+    """
+
+    round: int
+    stage: str
+    model: str
+    checkpoint: str
+    data: str
+    split: str
+    client: str
+    metric: str
+    value: float
+    num_samples: int
+
+
+COLUMNS = [field.name for field in fields(Row)]
+
+
+def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Rows of ``summary.json``: per model, stage, checkpoint, data, split and metric the statistics over clients.
+
+    ``mean`` is uniform over clients, ``weighted_mean`` by evaluated samples, ``std`` the population deviation. A value
+    that is not defined for a client (AUROC with one class) is ``null`` there and left out of the statistics.
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.model, row.stage, row.checkpoint, row.data, row.split, row.metric), []).append(row)
+    out = []
+    for key, members in groups.items():
+        defined = [row for row in members if math.isfinite(row.value)]
+        values = np.array([row.value for row in defined])
+        weights = np.array([row.num_samples for row in defined], dtype=float)
+        some = len(defined) > 0
+        out.append(
+            dict(zip(("model", "stage", "checkpoint", "data", "split", "metric"), key, strict=True))
+            | {
+                "mean": float(values.mean()) if some else None,
+                "weighted_mean": float((values * weights).sum() / weights.sum()) if some else None,
+                "std": float(values.std()) if some else None,
+                "per_client": {row.client: row.value if math.isfinite(row.value) else None for row in members},
+            }
+        )
+    return out
+
+
+def write_rows(path: Path, rows: Iterable[Row], append: bool = True) -> None:
+    """Append ``rows`` to the CSV at ``path`` (with a header when it is new)."""
+    new = not append or not path.exists()
+    with path.open("w" if new else "a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(COLUMNS)
+        writer.writerows(astuple(row) for row in rows)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV that :func:`write_rows` wrote; empty if there is none."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [
+            Row(
+                round=int(line["round"]),
+                value=float(line["value"]),
+                num_samples=int(line["num_samples"]),
+                **{name: line[name] for name in COLUMNS if name not in ("round", "value", "num_samples")},
+            )
+            for line in csv.DictReader(file)
+        ]

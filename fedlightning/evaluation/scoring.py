@@ -1,0 +1,112 @@
+"""Scores of one module on one loader, by the module's own ``validation_step`` and ``test_step``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from fedlightning.quiet import quiet
+
+
+class Scorer:
+    """Runs ``Trainer.validate`` and ``Trainer.test`` quietly; one Lightning Trainer serves every model.
+
+    Every process scores the whole loader on one device (no distributed sampler, hence no padding), so a score is the
+    same on any number of devices.
+
+    Args:
+        trainer_arguments: Lightning Trainer arguments of the run (accelerator, precision, limits ...).
+    """
+
+    def __init__(self, trainer_arguments: dict[str, Any]) -> None:
+        self._arguments = trainer_arguments
+        self._trainer: Trainer | None = None
+        self._catch = _LossOutputs()
+
+    @property
+    def trainer(self) -> Trainer:
+        """The evaluating Trainer, made when first needed."""
+        if self._trainer is None:
+            dropped = ("strategy", "devices", "num_nodes", "sync_batchnorm", "profiler", "max_epochs", "max_steps")
+            arguments = {key: copy.deepcopy(v) for key, v in self._arguments.items() if key not in dropped}
+            with quiet():
+                self._trainer = Trainer(
+                    **arguments | {"use_distributed_sampler": False},
+                    devices=1,
+                    logger=False,
+                    callbacks=[self._catch],
+                    enable_checkpointing=False,
+                    enable_progress_bar=False,
+                    enable_model_summary=False,
+                )
+        return self._trainer
+
+    @property
+    def precision(self) -> Any:
+        """Lightning's precision plugin (autocast contexts)."""
+        return self.trainer.precision_plugin
+
+    @property
+    def device(self) -> torch.device:
+        """Where scores and probes are computed."""
+        return self.trainer.strategy.root_device
+
+    def score(self, module: LightningModule, loader: DataLoader[Any], split: str) -> dict[str, float]:
+        """What ``module`` logs on ``loader``; afterwards its parameters, modes and device are as before.
+
+        ``split="test"`` runs ``test_step`` where the module has one, else ``validation_step``. A module that logs
+        nothing but returns a loss (or a single tensor) from its step is scored by its sample-weighted mean under
+        ``loss``. A module with neither step has no scores.
+        """
+        testing = split == "test" and is_overridden("test_step", module)
+        if not testing and not is_overridden("validation_step", module):
+            return {}
+        home = module.device
+        attached = getattr(module, "_trainer", None)  # the public property raises when no trainer is attached
+        self._catch.reset()
+        with quiet():
+            run = self.trainer.test if testing else self.trainer.validate
+            logged = run(module, dataloaders=loader, verbose=False)
+        module.to(home)
+        module.trainer = attached
+        scores = {name: float(value) for result in logged for name, value in result.items()}
+        return scores or self._catch.result()
+
+
+class _LossOutputs(Callback):
+    """Collects the loss that an evaluation step returns, for modules that log nothing."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def result(self) -> dict[str, float]:
+        return {"loss": self.total / self.count} if self.count else {}
+
+    def _add(self, outputs: Any, batch: Any) -> None:
+        loss = outputs
+        if isinstance(outputs, dict):
+            loss = outputs.get("loss", next(iter(outputs.values())) if len(outputs) == 1 else None)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            size = extract_batch_size(batch) or 1
+            self.total += float(loss) * size
+            self.count += size
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        self._add(outputs, batch)
+
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        self._add(outputs, batch)

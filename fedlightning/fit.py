@@ -1,0 +1,281 @@
+"""The local loop ``trainer``: one fit of a client's module by a quiet Lightning Trainer of its own.
+
+Everything Lightning can do works inside a visit, because it is Lightning that does it. :class:`VisitCallback` adds what
+a federation needs: addressed seeds, corrections on unscaled gradients, and a count of the steps that really happened.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.hooks import CallbackList, GradientContext
+from fedlightning.quiet import quiet
+from fedlightning.seeding import seed_all
+
+if TYPE_CHECKING:
+    from fedlightning.client import Client
+
+UNLIMITED = -1
+
+
+@dataclass
+class LocalSettings:
+    """How every client trains. Plain values: a worker process can be given them.
+
+    Attributes:
+        trainer_arguments: Lightning Trainer arguments, forwarded as they are.
+        callbacks: ordinary Lightning callbacks; each visit works on copies with the client's own state.
+        local_epochs, local_steps: work per visit, one of them.
+        optimizer_state: ``"reset"``: optimizers, schedulers and clocks are new in every visit; ``"keep"``: they
+            go on, with the horizon of the whole federation.
+        lr_decay: factor on every learning rate per round.
+    """
+
+    seed: int
+    max_rounds: int
+    local_epochs: int | None = 1
+    local_steps: int | None = None
+    optimizer_state: Literal["reset", "keep"] = "reset"
+    lr_decay: float = 1.0
+    trainer_arguments: dict[str, Any] = field(default_factory=dict)
+    callbacks: list[Callback] = field(default_factory=list)
+    logger: Any = False
+
+    @property
+    def work(self) -> int:
+        """Default work of a visit, in the trainer's unit."""
+        return self.local_steps if self.local_steps is not None else int(self.local_epochs or 0)
+
+
+class MemoryCheckpointIO(CheckpointIO):
+    """Lets Lightning's own save and resume carry a client's optimizers and clocks, without a file."""
+
+    def __init__(self, checkpoint: dict[str, Any] | None = None) -> None:
+        self.checkpoint = checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.checkpoint = checkpoint
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.checkpoint is not None
+        return self.checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.checkpoint = None
+
+
+class VisitCallback(Callback):
+    """What the core does inside a client's fit. It runs after the federated callbacks and before the ordinary ones."""
+
+    def __init__(
+        self, client: Client, callbacks: CallbackList, settings: LocalSettings, phase: str, work: int, federated: bool
+    ) -> None:
+        self.client = client
+        self.correctors = callbacks.correctors() if federated else []
+        self.settings = settings
+        self.phase = phase
+        self.work = work
+        self.federated = federated
+        self.steps = 0
+        self.attempts = 0
+        self.first_epoch = 0
+        self.lr_sums: dict[str, float] = {}
+        self._handles: list[Any] = []
+        self._names: dict[int, str] = {}
+        self._payload: Mapping[str, Any] = client.message.extras
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.first_epoch = trainer.current_epoch
+        self._names = {id(p): name for name, p in pl_module.named_parameters(remove_duplicate=False)}
+        scaler = self.client.record.lightning.get(self.phase, {}).get("precision")
+        if scaler and self.settings.optimizer_state == "reset":  # under "keep" Lightning itself restored it
+            trainer.precision_plugin.load_state_dict(scaler)
+        self._decay_learning_rates(trainer)
+        for index, optimizer in enumerate(trainer.optimizers):
+            if self.correctors and getattr(trainer.precision_plugin, "scaler", None) is not None:
+                self._refuse_fused(optimizer)
+            handle = optimizer.register_step_post_hook(lambda opt, args, kwargs, i=index: self._stepped(opt, i))
+            self._handles.append(handle)
+
+    def _refuse_fused(self, optimizer: Optimizer) -> None:
+        if any(group.get("fused") for group in optimizer.param_groups):
+            names = ", ".join(callback.key for callback in self.correctors)
+            raise ValueError(
+                f"{names} corrects gradients, but the fused {type(optimizer).__name__} still holds scaled gradients "
+                "under fp16 at that point. Use fused=False or precision='bf16-mixed'."
+            )
+
+    def _decay_learning_rates(self, trainer: Trainer) -> None:
+        """Learning-rate decay per round survives the re-creation of the optimizer."""
+        keeps = self.settings.optimizer_state == "keep" and self.client.record.visits > 0
+        rounds = self.client.round - (self.client.record.last_round if keeps else 0)
+        factor = self.settings.lr_decay**rounds
+        if factor == 1.0:
+            return
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+                if "initial_lr" in group:
+                    group["initial_lr"] = group["initial_lr"] * factor
+        for config in trainer.lr_scheduler_configs:
+            if hasattr(config.scheduler, "base_lrs"):
+                config.scheduler.base_lrs = [lr * factor for lr in config.scheduler.base_lrs]
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        epoch = trainer.current_epoch - self.first_epoch
+        seed_all(self.settings.seed, self.client.round, self.client.id, self.phase, epoch)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.attempts += optimizer is trainer.optimizers[0]
+        if not self.correctors:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) in self._names:
+                    name = self._names[id(parameter)]
+                    parameter.grad = self._corrected(name, parameter, float(group["lr"]))
+
+    @torch.no_grad()
+    def _corrected(self, name: str, parameter: Tensor, lr: float) -> Tensor:
+        assert parameter.grad is not None
+        gradient = parameter.grad
+        anchor = self.client.anchor(name, parameter.device)
+        for callback in self.correctors:
+            context = GradientContext(
+                anchor={} if anchor is None else {name: anchor},
+                payload=self._payload.get(callback.key, {}),
+                state=self.client.state.get(callback.key, {}),
+                client=self.client.id,
+                num_samples=self.client.num_samples,
+                lr=lr,
+            )
+            gradient = callback.correct_gradient(context, name, parameter, gradient)
+        return gradient.to(parameter.grad.dtype)
+
+    def _stepped(self, optimizer: Optimizer, index: int) -> None:
+        self.steps += index == 0
+        for group in optimizer.param_groups:
+            lr = float(group["lr"])
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    self.lr_sums[name] = self.lr_sums.get(name, 0.0) + lr
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self._stops_itself and self.settings.local_steps is not None and self.attempts >= self.work:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._stops_itself and self.settings.local_steps is None:
+            trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
+
+    @property
+    def _stops_itself(self) -> bool:
+        """Under ``keep`` the Trainer's limit is the whole federation's horizon, and a visit ends before it."""
+        return self.settings.optimizer_state == "keep"
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def fit(
+    client: Client,
+    callbacks: CallbackList,
+    settings: LocalSettings,
+    loader: Any,
+    start_sampler: Callable[[int, int, int], None],
+    *,
+    phase: str = "fit",
+    work: int | None = None,
+    federated: bool = True,
+    val_loader: Any = None,
+) -> VisitCallback:
+    """Train ``client.module`` in place for ``work`` epochs or steps and keep what Lightning keeps in its record.
+
+    Args:
+        client: whose module and record; callbacks: all federated callbacks; settings: how to train.
+        loader: training batches.
+        start_sampler: addresses the loader's order, given (first epoch's number, rank, world size).
+        phase: name of the fit; work: epochs or steps, default of the settings.
+        federated: whether corrections act.
+        val_loader: for ``check_val_every_n_epoch``.
+
+    Raises:
+        RuntimeError: if Lightning ran no step although there was data (a fit that silently trains nothing is a bug).
+    """
+    work = settings.work if work is None else work
+    record = client.record.lightning.setdefault(phase, {})
+    visit = VisitCallback(client, callbacks, settings, phase, work, federated)
+    ordinary = [copy.deepcopy(callback) for callback in settings.callbacks]
+    keep = settings.optimizer_state == "keep"
+    arguments = {key: copy.deepcopy(value) for key, value in settings.trainer_arguments.items()}
+    memory = MemoryCheckpointIO(_resumable(record.get("checkpoint"), client.module) if keep else None)
+    plugins = arguments.pop("plugins", None) or []
+    plugins = [*plugins] if isinstance(plugins, list | tuple) else [plugins]
+    if keep:
+        plugins.append(memory)
+    own_epochs = settings.local_steps is None
+    epochs_before = int(record.get("epochs", 0)) if keep else 0
+    limit = max(work, settings.max_rounds * settings.work) if keep else work
+    if keep and own_epochs:
+        limit = max(limit, epochs_before + work)
+    if isinstance(getattr(loader, "sampler", None), AddressedSampler):
+        arguments["use_distributed_sampler"] = False  # it shares the batches among ranks itself
+    with quiet():
+        trainer = Trainer(
+            **arguments,
+            max_epochs=limit if own_epochs else UNLIMITED,
+            max_steps=UNLIMITED if own_epochs else limit,
+            plugins=plugins,
+            callbacks=[*callbacks, visit, *ordinary],
+            logger=settings.logger,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in ordinary),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
+        for callback in ordinary:
+            state = record.get("callbacks", {}).get(callback.state_key)
+            if state is not None and not keep:
+                callback.load_state_dict(copy.deepcopy(state))
+        client.scratch["trainer"] = trainer
+        trainer.fit(
+            client.module,
+            train_dataloaders=loader,
+            val_dataloaders=val_loader,
+            ckpt_path="memory" if keep and memory.checkpoint is not None else None,
+        )
+        if keep:
+            trainer.save_checkpoint("memory")
+            record["epochs"] = trainer.current_epoch
+            record["checkpoint"] = {k: v for k, v in (memory.checkpoint or {}).items() if k != "state_dict"}
+    record["precision"] = trainer.precision_plugin.state_dict()
+    states = {callback.state_key: callback.state_dict() for callback in ordinary}
+    record["callbacks"] = {key: state for key, state in states.items() if state}
+    client.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and trainer.num_training_batches:
+        raise RuntimeError(
+            f"Client '{client.id}' was asked for {work} of work but took no optimizer step. "
+            "Check accumulate_grad_batches, limit_train_batches and callbacks that stop training."
+        )
+    return visit
+
+
+def _resumable(checkpoint: dict[str, Any] | None, module: LightningModule) -> dict[str, Any] | None:
+    """The kept checkpoint with the module's present weights; copied, since optimizers edit their state in place."""
+    if checkpoint is None:
+        return None
+    return copy.deepcopy(checkpoint) | {"state_dict": module.state_dict()}

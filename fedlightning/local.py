@@ -1,0 +1,295 @@
+"""A client visit: a message and the client's record in, an update and a new record out.
+
+The record that came in is never changed, so a visit that fails leaves the client as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from fedlightning import fit as local_fit
+from fedlightning.client import Client, ClientRecord, detached_copy
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.evaluation.scoring import Scorer
+from fedlightning.fit import LocalSettings, VisitCallback
+from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
+from fedlightning.layers import expand
+from fedlightning.messages import Message, Update, check_extras
+from fedlightning.seeding import address, isolated, seed_all
+from fedlightning.tensors import clone, entry_kinds, first_nonfinite, load_state, module_state
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """What to score during a visit: the trained model (stage L2) on these splits, on local and pooled data."""
+
+    splits: tuple[str, ...] = ()
+    data: tuple[str, ...] = ("local",)
+
+
+@dataclass
+class LocalRunner:
+    """Builds clients and carries out their visits. An engine decides where; this is what happens there.
+
+    Attributes:
+        template: the user's module, never trained itself.
+        callbacks: the federated callbacks; data: who has which samples; settings: how to train.
+    """
+
+    template: LightningModule
+    callbacks: CallbackList
+    data: FederatedDataModule
+    settings: LocalSettings
+    scorer: Scorer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scorer = Scorer(self.settings.trainer_arguments)
+
+    # -- building --------------------------------------------------------------------------------------------------
+    def build(self, owner: str) -> LightningModule:
+        """A fresh copy of the template, wrapped by every callback. The same bits for every call with one owner."""
+        with isolated(self.settings.seed, "build"):
+            module = detached_copy(self.template)
+            module.configure_model()
+            for callback in self.callbacks:
+                module = callback.wrap_module(module, owner)
+        return module
+
+    def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
+        """The loader a job works on: the client's own, or the pooled one."""
+        if message.data == POOLED or message.client == POOLED:
+            return self.data.pooled_dataloader(split)
+        return self.data.client_dataloader(message.client, split)
+
+    def num_samples(self, message: Message) -> int:
+        """Training samples that one epoch really uses: ``drop_last`` and ``limit_train_batches`` are counted."""
+        loader = self.loader(message, "train")
+        if loader is None or len(loader) == 0:
+            return 0
+        samples = len(loader.dataset)  # type: ignore[arg-type]
+        size = loader.batch_size or math.ceil(samples / len(loader))
+        batches = len(loader)
+        limit = self.settings.trainer_arguments.get("limit_train_batches")
+        if limit is not None:
+            batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        return min(samples, batches * size)
+
+    def start_sampler(
+        self, loader: Any, message: Message, purpose: str = "", epoch_offset: int = 0, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """Address the batch order: a function of (seed, client, round, epoch), whoever runs the visit."""
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, AddressedSampler):
+            seed = self.settings.seed
+            sampler.start(
+                seed=address(seed, purpose) if purpose else seed,
+                round=message.round,
+                epochs_per_round=self.settings.local_epochs or 1,
+                epoch_offset=epoch_offset,
+                rank=rank,
+                world_size=world_size,
+            )
+
+    # -- clients ---------------------------------------------------------------------------------------------------
+    @contextmanager
+    def client(self, message: Message, record: ClientRecord, evaluating: bool = False) -> Iterator[Client]:
+        """The client with its merged model (stage L1), on a copy of its record, bound to every callback."""
+        client = Client(self, self.build(message.client), copy.copy(message), record.copy())
+        client.evaluating = evaluating
+        client.received = dict(message.state)
+        client.message.state = dict(message.state)
+        for callback in self.callbacks:
+            callback._client = client
+        try:
+            load_state(client.module, client.record.personal)
+            self.callbacks.event("on_receive", client, client.message)
+            load_state(client.module, client.message.state)
+            yield client
+        finally:
+            for callback in self.callbacks:
+                callback.__dict__.pop("_client", None)
+            client.module.trainer = None
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """The model the client deploys at ``stage``."""
+        owner = self.callbacks.role("personal_module")
+        return client.module if owner is None else owner.personal_module(client, stage)
+
+    def visit(self, message: Message, record: ClientRecord, evaluate: Evaluate) -> tuple[Update, ClientRecord]:
+        """Carry out one job.
+
+        A client without samples, with a NaN, or whose code raises, answers with ``update.error`` and its old record.
+        """
+        seed_all(self.settings.seed, message.round, message.client, "visit")
+        update = Update(message.round, message.client, model=message.model, tag=message.tag)
+        update.num_samples = self.num_samples(message)
+        return agree(*self._guarded_visit(message, record, update, evaluate))
+
+    def _guarded_visit(
+        self, message: Message, record: ClientRecord, update: Update, evaluate: Evaluate
+    ) -> tuple[Update, ClientRecord]:
+        if message.work != 0 and update.num_samples == 0:
+            update.error = f"client '{message.client}' has no training samples"
+            return update, record
+        try:
+            with self.client(message, record) as client:
+                return self._visit(client, message, update, evaluate)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as error:  # one client's failure must not take the round with it; the loop reports it
+            update.error = f"client '{message.client}' failed: {type(error).__name__}: {error}"
+            update.cause = error
+            return update, record
+
+    def _visit(
+        self, client: Client, message: Message, update: Update, evaluate: Evaluate
+    ) -> tuple[Update, ClientRecord]:
+        if message.work != 0:
+            self.callbacks.event("on_visit_start", client)
+            self._train(client, message)
+            client.record.visits += 1
+            client.record.last_round = message.round
+            client.record.num_samples = update.num_samples
+            client.record.steps, client.record.lr_sum = client.steps, client.lr_sum
+        elif message.returns:
+            update.num_samples = client.record.num_samples
+        update.steps, update.skipped, update.lr_sum = client.record.steps, client.skipped, client.record.lr_sum
+        update.metrics = client.metrics
+        state = clone(module_state(client.module), "cpu")
+        bad = first_nonfinite({name: state[name] for name, kind in entry_kinds(client.module).items() if kind == "trainable"})
+        if bad is not None:
+            raise FloatingPointError(
+                f"'{bad}' holds NaN or infinite values after training. Lower the learning rate, clip gradients "
+                "(gradient_clip_val) or check the data; its update is left out"
+            )
+        update.state = {name: state[name] for name in message.returns}
+        self.callbacks.event("on_send", client, update)
+        shapes = {name: value.shape for name, value in state.items()}
+        for callback in self.callbacks:
+            check_extras(callback.key, update.extras.get(callback.key, {}), callback.wire(client.module).up, shapes)
+        if message.work != 0 or message.returns:
+            client.record.personal = {name: value for name, value in state.items() if name not in message.returns}
+        if message.work != 0 and message.client != POOLED:
+            update.evaluations = self.evaluate(client, "L2", evaluate)
+        return update, client.record
+
+    def _train(self, client: Client, message: Message) -> None:
+        owner = self.callbacks.role("local_phases")
+        phases = [Phase()] if owner is None else owner.local_phases(client)
+        for phase in phases:
+            visit = self._fit_phase(client, message, phase)
+            if phase.federated:
+                client.steps += visit.steps
+                client.skipped += visit.attempts - visit.steps
+                for name, lr_sum in visit.lr_sums.items():
+                    client.lr_sums[name] = client.lr_sums.get(name, 0.0) + lr_sum
+        client.lr_sum = max(client.lr_sums.values(), default=0.0)
+
+    def _fit_phase(self, client: Client, message: Message, phase: Phase) -> VisitCallback:
+        before = client.model_state() if phase.keep_as is not None else None
+        if phase.start is not None:
+            load_state(client.module, phase.start)
+        loader = self.loader(message, "train")
+        wants_validation = self.settings.trainer_arguments.get("check_val_every_n_epoch") is not None
+        with only_training(client.module, phase.train):
+            visit = local_fit.fit(
+                client,
+                self.callbacks,
+                self.settings,
+                loader,
+                lambda offset, rank, world: self.start_sampler(
+                    loader, message, epoch_offset=offset, rank=rank, world_size=world
+                ),
+                phase=phase.name,
+                work=message.work if phase.work is None else phase.work,
+                federated=phase.federated,
+                val_loader=self.loader(message, "val") if wants_validation else None,
+            )
+        if phase.keep_as is not None:
+            phase.keep_as(client)
+            assert before is not None
+            load_state(client.module, before)
+        return visit
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+    def evaluate(
+        self, client: Client, stage: Stage, evaluate: Evaluate
+    ) -> list[tuple[str, str, str, str, float, int]]:
+        """Score the client's deployed model: rows (stage, data, split, metric, value, samples)."""
+        if not evaluate.splits:
+            return []
+        module = self.personal_module(client, stage)
+        rows = []
+        for split in evaluate.splits:
+            for data in evaluate.data:
+                loader = self.loader(client.message, split) if data == "local" else self.data.pooled_dataloader(split)
+                if loader is None or len(loader) == 0:
+                    continue
+                scores = self.scorer.score(module, loader, split)
+                size = len(loader.dataset)  # type: ignore[arg-type]
+                rows += [(stage, data, split, metric, value, size) for metric, value in scores.items()]
+                if data == "local":
+                    self.callbacks.event("on_client_evaluated", client, stage, split, scores, module)
+        return rows
+
+    def first_batch(self) -> Any:
+        """One training batch of the first client that has one; for checks at start."""
+        for client in self.data.client_ids:
+            loader = self.data.client_dataloader(client, "train")
+            if loader is not None and len(loader) > 0:
+                dataset, size = loader.dataset, loader.batch_size or 1
+                count = min(size, len(dataset))  # type: ignore[arg-type]
+                return loader.collate_fn([dataset[index] for index in range(count)])
+        return None
+
+
+def agree(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:
+    """Under DDP within a client, every rank goes on with what rank 0 has; other ranks never send updates."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return update, record
+    if torch.distributed.get_world_size() == 1:
+        return update, record
+    answer = [(replace(update, cause=None), record)]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    return answer[0]
+
+
+@contextmanager
+def only_training(module: LightningModule, names: tuple[str, ...] | None) -> Iterator[None]:
+    """Freeze all parameters but ``names`` (exact or module prefixes) for a phase.
+
+    Frozen parameters get no gradient at all (a stale one would move them through weight decay), and modules none of
+    whose parameters train are put in eval mode, so that the running statistics of a frozen body stay.
+    """
+    if names is None:
+        yield
+        return
+    parameters = dict(module.named_parameters())
+    chosen = set(expand(names, parameters))
+    was_required = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    modes = {child: child.training for child in module.modules()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(was_required[name] and name in chosen)
+            parameter.grad = None
+        for path, child in module.named_modules():
+            own = [name for name in parameters if name.startswith(f"{path}.")] if path else list(parameters)
+            if path and own and not any(name in chosen for name in own):
+                child.eval()
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(was_required[name])
+            parameter.grad = None
+        for child, mode in modes.items():
+            child.training = mode

@@ -1,0 +1,77 @@
+"""Synchronous rounds: everybody who takes part is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from fedlightning.engines.sequential import SequentialEngine
+from fedlightning.hooks import Job, Plan
+from fedlightning.local import Evaluate
+from fedlightning.messages import Message, Update
+from fedlightning.server import Aggregation, Server
+
+
+class FederationError(RuntimeError):
+    """A round that nobody could contribute to."""
+
+
+def default_plan(server: Server) -> Plan:
+    """One ordinary visit to each participant."""
+    yield [Job(client) for client in server.participants()]
+
+
+def run_round(
+    server: Server, engine: SequentialEngine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
+) -> list[Update]:
+    """One round: plan, visit, fold, step. Returns the updates without their model entries.
+
+    What a plan gets back is as light: extras are kept for probes only, since a round of model-sized extras (control
+    variates) is folded in by ``on_update`` and need not be held.
+
+    Args:
+        server: holds the models before, and after.
+        engine: where the visits happen.
+        evaluate: what to score at stage L2 while the trained models are there.
+        report: called with each update as it comes.
+
+    Raises:
+        FederationError: if every visit of the round failed; the first failure is its cause.
+    """
+    server.callbacks.event("on_round_start", server)
+    owner = server.callbacks.role("plan_round")
+    plan = default_plan(server) if owner is None else owner.plan_round(server)
+    aggregation = Aggregation(server)
+    done: list[Update] = []
+    jobs = next(plan, None)
+    while jobs is not None:
+        light = []
+        for job, update in zip(jobs, engine.run(_messages(server, jobs), evaluate), strict=True):
+            server.bytes_up += update.num_bytes
+            server.steps += update.steps
+            if update.error is None and update.state:
+                aggregation.fold(update)
+            elif update.error is None:
+                server.callbacks.event("on_update", server, update)
+            light.append(replace(update, state={}, extras=update.extras if job.work == 0 else {}))
+            report(light[-1])
+        done += light
+        try:
+            jobs = plan.send(light)
+        except StopIteration:
+            jobs = None
+    failed = [update for update in done if update.error is not None]
+    if done and len(failed) == len(done):
+        raise FederationError(
+            f"Round {server.round + 1}: no client could contribute; {failed[0].error}."
+            + (f" ({len(failed) - 1} more failed.)" if len(failed) > 1 else "")
+        ) from failed[0].cause
+    aggregation.finish()
+    return done
+
+
+def _messages(server: Server, jobs: list[Job]) -> Iterator[Message]:
+    for job in jobs:
+        message = server.message(job)
+        server.bytes_down += message.num_bytes
+        yield message

@@ -1,0 +1,229 @@
+"""The one classification module: any network, any number of classes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from fedlightning.models.heads import head_name
+from fedlightning.models.labels import check_labels
+from fedlightning.models.metrics import ClassificationMetrics
+from fedlightning.models.recipes import INSTANTIATOR, callable_recipe, net_recipe, plain_factory
+
+DEFAULT_LR = 0.1
+_UNRECORDED = "fedlightning_unrecorded"
+
+
+class Classifier(LightningModule):
+    """Train and score a classification network on batches ``(x, y)``.
+
+    ``x`` is what the network takes, ``y`` holds whole-number labels ``0 .. num_classes - 1`` of shape ``(N,)`` or
+    ``(N, 1)``. A network with one output (a single logit, ``(N,)`` or ``(N, 1)``) is binary: binary cross entropy on
+    that logit, everywhere else the equivalent pair of logits ``(0, logit)``.
+
+    Logged: ``train_loss`` (mean of the epoch, with label smoothing); ``val_...`` and ``test_...`` of ``loss`` (plain
+    cross entropy, without smoothing), ``accuracy``, ``balanced_accuracy``, ``f1_macro``, ``f1_macro_all`` and
+    ``auroc``, once at the end of the epoch over all samples; see ``ClassificationMetrics`` for what each means and
+    when AUROC is NaN. ``predict_step`` returns probabilities ``(N, C)`` with C = 2 for a binary network.
+
+    Checkpoints hold plain values only, so that ``Classifier.load_from_checkpoint(path)`` works on its own for every
+    network with ``init_args`` (all of this package; see ``fedlightning.models.recipes``), from Python and from the
+    command line. For others pass ``net=``; the error says so.
+
+    Args:
+        net: the network; ``net(x)`` returns logits ``(N, num_classes)``, or one logit when binary.
+        num_classes: number of classes. 1 and 2 both mean two classes; with 1 the network must return one logit.
+        optimizer: makes the optimizer from the parameters, as in ``partial(torch.optim.AdamW, lr=1e-3)`` or, in YAML,
+            ``{class_path: torch.optim.AdamW, init_args: {lr: 1e-3}}``. None: ``torch.optim.SGD`` with ``lr``, without
+            momentum or weight decay: the local optimizer that FedAvg and most papers assume.
+        scheduler: makes the learning-rate scheduler from the optimizer; ``ReduceLROnPlateau`` watches ``val_loss``.
+        lr: learning rate of the default optimizer, 0.1 when None. The networks of this package train with it, except
+            ``SmallTransformer`` and ``PLayerCifarNet``, which want AdamW. Refused beside ``optimizer``, which has its own.
+        label_smoothing: in [0, 1), for the training loss.
+        scheduler_interval: whether the scheduler steps once an epoch or once a step.
+
+    Raises:
+        ValueError: both ``lr`` and ``optimizer`` are given, or a value is out of its range.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        num_classes: int,
+        optimizer: OptimizerCallable | None = None,
+        scheduler: LRSchedulerCallable | None = None,
+        lr: float | None = None,
+        label_smoothing: float = 0.0,
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
+    ) -> None:
+        super().__init__()
+        if optimizer is not None and lr is not None:
+            raise ValueError(
+                f"Classifier got lr={lr} and an optimizer. lr belongs to the default SGD only: leave it out and set "
+                "the learning rate in the optimizer (optimizer.init_args.lr)."
+            )
+        if num_classes < 1:
+            raise ValueError(f"Classifier(num_classes={num_classes}): there must be at least 1 class.")
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ValueError(f"Classifier(label_smoothing={label_smoothing}): it must lie in [0, 1).")
+        self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"])
+        if "_instantiator" in self.hparams:  # LightningCLI made this object and gives its own plain configuration
+            self.save_hyperparameters()
+        self.net = net
+        self.num_classes = num_classes
+        self.lr = DEFAULT_LR if lr is None else lr
+        self.label_smoothing = label_smoothing
+        self.scheduler_interval = scheduler_interval
+        self.make_optimizer = plain_factory(optimizer)
+        self.make_scheduler = plain_factory(scheduler)
+        self.val_metrics = ClassificationMetrics(max(2, num_classes))
+        self.test_metrics = ClassificationMetrics(max(2, num_classes))
+        self._record_recipes()
+
+    @property
+    def head_name(self) -> str:
+        """Name of the head inside this module, such as ``net.fc2``: what personal-head algorithms keep local."""
+        return f"net.{head_name(self.net)}"
+
+    def forward(self, x: Any) -> Tensor:
+        """The network's logits, as it returns them."""
+        logits: Tensor = self.net(x)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss of a batch, a scalar."""
+        x, y = self._labelled(batch, batch_idx)
+        loss = self.loss(self(x), y, self.label_smoothing)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(y))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Add a batch to the ``val_`` scores."""
+        self._score(self.val_metrics, batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Add a batch to the ``test_`` scores."""
+        self._score(self.test_metrics, batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
+        """Probabilities ``(N, C)`` for a batch ``x`` or ``(x, y)``."""
+        x = batch[0] if isinstance(batch, list | tuple) else batch
+        return self.class_logits(self(x)).softmax(1)
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_metrics.reset()
+
+    def on_test_epoch_start(self) -> None:
+        self.test_metrics.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_scores("val", self.val_metrics)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_scores("test", self.test_metrics)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over all parameters of this module, with its scheduler where one is set."""
+        factory = self.make_optimizer
+        parameters = self.parameters()
+        optimizer = torch.optim.SGD(parameters, lr=self.lr) if factory is None else factory(parameters)
+        if self.make_scheduler is None:
+            return optimizer
+        schedule = {
+            "scheduler": self.make_scheduler(optimizer),
+            "interval": self.scheduler_interval,
+            "monitor": "val_loss",
+        }
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def class_logits(self, logits: Tensor) -> Tensor:
+        """Logits as ``(N, C)`` in at least float32; a single logit z becomes the pair (0, z).
+
+        Raises:
+            ValueError: the network's output does not fit ``num_classes``.
+        """
+        shape = tuple(logits.shape)
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        if logits.ndim == 1:
+            logits = logits.unsqueeze(1)
+        single = logits.ndim == 2 and logits.shape[1] == 1
+        if single and self.num_classes <= 2:
+            return torch.cat([torch.zeros_like(logits), logits], dim=1)
+        if single or logits.ndim != 2 or logits.shape[1] != self.num_classes:
+            wanted = {1: "(N,) or (N, 1)", 2: "(N, 2), or (N, 1) for one logit"}
+            raise ValueError(
+                f"{type(self.net).__name__} returned logits of shape {shape}, but Classifier(num_classes="
+                f"{self.num_classes}) needs {wanted.get(self.num_classes, f'(N, {self.num_classes})')}. Give the "
+                "network that many outputs or change num_classes."
+            )
+        return logits
+
+    def loss(self, logits: Tensor, y: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """Mean cross entropy of the network's logits for labels ``y`` of shape ``(N,)``, in at least float32."""
+        pair = self.class_logits(logits)
+        if logits.ndim == 2 and logits.shape[1] > 1:
+            return F.cross_entropy(pair, y, label_smoothing=label_smoothing)
+        target = y.to(pair.dtype) * (1 - label_smoothing) + label_smoothing / 2
+        return F.binary_cross_entropy_with_logits(pair[:, 1], target)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        factories = {"optimizer": self.make_optimizer, "scheduler": self.make_scheduler}
+        lost = [name for name, made in factories.items() if made is not None and callable_recipe(made) is None]
+        if lost:
+            checkpoint[_UNRECORDED] = lost
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        have = {"optimizer": self.make_optimizer, "scheduler": self.make_scheduler}
+        for name in checkpoint.get(_UNRECORDED, []):
+            if have[name] is None:
+                rank_zero_warn(
+                    f"The {name} of this checkpoint was a function that cannot be written down, so the loaded "
+                    f"Classifier has the default one. To train on, pass {name}=... to load_from_checkpoint."
+                )
+
+    def _record_recipes(self) -> None:
+        """Put net, optimizer and scheduler into the hyperparameters as recipes (plain values)."""
+        recipes: dict[str, Any] = {
+            "optimizer": callable_recipe(self.make_optimizer),
+            "scheduler": callable_recipe(self.make_scheduler),
+        }
+        recipe = net_recipe(self.net)
+        if "net" not in self.hparams or "init_args" in vars(self.net):
+            recipes["net"] = recipe
+        self._set_hparams(recipes)
+        self._hparams_initial = copy.deepcopy(self._hparams)
+        self._set_hparams({"_instantiator": INSTANTIATOR})  # how load_from_checkpoint turns recipes into objects
+
+    def _labelled(self, batch: Any, batch_idx: int) -> tuple[Any, Tensor]:
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise ValueError(
+                f"Classifier needs batches (x, y), but the loader gave a {type(batch).__name__}. Return a pair from "
+                "the dataset or the collate function, or override training_step and the like."
+            )
+        x, y = batch
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = y.squeeze(1)
+        if y.device.type == "cpu" or batch_idx == 0:  # reading values stops a GPU: there only in the first batch
+            check_labels(y, max(2, self.num_classes))
+        return x, y.long()
+
+    def _score(self, metrics: ClassificationMetrics, batch: Any, batch_idx: int) -> None:
+        x, y = self._labelled(batch, batch_idx)
+        logits = self(x)
+        metrics.update(self.class_logits(logits), y, self.loss(logits, y))
+
+    def _log_scores(self, stage: str, metrics: ClassificationMetrics) -> None:
+        if not metrics.update_called:
+            return
+        for name, value in metrics.compute().items():
+            shown = name in ("loss", "accuracy")
+            self.log(f"{stage}_{name}", value, on_epoch=True, prog_bar=shown, sync_dist=True)
+        metrics.reset()

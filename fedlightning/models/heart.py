@@ -1,0 +1,88 @@
+"""The small networks of Fed-Heart-Disease in the FENDA-FL paper: 13 features, one logit.
+
+Tavakoli et al., "A Comprehensive View of Personalized Federated Learning on Heterogeneous Clinical Datasets", arXiv
+2309.16825.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LogisticRegression(nn.Module):
+    """One linear layer, ``fc`` (head): 14 parameters by default.
+
+    Input ``(N, in_features)``, output ``(N, num_classes)``.
+
+    Args:
+        in_features: number of features.
+        num_classes: number of outputs; 1 is a single logit.
+    """
+
+    head_name = "fc"
+
+    def __init__(self, in_features: int = 13, num_classes: int = 1) -> None:
+        super().__init__()
+        self.init_args = {"in_features": in_features, "num_classes": num_classes}
+        self.fc = nn.Linear(in_features, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(x.flatten(1))
+        return logits
+
+
+class TinyNet(nn.Module):
+    """Two layers, ``fc1`` with ReLU and ``fc2`` (head): 76 parameters by default.
+
+    It is each of APFL's two networks (152 in all) and the network to twin for FENDA: two extractors ``fc1`` and a head
+    on both (151 in all). Input ``(N, in_features)``, output ``(N, num_classes)``.
+
+    Args:
+        in_features: number of features.
+        width: number of hidden units.
+        num_classes: number of outputs; 1 is a single logit.
+    """
+
+    head_name = "fc2"
+
+    def __init__(self, in_features: int = 13, width: int = 5, num_classes: int = 1) -> None:
+        super().__init__()
+        self.init_args = {"in_features": in_features, "width": width, "num_classes": num_classes}
+        self.fc1 = nn.Linear(in_features, width)
+        self.fc2 = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
+        return logits
+
+
+class FendaNet(nn.Module):
+    """FENDA's network written out: two extractors (linear and ReLU) and a linear head on both, 151 parameters.
+
+    ``head(concat(local_extractor(x), global_extractor(x)))``: local first, as in FL4Health, the authors' code. FENDA-FL
+    shares ``global_extractor`` only. Twinning a ``TinyNet`` gives the same network; this one checks that and
+    holds the parameter count fixed under other algorithms (the paper's Appendix D). Input ``(N, in_features)``, output
+    ``(N, num_classes)``. Layers: ``local_extractor``, ``global_extractor``, ``head``.
+
+    Args:
+        in_features: number of features.
+        width: number of units of each extractor.
+        num_classes: number of outputs; 1 is a single logit.
+    """
+
+    head_name = "head"
+
+    def __init__(self, in_features: int = 13, width: int = 5, num_classes: int = 1) -> None:
+        super().__init__()
+        self.init_args = {"in_features": in_features, "width": width, "num_classes": num_classes}
+        self.local_extractor = nn.Sequential(nn.Linear(in_features, width), nn.ReLU())
+        self.global_extractor = nn.Sequential(nn.Linear(in_features, width), nn.ReLU())
+        self.head = nn.Linear(2 * width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        features = torch.cat([self.local_extractor(x), self.global_extractor(x)], dim=1)
+        logits: Tensor = self.head(features)
+        return logits

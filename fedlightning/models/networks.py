@@ -1,0 +1,167 @@
+"""Reference networks for images and plain features, as the papers describe them.
+
+All return raw logits of shape ``(N, num_classes)``, have one named submodule per layer, name their last layer in
+``head_name`` and keep their constructor's arguments in ``init_args`` (see ``fedlightning.models.recipes``).
+``num_classes=1`` gives a single logit for binary tasks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Norm = Literal["none", "batch", "group"]
+
+
+def norm_layer(kind: Norm, channels: int) -> nn.Module:
+    """BatchNorm, GroupNorm (8 groups, or as many as divide the channels) or nothing, for ``(N, channels, H, W)``.
+
+    Raises:
+        ValueError: ``kind`` is none of the three.
+    """
+    if kind == "none":
+        return nn.Identity()
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    if kind == "group":
+        return nn.GroupNorm(math.gcd(8, channels), channels)
+    raise ValueError(f"norm={kind!r} is not one of 'none', 'batch', 'group'.")
+
+
+class MLP(nn.Module):
+    """Fully connected layers with ReLU between them; inputs of any shape ``(N, ...)`` are flattened.
+
+    Layers: ``fc1``, ``fc2``, ...; the last one is the head. ``MLP(784, [200, 200], 10)`` is the "2NN" of McMahan et
+    al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017 (199 210 parameters).
+
+    Args:
+        in_features: number of values of one sample.
+        hidden: widths of the hidden layers; empty for a linear model.
+        num_classes: number of outputs.
+    """
+
+    def __init__(self, in_features: int, hidden: list[int], num_classes: int) -> None:
+        super().__init__()
+        self.init_args: dict[str, Any] = {
+            "in_features": in_features,
+            "hidden": list(hidden),
+            "num_classes": num_classes,
+        }
+        widths = [in_features, *hidden, num_classes]
+        self.depth = len(widths) - 1
+        self.head_name = f"fc{self.depth}"
+        for index in range(self.depth):
+            self.add_module(f"fc{index + 1}", nn.Linear(widths[index], widths[index + 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        for index in range(1, self.depth):
+            x = F.relu(self.get_submodule(f"fc{index}")(x))
+        logits: Tensor = self.get_submodule(self.head_name)(x)
+        return logits
+
+
+class DigitsCNN(nn.Module):
+    """Two small convolutions for 8x8 grey images such as scikit-learn's digits: 6 090 parameters, trains in seconds.
+
+    Input ``(N, in_channels, H, W)`` or flat ``(N, 64)`` (reshaped to 8x8). Layers: ``conv1``, ``norm1``, ``conv2``,
+    ``norm2``, ``fc`` (head). Ours, for the quickstart and for tests; ``norm="batch"`` adds 96 parameters and running
+    statistics.
+
+    Args:
+        num_classes: number of outputs.
+        norm: normalisation after each convolution.
+        in_channels: channels of the input.
+        input_size: height and width of the input, at least 4.
+    """
+
+    head_name = "fc"
+
+    def __init__(self, num_classes: int = 10, norm: Norm = "none", in_channels: int = 1, input_size: int = 8) -> None:
+        super().__init__()
+        self.init_args = {
+            "num_classes": num_classes,
+            "norm": norm,
+            "in_channels": in_channels,
+            "input_size": input_size,
+        }
+        self.image = (in_channels, input_size, input_size)
+        self.conv1 = nn.Conv2d(in_channels, 16, 3, padding=1)
+        self.norm1 = norm_layer(norm, 16)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.norm2 = norm_layer(norm, 32)
+        self.fc = nn.Linear(32 * (input_size // 4) ** 2, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.reshape(len(x), *self.image)
+        x = F.max_pool2d(F.relu(self.norm1(self.conv1(x))), 2)
+        x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
+        logits: Tensor = self.fc(x.flatten(1))
+        return logits
+
+
+class MnistCNN(nn.Module):
+    """The MNIST network of McMahan et al., AISTATS 2017, which the FLIU paper uses: 1 663 370 parameters for 28x28.
+
+    Two 5x5 convolutions (32 and 64 channels, padding 2, each followed by ReLU and 2x2 max-pooling), a fully connected
+    layer of 512 with ReLU, and the output. The padding is not stated there; it is what gives the published count.
+    Input ``(N, in_channels, input_size, input_size)``. Layers: ``conv1``, ``conv2``, ``fc1``, ``fc2`` (head).
+
+    Args:
+        in_channels: channels of the input.
+        input_size: height and width of the input, at least 4.
+        num_classes: number of outputs.
+    """
+
+    head_name = "fc2"
+
+    def __init__(self, in_channels: int = 1, input_size: int = 28, num_classes: int = 10) -> None:
+        super().__init__()
+        self.init_args = {"in_channels": in_channels, "input_size": input_size, "num_classes": num_classes}
+        self.conv1 = nn.Conv2d(in_channels, 32, 5, padding=2)
+        self.conv2 = nn.Conv2d(32, 64, 5, padding=2)
+        self.fc1 = nn.Linear(64 * (input_size // 4) ** 2, 512)
+        self.fc2 = nn.Linear(512, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        logits: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
+        return logits
+
+
+class CifarCNN(nn.Module):
+    """The CIFAR network of McMahan et al., AISTATS 2017, which takes it from the TensorFlow tutorial of the time.
+
+    Two 5x5 convolutions of 64 channels, each with ReLU and 3x3 max-pooling of stride 2, fully connected layers of 384
+    and 192 with ReLU, and the output: "about 10^6 parameters", exactly 1 068 298 on their 24x24 crops and 1 756 426 on
+    whole 32x32 images (our default; our source for the FLIU paper names no crop). The tutorial's local response
+    normalisation, which has no parameters, is left out. Input ``(N, in_channels, input_size, input_size)``.
+    Layers: ``conv1``, ``conv2``, ``fc1``, ``fc2``, ``fc3`` (head).
+
+    Args:
+        in_channels: channels of the input.
+        input_size: height and width of the input.
+        num_classes: number of outputs.
+    """
+
+    head_name = "fc3"
+
+    def __init__(self, in_channels: int = 3, input_size: int = 32, num_classes: int = 10) -> None:
+        super().__init__()
+        self.init_args = {"in_channels": in_channels, "input_size": input_size, "num_classes": num_classes}
+        self.conv1 = nn.Conv2d(in_channels, 64, 5, padding=2)
+        self.conv2 = nn.Conv2d(64, 64, 5, padding=2)
+        self.fc1 = nn.Linear(64 * math.ceil(input_size / 4) ** 2, 384)
+        self.fc2 = nn.Linear(384, 192)
+        self.fc3 = nn.Linear(192, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 3, stride=2, padding=1)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 3, stride=2, padding=1)
+        x = F.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc3(F.relu(self.fc2(x)))
+        return logits

@@ -1,0 +1,97 @@
+"""The image networks of the PLayer-FL paper, with the layer names that it uses.
+
+Elhussein and Gürsoy, "PLayer-FL: A Principled Approach to Personalized Layer-wise Cross-Silo Federated Learning", arXiv
+2502.08829; widths, pooling and initial values as in their public code (gaiters-aerials/player_fl).
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedlightning.models.networks import Norm, norm_layer
+
+
+class PLayerConvNet(nn.Module):
+    """The FashionMNIST and EMNIST network: 1 052 758 parameters for 10 classes.
+
+    Three 5x5 convolutions (64, 128, 256 channels, padding 2, each with ReLU and 2x2 max-pooling), global average
+    pooling and fully connected layers 256-100-``num_classes``. Weights start Kaiming-normal, biases at zero.
+    The pooling makes the size of the input free: ``(N, in_channels, H, W)`` with H and W of 8 or more.
+    Layers: ``conv1``, ``conv2``, ``conv3``, ``fc1``, ``fc2`` (head); with a ``norm`` also ``norm1`` to ``norm3``.
+
+    Args:
+        in_channels: channels of the input; 1 for FashionMNIST and EMNIST, 3 for CIFAR-10.
+        num_classes: number of outputs.
+        norm: normalisation after each convolution; the paper has none.
+    """
+
+    head_name = "fc2"
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 10, norm: Norm = "none") -> None:
+        super().__init__()
+        self.init_args = {"in_channels": in_channels, "num_classes": num_classes, "norm": norm}
+        self.conv1 = nn.Conv2d(in_channels, 64, 5, padding=2)
+        self.norm1 = norm_layer(norm, 64)
+        self.conv2 = nn.Conv2d(64, 128, 5, padding=2)
+        self.norm2 = norm_layer(norm, 128)
+        self.conv3 = nn.Conv2d(128, 256, 5, padding=2)
+        self.norm3 = norm_layer(norm, 256)
+        self.fc1 = nn.Linear(256, 100)
+        self.fc2 = nn.Linear(100, num_classes)
+        self.apply(_kaiming)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.norm1(self.conv1(x))), 2)
+        x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
+        x = F.max_pool2d(F.relu(self.norm3(self.conv3(x))), 2)
+        x = F.relu(self.fc1(x.mean(dim=(2, 3))))
+        logits: Tensor = self.fc2(x)
+        return logits
+
+
+class PLayerCifarNet(nn.Module):
+    """The CIFAR-10 network: five 3x3 convolutions, 3 963 094 parameters for 10 classes.
+
+    Channels 64, 128, 256, 512, 512 with padding 2, ReLU and dropout; 2x2 max-pooling after ``conv2`` and ``conv4``;
+    global average pooling; 512-100-``num_classes``. Weights start Kaiming-normal, biases at zero. Train it with
+    AdamW, as the paper does. On a CPU ``PLayerConvNet(in_channels=3)`` is several times cheaper. Input ``(N, in_channels, H, W)``.
+    Layers: ``conv1`` to ``conv5``, ``fc1``, ``fc2`` (head).
+
+    Args:
+        in_channels: channels of the input.
+        num_classes: number of outputs.
+        dropout: probability after each convolution; 0.3 in their code.
+    """
+
+    head_name = "fc2"
+
+    def __init__(self, in_channels: int = 3, num_classes: int = 10, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.init_args = {"in_channels": in_channels, "num_classes": num_classes, "dropout": dropout}
+        self.conv1 = nn.Conv2d(in_channels, 64, 3, padding=2)
+        self.conv2 = nn.Conv2d(64, 128, 3, padding=2)
+        self.conv3 = nn.Conv2d(128, 256, 3, padding=2)
+        self.conv4 = nn.Conv2d(256, 512, 3, padding=2)
+        self.conv5 = nn.Conv2d(512, 512, 3, padding=2)
+        self.fc1 = nn.Linear(512, 100)
+        self.fc2 = nn.Linear(100, num_classes)
+        self.dropout = nn.Dropout(dropout)
+        self.apply(_kaiming)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(F.relu(self.conv1(x)))
+        x = self.dropout(F.max_pool2d(F.relu(self.conv2(x)), 2))
+        x = self.dropout(F.relu(self.conv3(x)))
+        x = self.dropout(F.max_pool2d(F.relu(self.conv4(x)), 2))
+        x = self.dropout(F.relu(self.conv5(x)))
+        x = F.relu(self.fc1(x.mean(dim=(2, 3))))
+        logits: Tensor = self.fc2(x)
+        return logits
+
+
+def _kaiming(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,106 @@
+"""How a module or an optimizer was made, as plain values that a checkpoint or a YAML file can hold.
+
+A *recipe* is what LightningCLI writes too: ``{"class_path": "fedlightning.models.MLP", "init_args": {...}}``.
+A network takes part by having an attribute ``init_args``: a dict with the value of every argument of its constructor.
+All networks of this package have it; one line in your own network's ``__init__`` gives it the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
+"""Lightning's own function that turns recipes back into objects when a checkpoint is loaded."""
+
+
+def module_recipe(module: nn.Module) -> dict[str, Any] | None:
+    """The recipe of ``module``, or None when it cannot be known.
+
+    It cannot be known when the class is not importable by name, or when ``module.init_args`` is missing, does not name
+    the arguments of the constructor (a subclass with another constructor inherits it) or holds more than plain values.
+    """
+    given = getattr(module, "init_args", None)
+    if not isinstance(given, Mapping):
+        return None
+    arguments = [name for name in inspect.signature(type(module).__init__).parameters if name != "self"]
+    path, values = _import_path(type(module)), _plain(dict(given))
+    if path is None or values is None or set(values) != set(arguments):
+        return None
+    return {"class_path": path, "init_args": values}
+
+
+def callable_recipe(factory: Any) -> dict[str, Any] | None:
+    """The recipe of an optimizer or scheduler factory: a class or a ``functools.partial`` of one with plain keywords.
+
+    None for all else (a lambda, a local function): what these do cannot be written down.
+    """
+    keywords: dict[str, Any] = {}
+    if isinstance(factory, functools.partial) and not factory.args:
+        factory, keywords = factory.func, factory.keywords
+    path, values = (_import_path(factory) if isinstance(factory, type) else None), _plain(keywords)
+    if path is None or values is None:
+        return None
+    return {"class_path": path, "init_args": values}
+
+
+def plain_factory(factory: Any) -> Any:
+    """Turn jsonargparse's ``partial(instantiate, ..., SGD, lr=0.1)`` into ``partial(SGD, lr=0.1)``, nothing else.
+
+    The first holds a reference to the parser of the command line and can be neither pickled nor copied cheaply.
+    """
+    if not isinstance(factory, functools.partial) or not factory.args or not isinstance(factory.args[-1], type):
+        return factory
+    maker = factory.func if hasattr(factory.func, "__qualname__") else type(factory.func)
+    if maker.__module__.partition(".")[0] != "jsonargparse":
+        return factory
+    return functools.partial(factory.args[-1], **factory.keywords)
+
+
+def unrecorded_net(name: str) -> nn.Module:
+    """Stands in a checkpoint for a network whose recipe is not known; building it says what to do.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        f"This checkpoint holds the weights of a {name} but not how to build one, because {name} has no `init_args` "
+        f"with plain values for all arguments of its constructor. Pass the network yourself, as in "
+        f"load_from_checkpoint(path, net={name.rpartition('.')[2]}(...)), or set `self.init_args = dict(...)` in its "
+        f"__init__ before saving."
+    )
+
+
+def net_recipe(net: nn.Module) -> dict[str, Any]:
+    """The recipe of ``net``; when it is not known, the recipe of a sentence that says so on loading."""
+    known = module_recipe(net)
+    if known is not None:
+        return known
+    name = f"{type(net).__module__}.{type(net).__qualname__}"
+    return {"class_path": f"{__name__}.{unrecorded_net.__name__}", "init_args": {"name": name}}
+
+
+def _import_path(cls: type) -> str | None:
+    return None if "<locals>" in cls.__qualname__ else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with tuples as lists, or None where a dict (at any depth) holds what is not a plain value."""
+    try:
+        return _listed(value)
+    except TypeError:
+        return None
+
+
+def _listed(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _listed(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_listed(item) for item in value]
+    raise TypeError(type(value).__name__)

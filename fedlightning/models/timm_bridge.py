@@ -1,0 +1,87 @@
+"""Any image model of timm, by name."""
+
+from __future__ import annotations
+
+import difflib
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedlightning.models.heads import head_name
+
+
+class TimmNet(nn.Module):
+    """A model of the timm library (R. Wightman, "PyTorch Image Models") with its head named.
+
+    Input ``(N, in_chans, H, W)``, output logits ``(N, num_classes)``. The model itself is ``model``; ``head_name`` is
+    ``model.`` and timm's own name of the classifier: ``model.fc`` (resnet18), ``model.classifier`` (efficientnet_b0,
+    mobilenetv3), ``model.head`` (vit). All else is the extractor.
+
+    Args:
+        model_name: timm's name of the model, such as ``resnet18``.
+        num_classes: number of outputs.
+        in_chans: channels of the input.
+        pretrained: start from timm's published weights, which are downloaded. A loaded checkpoint never downloads.
+        model_args: further arguments of ``timm.create_model``, such as ``{"img_size": 32, "patch_size": 4}`` for a vit.
+
+    Raises:
+        ImportError: timm is not installed.
+        ValueError: timm has no such model, or the model has no head or more than one.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        num_classes: int,
+        in_chans: int = 3,
+        pretrained: bool = False,
+        model_args: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if num_classes < 1:
+            raise ValueError(f"TimmNet(num_classes={num_classes}): a classifier needs at least 1 output.")
+        timm = _timm()
+        if ":" not in model_name and not timm.is_model(model_name.partition(".")[0]):  # "hf-hub:..." is timm's business
+            close = difflib.get_close_matches(model_name, timm.list_models(), n=5)
+            hint = f"Did you mean {', '.join(close)}?" if close else "timm.list_models() names them all."
+            raise ValueError(f"timm has no model {model_name!r}. {hint}")
+        extra = dict(model_args or {})
+        self.init_args = {
+            "model_name": model_name,
+            "num_classes": num_classes,
+            "in_chans": in_chans,
+            "pretrained": False,
+            "model_args": extra,
+        }
+        self.model: nn.Module = timm.create_model(
+            model_name, pretrained=pretrained, num_classes=num_classes, in_chans=in_chans, **extra
+        )
+        self.head_name = f"model.{head_name(self.model)}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x)
+        return logits
+
+
+def timm_model(
+    model_name: str, num_classes: int, in_chans: int = 3, pretrained: bool = False, **kwargs: Any
+) -> TimmNet:
+    """``TimmNet`` with the further arguments of ``timm.create_model`` as keywords; for Python code.
+
+    Raises:
+        ImportError: timm is not installed.
+        ValueError: timm has no such model, or the model has no head or more than one.
+    """
+    return TimmNet(model_name, num_classes, in_chans, pretrained, model_args=kwargs)
+
+
+def _timm() -> ModuleType:
+    try:
+        import timm
+    except ModuleNotFoundError as error:
+        if error.name != "timm":
+            raise
+        raise ImportError('TimmNet needs timm, which is not installed: pip install "fedlightning[vision]"') from error
+    module: ModuleType = timm
+    return module

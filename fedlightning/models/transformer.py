@@ -1,0 +1,82 @@
+"""A small transformer for text."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class SmallTransformer(nn.Module):
+    """Token and position embeddings, encoder blocks, mean over the tokens that are not padding, projection, classifier.
+
+    For text tasks of the kind of PLayer-FL's Sent140 (arXiv 2502.08829), which has one attention block and pretrained
+    embeddings; this network is ours and starts from scratch. Train it with AdamW at about 1e-3: plain SGD is slow here.
+    Input: token numbers ``(N, L)``, ``L <= max_length``, padded with ``padding_idx``. A sample of padding alone is read
+    as its first padding token. Layers: ``embedding``, ``position``, ``block1``, ..., ``projection``, ``fc`` (head).
+
+    Args:
+        vocab_size: number of different tokens, padding included.
+        num_classes: number of outputs.
+        max_length: longest sequence.
+        dim: width of the embeddings and blocks; a multiple of ``num_heads``.
+        num_heads: attention heads.
+        num_layers: number of encoder blocks.
+        dropout: probability within the blocks.
+        padding_idx: token that stands for padding.
+    """
+
+    head_name = "fc"
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_classes: int,
+        max_length: int = 128,
+        dim: int = 64,
+        num_heads: int = 4,
+        num_layers: int = 2,
+        dropout: float = 0.1,
+        padding_idx: int = 0,
+    ) -> None:
+        super().__init__()
+        self.init_args = {
+            "vocab_size": vocab_size,
+            "num_classes": num_classes,
+            "max_length": max_length,
+            "dim": dim,
+            "num_heads": num_heads,
+            "num_layers": num_layers,
+            "dropout": dropout,
+            "padding_idx": padding_idx,
+        }
+        self.max_length, self.num_layers, self.padding_idx = max_length, num_layers, padding_idx
+        self.embedding = nn.Embedding(vocab_size, dim, padding_idx=padding_idx)
+        self.position = nn.Embedding(max_length, dim)
+        for index in range(num_layers):
+            block = nn.TransformerEncoderLayer(dim, num_heads, 4 * dim, dropout, batch_first=True, norm_first=True)
+            self.add_module(f"block{index + 1}", block)
+        self.projection = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim), nn.ReLU())
+        self.fc = nn.Linear(dim, num_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits ``(N, num_classes)`` for tokens ``(N, L)``.
+
+        Raises:
+            ValueError: a sequence is longer than ``max_length``.
+        """
+        length = tokens.shape[1]
+        if length > self.max_length:
+            raise ValueError(
+                f"SmallTransformer(max_length={self.max_length}) got sequences of {length} tokens. Cut them or raise "
+                "max_length."
+            )
+        padding = tokens == self.padding_idx
+        first = torch.arange(length, device=tokens.device) == 0
+        padding = padding & ~(padding.all(dim=1, keepdim=True) & first)  # attention over nothing would be NaN
+        x = self.embedding(tokens) + self.position.weight[:length]
+        for index in range(self.num_layers):
+            x = self.get_submodule(f"block{index + 1}")(x, src_key_padding_mask=padding)
+        kept = (~padding).unsqueeze(-1).to(x.dtype)
+        x = (x * kept).sum(dim=1) / kept.sum(dim=1)
+        logits: Tensor = self.fc(self.projection(x))
+        return logits

@@ -1,0 +1,41 @@
+"""Silence for the many short Lightning runs inside a federation: one place that knows what to mute."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero", "lightning")
+_HARMLESS = (
+    ".*does not have many workers.*",
+    ".*is smaller than the logging interval.*",
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",
+    ".*GPU available but not used.*",
+    ".*Trying to infer the `batch_size`.*",
+    ".*You are trying to `self.log\\(\\)` but the `self.trainer` reference is not registered.*",
+    ".*Checkpoint directory .* exists and is not empty.*",
+    ".*no optimizer.*",
+    ".*The number of training batches.*",
+    ".*Detected call of `lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`.*",
+    ".*The `srun` command is available.*",
+    ".*Experiment logs directory .* exists.*",
+)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block Lightning reports errors only, and warnings that every visit would repeat are dropped."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for pattern in _HARMLESS:
+                warnings.filterwarnings("ignore", pattern)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

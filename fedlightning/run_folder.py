@@ -1,0 +1,114 @@
+"""The folder of a run: ``runs/<name>/<version>/`` and the files in it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fedlightning.evaluation.results import Row, read_rows, write_rows
+from fedlightning.persistence import write_text_atomically
+
+
+RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
+
+
+def is_writer() -> bool:
+    """True in the one process of a run that writes files (rank 0 under DDP)."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0 and int(os.environ.get("NODE_RANK", 0)) == 0
+
+
+class RunFolder:
+    """Paths and writers of one run.
+
+    Args:
+        root: where runs lie (``runs``).
+        name: the experiment's name.
+        version: folder of this run; ``None``: the next free ``version_N``.
+    """
+
+    def __init__(self, root: str | Path, name: str, version: str | None = None) -> None:
+        base = Path(root) / name
+        if not is_writer() and RUN_FOLDER in os.environ:
+            self.path = Path(os.environ[RUN_FOLDER])
+            return
+        if version is None:
+            taken = [int(p.name[8:]) for p in base.glob("version_*") if p.name[8:].isdigit()] if base.exists() else []
+            version = f"version_{max(taken, default=-1) + 1}"
+        self.path = base / version
+        os.environ[RUN_FOLDER] = str(self.path)  # processes that DDP starts later inherit it
+
+    @property
+    def last(self) -> Path:
+        """Complete resume state."""
+        return self.path / "checkpoints" / "last"
+
+    @property
+    def figures(self) -> Path:
+        """Where figures go; made when asked for."""
+        folder = self.path / "figures"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def write_rows(self, rows: Iterable[Row]) -> None:
+        """Append scores to ``metrics.csv``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_rows(self.path / "metrics.csv", rows)
+
+    def keep_rounds(self, rounds: int) -> list[Row]:
+        """Cut ``metrics.csv`` back to the first ``rounds`` rounds of training (a resumed run writes the others again)."""
+        path = self.path / "metrics.csv"
+        rows = [row for row in read_rows(path) if row.round <= rounds and (row.split != "test" or row.stage == "L2")]
+        if path.exists():
+            write_rows(path, rows, append=False)
+        return rows
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Replace ``summary.json``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(self.path / "summary.json", json.dumps(summary, indent=1, default=str))
+
+
+def find_last(root: str | Path, name: str) -> Path:
+    """The run that wrote its state last.
+
+    Raises:
+        FileNotFoundError: if no run of that name can be resumed.
+    """
+    manifests = list((Path(root) / name).glob("*/checkpoints/last/manifest.json"))
+    if not manifests:
+        raise FileNotFoundError(
+            f"There is nothing to resume: no run under {Path(root) / name} has checkpoints/last/manifest.json. "
+            "Start without resume, or give the run's folder."
+        )
+    return max(manifests, key=lambda path: path.stat().st_mtime).parents[2]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what numbers depend on."""
+    packages = ("fedlightning", "torch", "lightning", "torchmetrics", "numpy")
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def peak_memory_mb() -> float:
+    """Largest resident memory of this process so far, in MB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1024 * 1024 if sys.platform == "darwin" else 1024)
+
+
+def config_hash(config: Any) -> str:
+    """A short hash of a configuration."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,0 +1,215 @@
+"""The server: the global models, its own state, and how updates become the next model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedlightning.hooks import POOLED, WEIGHTINGS, CallbackList, Job
+from fedlightning.layers import expand
+from fedlightning.local import LocalRunner
+from fedlightning.messages import Message, Update, check_extras
+from fedlightning.seeding import generator
+from fedlightning.tensors import State, WeightedMean, clone, entry_kinds, load_state, module_state
+
+GLOBAL = "global"
+
+
+def in_order(clients: Sequence[str]) -> list[str]:
+    """Clients in the one order that sums, samples and files follow: by name, numbers by value."""
+    return sorted(clients, key=lambda client: [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in _parts(client)])
+
+
+def _parts(client: str) -> list[str]:
+    return [part for part in re.split(r"(\d+)", client) if part]
+
+
+class Server:
+    """The server of one federation.
+
+    Attributes:
+        round: the present round, from 0; max_rounds: how many there will be.
+        clients: all clients' ids in order; num_samples: training samples of each.
+        models: per model key (``"global"`` unless an algorithm keeps several) the full state, on the CPU.
+        state: per callback key, what lives from round to round: tensors (replaced, never edited) and plain values.
+        checkpoints: per callback key, selected global models and their scores.
+        kinds: kind of every entry of the model, fixed before anything is frozen.
+        float_buffers: ``"average"`` | ``"local"`` | ``"server"``: what happens to running statistics.
+        run_dir: the run's folder, or ``None`` when nothing is written.
+    """
+
+    def __init__(
+        self,
+        runner: LocalRunner,
+        *,
+        max_rounds: int,
+        participation: float | int = 1.0,
+        float_buffers: str = "average",
+        run_dir: Path | None = None,
+    ) -> None:
+        self.runner = runner
+        self.callbacks: CallbackList = runner.callbacks
+        self.max_rounds = max_rounds
+        self.participation = participation
+        self.float_buffers = float_buffers
+        self.run_dir = run_dir
+        self.round = 0
+        self.clients = in_order(runner.data.client_ids)
+        self.num_samples = {client: runner.data.num_samples(client) for client in self.clients}
+        self.module = runner.build("server")
+        self.kinds = entry_kinds(self.module)
+        self.shapes = {name: value.shape for name, value in module_state(self.module).items()}
+        self.models: dict[str, State] = {GLOBAL: clone(module_state(self.module))}
+        self.state: dict[str, dict[str, Any]] = {}
+        self.checkpoints: dict[str, dict[str, Any]] = {}
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.steps = 0
+        self.scores: dict[tuple[str, str, str, str], dict[str, tuple[float, int]]] = {}
+        self._shared: tuple[int, tuple[str, ...]] | None = None
+
+    # -- what algorithms ask for ---------------------------------------------------------------------------------
+    @property
+    def model(self) -> State:
+        """The global model's state."""
+        return self.models[GLOBAL]
+
+    def rng(self, purpose: str) -> torch.Generator:
+        """A generator addressed by (seed, round, server, purpose)."""
+        return generator(self.runner.settings.seed, self.round, "server", purpose)
+
+    @property
+    def trainable(self) -> list[str]:
+        """Names of the trainable parameters: the only entries server optimizers and noise may touch."""
+        return [name for name, kind in self.kinds.items() if kind == "trainable"]
+
+    def participants(self) -> list[str]:
+        """This round's clients: a uniform sample without replacement, in client order."""
+        wanted = self.participation
+        count = wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else round(wanted * len(self.clients))
+        count = min(max(count, 1), len(self.clients))
+        if count == len(self.clients):
+            return list(self.clients)
+        picked = torch.randperm(len(self.clients), generator=self.rng("participation"))[:count]
+        return [self.clients[index] for index in sorted(picked.tolist())]
+
+    def score(self, metric: str, *, stage: str = "G", split: str = "val") -> dict[str, tuple[float, int]]:
+        """This round's (value, evaluated samples) per client on its own data; empty if it was not evaluated."""
+        return self.scores.get((stage, "local", split, metric), {})
+
+    def module_with(self, state: State) -> LightningModule:
+        """A fresh module holding ``state``."""
+        module = self.runner.build("server")
+        load_state(module, state)
+        return module
+
+    # -- messages ------------------------------------------------------------------------------------------------
+    def shared_names(self) -> tuple[str, ...]:
+        """What travels this round: the callbacks' answers, intersected; every entry by default."""
+        names = list(self.kinds)
+        for callback in self.callbacks:
+            answer = callback.shared_names(self, self.module)
+            if answer is not None:
+                chosen = set(expand(answer, self.kinds))
+                names = [name for name in names if name in chosen]
+        if self.float_buffers == "local":
+            names = [name for name in names if self.kinds[name] in ("trainable", "frozen")]
+        return tuple(names)
+
+    def message(self, job: Job) -> Message:
+        """The message for one job: state, names to return and every callback's extras, checked against ``wire``."""
+        shared = self.shared_names()
+        everything = tuple(self.kinds)
+        down = job.down if job.down is not None else (everything if job.client == POOLED else shared)
+        returns = job.returns
+        if returns is None:
+            returns = everything if job.client == POOLED else shared
+            if self.float_buffers == "server":
+                returns = tuple(n for n in returns if self.kinds[n] in ("trainable", "frozen"))
+            if job.work == 0:
+                returns = ()
+        model = self.models[job.model]
+        message = Message(
+            round=self.round,
+            client=job.client,
+            state={name: model[name] for name in down},
+            returns=tuple(returns),
+            work=job.work,
+            model=job.model,
+            data=job.data,
+            tag=job.tag,
+        )
+        for callback in self.callbacks:
+            callback.on_broadcast(self, job, message)
+            declared = callback.wire(self.module).down
+            check_extras(callback.key, message.extras.get(callback.key, {}), declared, self.shapes)
+        return message
+
+    def global_module(self, client: str | None = None) -> LightningModule | None:
+        """The model of stage G; by default there is one exactly when every entry of the model travels."""
+        owner = self.callbacks.role("global_module")
+        if owner is not None:
+            return owner.global_module(self, client)
+        if len(self.shared_names()) < len(self.kinds):
+            return None
+        return self.module_with(self.model)
+
+    def weight(self, update: Update) -> float:
+        """The update's weight before normalisation; 0 for an update without a real step."""
+        if update.steps == 0:
+            return 0.0
+        owner = self.callbacks.role("client_weight")
+        if owner is not None:
+            return owner.client_weight(self, update)
+        return WEIGHTINGS[self.callbacks.weighting](update.num_samples)
+
+
+class Aggregation:
+    """Folds a round's updates into the next models, one by one in client order.
+
+    Memory is one accumulator per model unless the ``reduce`` role wants all updates at once.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.reducer = server.callbacks.role("reduce")
+        self.means: dict[str, WeightedMean] = {}
+        self.updates: dict[str, list[Update]] = {}
+
+    def fold(self, update: Update) -> None:
+        """Take in one update. Its model entries are released unless the reducer needs them."""
+        server = self.server
+        for name, value in update.state.items():
+            if value.shape != server.shapes.get(name, value.shape) and self.reducer is None:
+                raise ValueError(
+                    f"Client '{update.client}' returned '{name}' with shape {tuple(value.shape)}; it was sent "
+                    f"{tuple(server.shapes[name])}. Models of differing shapes need an algorithm that reduces them."
+                )
+        server.callbacks.event("on_update", server, update)
+        if self.reducer is not None:
+            self.updates.setdefault(update.model, []).append(update)
+        else:
+            self.means.setdefault(update.model, WeightedMean()).add(update.state, server.weight(update))
+
+    def finish(self) -> None:
+        """Replace the server's models by the new ones."""
+        server = self.server
+        reduced = {model: mean.result() for model, mean in self.means.items()}
+        for model, updates in self.updates.items():
+            assert self.reducer is not None
+            reduced[model] = self.reducer.reduce(server, updates)
+        step = server.callbacks.role("server_step")
+        for model, state in reduced.items():
+            if not state:
+                continue
+            for callback in server.callbacks:
+                state = callback.on_reduced(server, state)
+            old: dict[str, Tensor] = {name: server.models[model][name] for name in state}
+            new = state if step is None else step.server_step(server, old, state)
+            server.models[model] = {**server.models[model], **new}

@@ -1,0 +1,189 @@
+"""Arithmetic over named tensors: what a model's state is on the wire and on the server.
+
+A *state* is a plain ``dict`` from ``state_dict`` names to tensors. Nothing here knows a module's code; the only fact it
+needs of one is the kind of each entry (:func:`entry_kinds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+State = dict[str, Tensor]
+EntryKind = Literal["trainable", "float_buffer", "int_buffer", "frozen"]
+
+
+def module_state(module: nn.Module, names: Iterable[str] | None = None) -> State:
+    """The tensors of ``module.state_dict()``, detached and sharing memory with the module.
+
+    Args:
+        module: any module; entries that are not tensors (``_extra_state``) are left out.
+        names: keep only these, in the module's order.
+    """
+    wanted = None if names is None else set(names)
+    return {
+        name: value.detach()
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor) and (wanted is None or name in wanted)
+    }
+
+
+def entry_kinds(module: nn.Module) -> dict[str, EntryKind]:
+    """The kind of every state entry: ``trainable`` | ``frozen`` parameters, ``float_buffer`` | ``int_buffer``.
+
+    Ask before any phase freezes anything: the kinds of a federation are fixed at its start. Complex buffers count as
+    float buffers, booleans as integers. Tied parameters have the same kind under each of their names.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    kinds: dict[str, EntryKind] = {}
+    for name, value in module_state(module).items():
+        if name in parameters:
+            kinds[name] = "trainable" if parameters[name].requires_grad else "frozen"
+        else:
+            kinds[name] = "float_buffer" if value.is_floating_point() or value.is_complex() else "int_buffer"
+    return kinds
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy ``state`` into the entries of ``module`` that it names; other entries stay.
+
+    Raises:
+        ValueError: if a name is not in the module or a shape differs; the sentence names the entry.
+    """
+    own = module_state(module)
+    with torch.no_grad():
+        for name, value in state.items():
+            if name not in own:
+                raise ValueError(f"State entry '{name}' is not in {type(module).__name__}. Send only names that it has.")
+            if own[name].shape != value.shape:
+                raise ValueError(
+                    f"State entry '{name}' has shape {tuple(value.shape)}, but {type(module).__name__} holds "
+                    f"{tuple(own[name].shape)}. Both sides must build the same model."
+                )
+            own[name].copy_(value)
+
+
+def select(state: Mapping[str, Tensor], names: Iterable[str]) -> State:
+    """The entries of ``state`` under ``names``, in the state's order."""
+    wanted = set(names)
+    return {name: value for name, value in state.items() if name in wanted}
+
+
+def clone(state: Mapping[str, Tensor], device: torch.device | str | None = None) -> State:
+    """A copy of every tensor (on ``device``, or where each is)."""
+    return {name: value.detach().to(device=device or value.device, copy=True) for name, value in state.items()}
+
+
+def zeros_like(state: Mapping[str, Tensor], names: Iterable[str] | None = None) -> State:
+    """Zeros in the shape of each entry, in fp32 at least (accumulators and control variates are kept so)."""
+    wanted = set(state if names is None else names)
+    return {
+        name: torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))
+        for name, value in state.items()
+        if name in wanted
+    }
+
+
+def subtract(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> State:
+    """``a - b`` for every name of ``b``."""
+    return {name: a[name] - value for name, value in b.items()}
+
+
+def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], alpha: float = 1.0) -> State:
+    """``a + alpha * b`` for every name of ``b``; entries only in ``a`` pass through."""
+    return {name: torch.add(value, b[name], alpha=alpha) if name in b else value for name, value in a.items()}
+
+
+def interpolate(a: Mapping[str, Tensor], b: Mapping[str, Tensor], weight: float) -> State:
+    """``weight * a + (1 - weight) * b`` for every name of ``b``; exactly ``b`` at 0 and exactly ``a`` at 1.
+
+    Integer entries cannot be mixed and are ``b``'s.
+    """
+    mixed: State = {}
+    for name, value in b.items():
+        if not value.is_floating_point() or weight == 0.0:
+            mixed[name] = value
+        elif weight == 1.0:
+            mixed[name] = a[name]
+        else:
+            mixed[name] = (weight * a[name].to(value.device) + (1.0 - weight) * value).to(value.dtype)
+    return mixed
+
+
+def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Euclidean distance over the names of ``b``, accumulated in float64."""
+    return sum(float((a[name].double() - value.double()).square().sum()) for name, value in b.items()) ** 0.5
+
+
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """True if both hold the same names with the same values, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
+    """The first name whose tensor holds a NaN or an infinity, or ``None``."""
+    for name, value in state.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            return name
+    return None
+
+
+class WeightedMean:
+    r"""Streaming weighted mean of states: :math:`\sum_i n_i w_i / \sum_i n_i` per name.
+
+    Each term is accumulated in float64 in the order of the calls and divided once, so the mean is exact for one
+    state and for identical states. A name that only some states hold is averaged over those. Integer entries are
+    never averaged: the first state's value is taken. Memory: one accumulator, whatever the number of states.
+    """
+
+    def __init__(self) -> None:
+        self._sums: State = {}
+        self._totals: dict[str, float] = {}
+        self._like: State = {}
+        self._identical: dict[str, bool] = {}
+
+    def add(self, state: Mapping[str, Tensor], weight: float) -> None:
+        """Fold in ``state``. A weight of zero adds nothing.
+
+        Raises:
+            ValueError: if the weight is negative or not finite, or an entry's shape differs from the earlier ones.
+        """
+        if not 0.0 <= weight < float("inf"):
+            raise ValueError(f"A weight of {weight} cannot be averaged. Weights must be finite and not negative.")
+        if weight == 0.0:
+            return
+        for name, value in state.items():
+            value = value.detach()
+            if name not in self._like:
+                self._like[name] = value
+                self._totals[name] = weight
+                self._identical[name] = True
+                if value.is_floating_point():
+                    self._sums[name] = value.to(torch.float64, copy=True).mul_(weight)
+                elif value.is_complex():
+                    self._sums[name] = value.to(torch.complex128, copy=True).mul_(weight)
+                continue
+            first = self._like[name]
+            if first.shape != value.shape:
+                raise ValueError(
+                    f"Entry '{name}' has shape {tuple(value.shape)} in one update and {tuple(first.shape)} in another. "
+                    "Clients of one model must send the same shapes."
+                )
+            self._totals[name] += weight
+            if name in self._sums:
+                if self._identical[name] and value.dtype in (torch.float64, torch.complex128):
+                    self._identical[name] = torch.equal(first, value)
+                self._sums[name].add_(value.to(first.device), alpha=weight)
+
+    def result(self) -> State:
+        """The mean of what was folded in, in each entry's own dtype; empty if nothing was."""
+        mean: State = {}
+        for name, first in self._like.items():
+            if name not in self._sums or (first.dtype in (torch.float64, torch.complex128) and self._identical[name]):
+                mean[name] = first.clone()  # in float64 n * w / n can round: identical values are passed on as they are
+            else:
+                mean[name] = (self._sums[name] / self._totals[name]).to(first.dtype)
+        return mean

@@ -1,0 +1,100 @@
+"""What every test stands on: one thread, no display, no network, the same seed, a quiet Lightning."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch, numpy and matplotlib are imported: they read these once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ["MPLBACKEND"] = "Agg"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import ipaddress
+import logging
+import random
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+import fedlightning  # noqa: F401  before lightning: repairs torchvision beside a CPU build of torch
+
+# isort: split
+import lightning.pytorch
+
+SEED = 20260
+
+torch.set_num_threads(1)
+
+# After the import of lightning, which sets its own levels.
+for name in ("lightning.pytorch", "lightning.fabric"):
+    logging.getLogger(name).setLevel(logging.WARNING)
+del lightning
+
+hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("fedlightning")
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Seed the global generators before each test and undo the global switches that tests like to flip."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    threads = torch.get_num_threads()
+    dtype = torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def _is_local(host: object) -> bool:
+    """Whether ``host`` is this machine or its private network (where gloo and Ray meet their own processes)."""
+    if isinstance(host, bytes):
+        host = host.decode()
+    if host in (None, "", "localhost", socket.gethostname()):
+        return True
+    try:
+        return not ipaddress.ip_address(str(host).split("%")[0]).is_global
+    except ValueError:
+        return False  # a name that only a name server knows
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network() -> Iterator[None]:
+    """Refuse connections out of this machine: a test that downloads is a test that fails elsewhere."""
+    connect, connect_ex, getaddrinfo = socket.socket.connect, socket.socket.connect_ex, socket.getaddrinfo
+
+    def check(host: object) -> None:
+        if not _is_local(host):
+            raise RuntimeError(f"tests have no network: refused to reach {host!r}")
+
+    def check_address(sock: socket.socket, address: Any) -> None:
+        # A datagram socket sends nothing on connect: that is how libraries learn their own address.
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type != socket.SOCK_DGRAM:
+            check(address[0])
+
+    def guarded_connect(self: socket.socket, address: Any) -> None:
+        check_address(self, address)
+        connect(self, address)
+
+    def guarded_connect_ex(self: socket.socket, address: Any) -> int:
+        check_address(self, address)
+        return connect_ex(self, address)
+
+    def guarded_getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        check(host)
+        return getaddrinfo(host, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", guarded_connect)
+        patch.setattr(socket.socket, "connect_ex", guarded_connect_ex)
+        patch.setattr(socket, "getaddrinfo", guarded_getaddrinfo)
+        yield

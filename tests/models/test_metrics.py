@@ -1,0 +1,103 @@
+"""The scores are scikit-learn's, whatever the batches."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics as sk
+from torch import Tensor
+
+from fedlightning.models import ClassificationMetrics
+
+
+def scores(logits: Tensor, target: Tensor, batch: int = 7) -> dict[str, float]:
+    metric = ClassificationMetrics(logits.shape[1])
+    for x, y in zip(logits.split(batch), target.split(batch), strict=True):
+        metric.update(x, y, torch.nn.functional.cross_entropy(x, y))
+    return {name: float(value) for name, value in metric.compute().items()}
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    classes=st.integers(2, 6),
+    samples=st.integers(1, 40),
+    ties=st.booleans(),
+    batch=st.integers(1, 50),
+)
+def test_equal_to_sklearn(seed: int, classes: int, samples: int, ties: bool, batch: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(samples, classes, generator=generator)
+    logits = logits.round() if ties else logits
+    target = torch.randint(0, classes, (samples,), generator=generator)
+    got = scores(logits, target, batch)
+    truth, guess = target.numpy(), logits.argmax(1).numpy()
+    assert got["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, target)), rel=1e-5)
+    assert got["accuracy"] == pytest.approx(sk.accuracy_score(truth, guess))
+    assert got["f1_macro"] == pytest.approx(sk.f1_score(truth, guess, average="macro", zero_division=0))
+    every = sk.f1_score(truth, guess, average="macro", zero_division=0, labels=np.arange(classes))
+    assert got["f1_macro_all"] == pytest.approx(every)
+    assert got["f1_macro_all"] <= got["f1_macro"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "y_pred contains classes not in y_true"
+        assert got["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(truth, guess))
+    probability = logits.double().softmax(1).numpy()
+    present = [c for c in range(classes) if 0 < (truth == c).sum() < samples]
+    areas = [sk.roc_auc_score(truth == c, probability[:, c]) for c in present]
+    assert got["auroc"] == pytest.approx(np.mean(areas) if areas else np.nan, nan_ok=True)
+
+
+def test_auroc_is_sklearns_macro_one_against_the_rest() -> None:
+    logits, target = torch.randn(200, 4), torch.arange(200) % 4
+    wanted = sk.roc_auc_score(target, logits.double().softmax(1), multi_class="ovr", average="macro")
+    assert scores(logits, target)["auroc"] == pytest.approx(wanted)
+
+
+def test_one_class_gives_nan_without_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = scores(torch.randn(20, 3), torch.ones(20, dtype=torch.long))
+    assert np.isnan(got.pop("auroc"))
+    assert all(np.isfinite(value) for value in got.values())
+
+
+def test_absent_classes_do_not_pull_auroc_down() -> None:
+    target = torch.tensor([0, 1, 0, 1])
+    logits = torch.nn.functional.one_hot(target, 5) * 3.0
+    got = scores(logits, target)
+    assert got == pytest.approx({
+        "loss": got["loss"], "accuracy": 1, "balanced_accuracy": 1, "f1_macro": 1, "f1_macro_all": 0.4, "auroc": 1,
+    })  # fmt: skip
+
+
+def test_sure_predictions_are_ranked() -> None:
+    """Logits of 40 and 50 are both probability 1: the area must come from the logits."""
+    logits = torch.tensor([[0.0, 50.0], [0.0, 40.0], [0.0, 45.0], [0.0, 30.0]])
+    assert scores(logits, torch.tensor([1, 0, 1, 0]))["auroc"] == 1.0
+    assert scores(logits, torch.tensor([0, 1, 0, 1]))["auroc"] == 0.0
+
+
+def test_nan_logits_give_nan_auroc() -> None:
+    logits = torch.randn(6, 3)
+    logits[2, 1] = torch.nan
+    assert np.isnan(scores(logits, torch.arange(6) % 3)["auroc"])
+
+
+def test_permuting_the_classes_changes_nothing() -> None:
+    logits, target, order = torch.randn(50, 4), torch.randint(0, 3, (50,)), torch.tensor([2, 0, 3, 1])
+    assert scores(logits[:, order], order.argsort()[target]) == pytest.approx(scores(logits, target))
+
+
+def test_state_is_reset_and_never_saved() -> None:
+    metric = ClassificationMetrics(3)
+    metric.update(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]), torch.tensor(1.0))
+    assert not metric.state_dict()
+    metric.reset()
+    metric.update(torch.eye(3), torch.tensor([0, 1, 2]), torch.tensor(0.5))
+    got = metric.compute()
+    assert got["accuracy"] == 1 and got["loss"] == 0.5
