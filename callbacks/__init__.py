@@ -1,15 +1,19 @@
 """Algorithms, checkpointing and diagnostics: one file an algorithm."""
 
+from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint, LocalCheckpoint
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedopt import FedAdam
 from fedlightning.callbacks.fedprox import FedProx
+from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.partial import FedBN, FedPer, Local
 from fedlightning.callbacks.scaffold import SCAFFOLD
 
 __all__ = [
+    "APFL",
+    "FENDA",
     "FLIU",
     "SCAFFOLD",
     "Central",

@@ -11,6 +11,7 @@ from fedlightning.datamodules.images import (
     ImageFederatedDataModule,
     MNISTDataModule,
 )
+from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
@@ -42,6 +43,7 @@ __all__ = [
     "IndexedFederatedDataModule",
     "LabelQuantitySkewPartitioner",
     "LabelSkewPartitioner",
+    "LoaderDataModule",
     "MNISTDataModule",
     "NaturalPartitioner",
     "PartitionReport",

@@ -45,7 +45,7 @@ def fetch(urls: Sequence[str], destination: Path, md5: str) -> Path:
         finally:
             Path(name).unlink(missing_ok=True)
     raise OSError(
-        f"Could not download {destination.name} ({'; '.join(problems)}); put the file into {destination.parent} by hand."
+        f"Could not download {destination.name} ({'; '.join(problems)}); put it into {destination.parent} by hand."
     )
 
 

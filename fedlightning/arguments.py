@@ -182,16 +182,17 @@ def optimizers_of(module: LightningModule) -> list[Optimizer]:
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers returns nothing, so nothing would train. Return an optimizer."
         )
-    return _find_optimizers(configured)
+    return optimizers_in(configured)
 
 
-def _find_optimizers(value: Any) -> list[Optimizer]:
+def optimizers_in(value: Any) -> list[Optimizer]:
+    """The optimizers in any of the forms that ``configure_optimizers`` may return."""
     if isinstance(value, Optimizer):
         return [value]
     if isinstance(value, Mapping):
-        return _find_optimizers(value.get("optimizer"))
+        return optimizers_in(value.get("optimizer"))
     if isinstance(value, list | tuple):
-        return [optimizer for item in value for optimizer in _find_optimizers(item)]
+        return [optimizer for item in value for optimizer in optimizers_in(item)]
     return []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,15 @@ def export(path: Path, module: LightningModule, template: type[LightningModule],
     module.trainer = None
     own = {"class": f"{template.__module__}:{template.__qualname__}", **extra}
     if type(module) is not template:
-        own["wrapped"] = torch.frombuffer(bytearray(pickle.dumps(module)), dtype=torch.uint8)
+        try:
+            own["wrapped"] = torch.frombuffer(bytearray(pickle.dumps(module)), dtype=torch.uint8)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            warnings.warn(
+                f"{path.name} holds the weights of a wrapped {template.__name__} that cannot be pickled ({error}); "
+                "fedlightning.load needs the wrapped module to load them into. Use importable classes and functions.",
+                UserWarning,
+                stacklevel=2,
+            )
     checkpoint = torch.load(temporary, map_location="cpu", weights_only=False)
     torch.save(checkpoint | {"fedlightning": own}, temporary)
     os.replace(temporary, path)

@@ -148,10 +148,20 @@ class Client:
             seed = self._address("gradient", split)
             return clone(probes.mean_gradient(module, self._batches(split), self.precision, *seed), "cpu")
 
-    def batch_gradient(self, batch: Any, module: LightningModule | None = None) -> tuple[Tensor, State]:
-        """Loss and gradient of one batch on the device, at the present parameters of ``module``; leaves no trace."""
+    def batch_gradient(
+        self, batch: Any, module: LightningModule | None = None, update_buffers: bool = False
+    ) -> tuple[Tensor, State]:
+        """Loss and gradient of one batch on the device, at the present parameters of ``module``; leaves no trace.
+
+        Args:
+            batch: as a hook of Lightning gives it.
+            module: another module than the client's own (a personal twin).
+            update_buffers: let the running statistics of ``module`` move, because it really trains.
+        """
         module = self.module if module is None else module
-        return probes.batch_gradient(module, batch, self.precision, *self._address("probe"), self.steps)
+        self.scratch["probes"] = self.scratch.get("probes", 0) + 1
+        seed = self._address("probe", self.scratch["probes"])
+        return probes.batch_gradient(module, batch, self.precision, *seed, update_buffers=update_buffers)
 
     def evaluate(self, state: Mapping[str, Tensor] | None = None, split: str = "val") -> dict[str, float]:
         """What the module logs on the client's own ``split`` at ``state`` (default: the present model)."""
@@ -170,6 +180,15 @@ class Client:
     def model_state(self) -> State:
         """A CPU copy of the module's present state."""
         return clone(module_state(self.module), "cpu")
+
+    def initial_module(self) -> LightningModule:
+        """A fresh module as the federation began: the same bits on every client and on the server."""
+        return self._runner.build(self.id)
+
+    @property
+    def keeps_optimizers(self) -> bool:
+        """Whether optimizers go on from visit to visit (``optimizer_state="keep"``)."""
+        return self._runner.settings.optimizer_state == "keep"
 
     def copy_module(self) -> LightningModule:
         """A deep copy of the module, detached from any trainer."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,9 +48,15 @@ def training_loss(module: LightningModule, batch: Any, batch_idx: int = 0) -> Te
 
 
 @contextmanager
-def probing(module: LightningModule, precision: Precision, *seed: object) -> Iterator[None]:
-    """A block in which the module may be run without a trace: muted, buffers restored, randomness addressed."""
-    with isolated(*seed), muted(module), frozen_buffers(module), precision.train_step_context():
+def probing(
+    module: LightningModule, precision: Precision, *seed: object, update_buffers: bool = False
+) -> Iterator[None]:
+    """A block in which the module may be run without a trace: muted, buffers restored, randomness addressed.
+
+    With ``update_buffers`` running statistics do move: for a module that really trains beside the client's own.
+    """
+    buffers = nullcontext() if update_buffers else frozen_buffers(module)
+    with isolated(*seed), muted(module), buffers, precision.train_step_context():
         yield
 
 
@@ -70,7 +76,9 @@ def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precis
     return total / count if count else float("nan")
 
 
-def batch_gradient(module: LightningModule, batch: Any, precision: Precision, *seed: object) -> tuple[Tensor, State]:
+def batch_gradient(
+    module: LightningModule, batch: Any, precision: Precision, *seed: object, update_buffers: bool = False
+) -> tuple[Tensor, State]:
     """Loss and gradient of one batch (already on the device) at the module's present parameters, by name.
 
     Gradients are unscaled and in the parameter's dtype; ``.grad`` fields are not touched. Parameters that the loss
@@ -78,7 +86,7 @@ def batch_gradient(module: LightningModule, batch: Any, precision: Precision, *s
     """
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     scaler = getattr(precision, "scaler", None)
-    with torch.enable_grad(), probing(module, precision, *seed):
+    with torch.enable_grad(), probing(module, precision, *seed, update_buffers=update_buffers):
         loss = training_loss(module, batch)
         factor = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
         gradients = torch.autograd.grad(loss * factor, list(trainable.values()), allow_unused=True)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero", "lightning")
 _HARMLESS = (
+    ".*have no `val_dataloader`.*",
     ".*does not have many workers.*",
     ".*is smaller than the logging interval.*",
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",

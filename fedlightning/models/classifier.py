@@ -45,7 +45,7 @@ class Classifier(LightningModule):
             momentum or weight decay: the local optimizer that FedAvg and most papers assume.
         scheduler: makes the learning-rate scheduler from the optimizer; ``ReduceLROnPlateau`` watches ``val_loss``.
         lr: learning rate of the default optimizer, 0.1 when None. The networks of this package train with it, except
-            ``SmallTransformer`` and ``PLayerCifarNet``, which want AdamW. Refused beside ``optimizer``, which has its own.
+            ``SmallTransformer`` and ``PLayerCifarNet``, which want AdamW. Refused beside ``optimizer``.
         label_smoothing: in [0, 1), for the training loss.
         scheduler_interval: whether the scheduler steps once an epoch or once a step.
 

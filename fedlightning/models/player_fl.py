@@ -54,8 +54,9 @@ class PLayerCifarNet(nn.Module):
     """The CIFAR-10 network: five 3x3 convolutions, 3 963 094 parameters for 10 classes.
 
     Channels 64, 128, 256, 512, 512 with padding 2, ReLU and dropout; 2x2 max-pooling after ``conv2`` and ``conv4``;
-    global average pooling; 512-100-``num_classes``. Weights start Kaiming-normal, biases at zero. Train it with
-    AdamW, as the paper does. On a CPU ``PLayerConvNet(in_channels=3)`` is several times cheaper. Input ``(N, in_channels, H, W)``.
+    global average pooling; 512-100-``num_classes``. Weights start Kaiming-normal, biases at zero. Train it with AdamW,
+    as the paper does. On a CPU ``PLayerConvNet(in_channels=3)`` is several times cheaper. Input
+    ``(N, in_channels, H, W)``.
     Layers: ``conv1`` to ``conv5``, ``fc1``, ``fc2`` (head).
 
     Args:

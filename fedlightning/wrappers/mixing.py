@@ -6,7 +6,6 @@ generated subclass ``(Mixin, UserClass)`` keeps hooks, hyper-parameters, logging
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +26,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forwa
 
 
 class Mixin(_MixinBase):
-    """What a wrapper adds to a module. Write no ``__init__``: state is set as attributes around the call of :func:`mix`.
+    """What a wrapper adds to a module. Write no ``__init__``: set its state as attributes after :func:`mix`.
 
     ``wraps`` names methods of the user's class to be run through :meth:`around`. Each of them gets the user's own
     signature, and one that the user has not written stays unwritten: Lightning reads both (does ``training_step`` take
@@ -50,7 +49,7 @@ class Mixin(_MixinBase):
 class AddedParametersMixin(Mixin):
     """A wrapper that adds trainable parameters: each joins the optimizer group of its original."""
 
-    wraps = ("configure_optimizers",)
+    wraps: ClassVar[tuple[str, ...]] = ("configure_optimizers",)
 
     def added_parameters(self) -> dict[str, str]:
         """Name of an added parameter -> name of the parameter whose param group it joins.
@@ -157,8 +156,7 @@ def _reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
     """Pickle as (mixins, how the user's class is made, state): generated classes exist in no file to import from."""
     user = user_class(self)
     maker, arguments, *rest = cast(Any, user).__reduce_ex__(self, protocol)
-    if maker is getattr(copyreg, "__newobj__"):  # noqa: B009  (the default way: an empty object of the class)
-        arguments = (user, *arguments[1:])
+    arguments = tuple(user if argument is type(self) else argument for argument in arguments)
     return (_rebuild, (mixins_of(self), maker, arguments), *rest)
 
 

@@ -40,6 +40,8 @@ def muted(module: nn.Module) -> Iterator[None]:
     undo: list[Callable[[], None]] = []
     try:
         for name, metric in _metrics(module):
+            if any(spare.copy is metric for spare in spares.values()):
+                continue  # muted already, by a block around this one
             parent, _, attribute = name.rpartition(".")
             _swap(module.get_submodule(parent), attribute, _spare(spares, name, metric), undo)
         for child in module.modules():

@@ -163,7 +163,7 @@ def test_digits():
     assert few.num_samples("0") + few.num_samples("0", "val") == 50 and few.num_samples("1", "test") == 10
     with pytest.raises(ValueError, match="max_train=0"):
         DigitsDataModule(max_train=0)
-    with pytest.raises(ValueError, match="val_fraction=1.5"):
+    with pytest.raises(ValueError, match=r"val_fraction=1\.5"):
         DigitsDataModule(val_fraction=1.5)
 
 

@@ -127,7 +127,7 @@ def test_dirichlet_limits():
         assert np.abs(even - 100 * share).max() <= noise
     owners = histogram(split(DirichletPartitioner(10, 1e-3, min_samples=0)))
     assert (owners.max(axis=0) / owners.sum(axis=0)).mean() > 0.95
-    # By client a class that runs out forces leftovers on those who wanted it: purity is only exact where that is not so.
+    # By client, a class that runs out forces leftovers on those who wanted it: exact only where that is not so.
     two = np.repeat([0, 1], 500)
     assert all((np.sort(histogram(split(DirichletPartitioner(2, 1e-3, by="client"), two, s), two)) == [0, 500]).all()
                for s in range(10))  # fmt: skip
@@ -187,7 +187,9 @@ def test_label_skew_has_equal_sizes(alpha):
 
 def test_label_skew_grows_with_small_alpha():
     def distance(alpha):
-        return np.mean([describe(split(LabelSkewPartitioner(10, alpha), seed=s), LABELS).mean_total_variation for s in range(5)])
+        return np.mean(
+            [describe(split(LabelSkewPartitioner(10, alpha), seed=s), LABELS).mean_total_variation for s in range(5)]
+        )
 
     assert distance(0.1) > distance(1.0) > distance(10.0) > distance(1000.0)
     assert distance(1000.0) < 0.05

@@ -12,7 +12,13 @@ def test_histogram_and_distance():
     assert report.mean_total_variation == 0.5
     assert report.rows()[1] == {"client": "b", "samples": 2, "total_variation": 0.5, "x": 0, "y": 2}
     lines = str(report).splitlines()
-    assert lines[0].split() == ["client", "samples", "TV", "x", "y"] and lines[2].split() == ["b", "2", "0.500", "0", "2"]
+    assert lines[0].split() == ["client", "samples", "TV", "x", "y"] and lines[2].split() == [
+        "b",
+        "2",
+        "0.500",
+        "0",
+        "2",
+    ]
     assert "3 clients, 4 samples, smallest 0" in lines[-1]
     with pytest.raises(ValueError, match="1 client_ids for 2"):
         describe([[0], [1]], client_ids=["a"])

@@ -91,6 +91,7 @@ def test_scores_of_an_epoch_are_sklearns_and_are_reset() -> None:
     assert first["test_balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(y, guess), abs=1e-6)
     area = sk.roc_auc_score(y, module(x).softmax(1).detach(), multi_class="ovr")
     assert first["test_auroc"] == pytest.approx(area, abs=1e-6)
+    assert not module.test_metrics.logits and not module.test_metrics.update_called  # nothing is held on to
     assert run_test(module, x[:20], y[:20]) != first
     assert run_test(module, x, y) == first
 

@@ -1,0 +1,85 @@
+"""FENDA-FL."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from fedlightning.hooks import FederatedCallback
+from fedlightning.server import Server
+from fedlightning.wrappers.dual import DualExtractor, dual_by_head, global_names
+
+
+class FENDA(FederatedCallback):
+    """A shared and a private feature extractor under one private head.
+
+    Tavakoli, Emerson, Ayromlou, Jewell, Krishnan, Zhang, Verma, Razak, "A comprehensive view of personalized federated
+    learning on heterogeneous clinical datasets" (FENDA-FL), 2024; after Kim, Stratos, Sarikaya, COLING 2016.
+
+    Up and down: the global extractor ``u`` only. The local extractor ``v1`` and the head ``v2`` stay with the client:
+    prediction = ``head(concat(f_u(x), f_v1(x)))``, all trained jointly on the task loss. Every client starts from the
+    same ``u, v1, v2``. There is no global model: select with :class:`LocalCheckpoint`.
+
+    Args:
+        head: path of the submodule that turns features into predictions (``"net.fc"``); the extractor is everything else,
+            and a private twin of it is added. ``None``: the module holds a
+            :class:`~fedlightning.wrappers.DualExtractor` already.
+        local_extractor: another network as the local extractor, of any width; it is fed the model's input.
+        fusion: ``"concat"`` (paper) or ``"sum"`` (widths must agree).
+        order: whose features come first.
+        init: the twin starts as a ``"copy"`` of the extractor, or ``"fresh"``.
+        local_features: width of ``local_extractor``, where it cannot be read off its last layer.
+        weighting: ``"samples"`` or ``"uniform"``.
+    """
+
+    def __init__(
+        self,
+        head: str | None = None,
+        local_extractor: nn.Module | None = None,
+        fusion: Literal["concat", "sum"] = "concat",
+        order: Literal["global_first", "local_first"] = "global_first",
+        init: Literal["copy", "fresh"] = "copy",
+        local_features: int | None = None,
+        weighting: str | None = None,
+    ) -> None:
+        self.head = head
+        self.local_extractor = local_extractor
+        self.fusion = fusion
+        self.order = order
+        self.init = init
+        self.local_features = local_features
+        self.weighting = weighting
+
+    def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
+        """Add the private extractor and widen the head.
+
+        Raises:
+            ValueError: no such head, or nothing outside it to share; the sentence lists what there is.
+        """
+        if self.head is None:
+            if not any(isinstance(part, DualExtractor) for part in module.modules()):
+                leaves = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+                raise ValueError(
+                    f"FENDA needs to know the head of {type(module).__name__}. Set head=... to the submodule that makes "
+                    f"predictions (linear layers here: {leaves}), or build the model from a DualExtractor."
+                )
+            return module
+        return dual_by_head(
+            module,
+            self.head,
+            copy.deepcopy(self.local_extractor),
+            fusion=self.fusion,
+            order=self.order,
+            init=self.init,
+            local_features=self.local_features,
+            seed=int(torch.randint(2**31, ())),  # building is seeded: the same bits for every owner
+        )
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """The global extractor."""
+        return global_names(module)

@@ -1,0 +1,200 @@
+"""The machinery of :func:`~fedlightning.wrappers.dual.dual_by_head`: a headless twin that runs the user's own step."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from fedlightning.seeding import isolated
+from fedlightning.wrappers import heads
+from fedlightning.wrappers.fusion import Exchange, HeadReachedError, Stop
+from fedlightning.wrappers.mixing import STEPS, AddedParametersMixin, Mixin, mix, unmix, user_class
+
+LOCAL = "local_extractor"
+INPUT_KEYS = (
+    "x",
+    "input",
+    "inputs",
+    "image",
+    "images",
+    "pixel_values",
+    "input_values",
+    "input_ids",
+    "features",
+    "data",
+)
+
+
+class DualByHeadMixin(AddedParametersMixin):
+    """On the user's module: fetches zl before the outermost step or forward, then lets it run."""
+
+    wraps = (*AddedParametersMixin.wraps, *STEPS)
+    dual_exchange: Exchange
+    dual_originals: dict[str, str]
+    dual_entry: str
+    dual_same_draws: bool
+
+    @property
+    def dual_is_twin(self) -> bool:
+        """Whether the local extractor is a twin of the module, rather than a network that was given."""
+        return isinstance(getattr(self, LOCAL), TwinMixin)
+
+    def added_parameters(self) -> dict[str, str]:
+        return {**super().added_parameters(), **self.dual_originals}
+
+    def on_unmix(self) -> None:
+        raise TypeError(
+            f"A dual extractor cannot be taken off {user_class(self).__name__} again: its head was made for both "
+            f"extractors. Keep a copy of the module from before dual_by_head."
+        )
+
+    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        exchange = self.dual_exchange
+        if name not in STEPS:
+            return AddedParametersMixin.around(self, name, call, args, kwargs)
+        if exchange.running:  # a step that calls self(x), or another step
+            return call(*args, **kwargs)
+        try:
+            exchange.running = True
+            exchange.zl = self._local_features(name, args, kwargs)
+            result = call(*args, **kwargs)
+            if not exchange.reached and result is not None:  # None: the step skipped its batch
+                raise RuntimeError(
+                    f"FENDA: {name} of {exchange.owner} never called its head `{exchange.head}`, so it did not use the "
+                    f"local extractor. Name the submodule that the step does call (functional calls of a head's "
+                    f"weights cannot be seen), or build the model from a DualExtractor."
+                )
+            return result
+        finally:
+            exchange.close()
+
+    def _local_features(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        local = getattr(self, LOCAL)
+        with _same_draws() if self.dual_same_draws else contextlib.nullcontext():
+            if not isinstance(local, TwinMixin):
+                features: Tensor = local(first_input(args or tuple(kwargs.values())[:1], self.dual_exchange.owner))
+                return features
+            _follow(self, local)
+            try:
+                getattr(local, name)(*args, **kwargs)
+            except HeadReachedError as reached:
+                return reached.features
+            return None
+
+
+class TwinMixin(Mixin):
+    """On the twin: it must not log. Its hooks are never called, for Lightning calls those of the root module only."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the module itself logs."""
+
+    def log_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the module itself logs."""
+
+
+class NoMetric(nn.Module):
+    """In the place of the twin's metrics: answers every call and every attribute with nothing."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name.startswith("_") else self
+
+    def __getitem__(self, key: Any) -> NoMetric:
+        return self
+
+
+def make_twin(module: LightningModule, head: str, entry: str, *, fresh: bool, seed: object) -> LightningModule:
+    """A copy of ``module`` that ends at ``entry``, without the head's parameters and without metrics."""
+    twin = unmix(deepcopy(module))
+    for name, child in list(twin.named_modules(remove_duplicate=False)):
+        if name and isinstance(child, (Metric, MetricCollection)):
+            heads.replace_everywhere(twin, child, NoMetric())
+    stop_at = twin.get_submodule(entry)
+    for child in list(twin.get_submodule(head).modules()):
+        if child is not stop_at and any(True for _ in child.parameters(recurse=False)):
+            heads.replace_everywhere(twin, child, nn.Identity())
+    heads.replace_everywhere(twin, stop_at, Stop())
+    if fresh:
+        _initialise(twin, seed)
+    vars(twin)["twin_attributes"] = frozenset(vars(twin))
+    return mix(twin, TwinMixin)
+
+
+def _initialise(twin: nn.Module, seed: object) -> None:
+    with isolated(seed, "fenda-local-extractor"):
+        for name, child in twin.named_modules():
+            if callable(reset := getattr(child, "reset_parameters", None)):
+                reset()
+            elif any(True for _ in child.parameters(recurse=False)):
+                warnings.warn(
+                    f"init='fresh': `{name}` ({type(child).__name__}) has parameters but no reset_parameters(); "
+                    f"the local extractor keeps a copy of them.",
+                    stacklevel=4,
+                )
+
+
+def first_input(batch: Any, owner: str) -> Tensor:
+    """The model's input in a batch: the tensor, the first element, or the first of ``INPUT_KEYS`` in a dict."""
+    while not isinstance(batch, Tensor):
+        if isinstance(batch, Mapping):
+            key = next((key for key in INPUT_KEYS if key in batch), None)
+            if key is None:
+                raise ValueError(
+                    f"Cannot tell which entry of {owner}'s batch {sorted(map(str, batch))} the local extractor takes: "
+                    f"none is called {', '.join(INPUT_KEYS)}. Rename it, or leave local_extractor out to use a twin."
+                )
+            batch = batch[key]
+        elif isinstance(batch, (list, tuple)) and batch:
+            batch = batch[0]
+        else:
+            raise ValueError(
+                f"{owner}'s batch holds a {type(batch).__name__} where the local extractor needs a tensor."
+            )
+    return batch
+
+
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer"}
+
+
+def _follow(module: nn.Module, twin: nn.Module) -> None:
+    """Bring the twin's plain attributes up to date: what the module's hooks have set, no hook of the twin has.
+
+    Numbers, strings and tensors are taken over, and all that came after the twin was made; anything else of the twin's
+    own may hold layers.
+    """
+    target, own = vars(twin), vars(twin)["twin_attributes"]
+    for name, value in vars(module).items():
+        if name in _INTERNALS or name.startswith("dual_"):
+            continue
+        if isinstance(value, Tensor):
+            follow = not value.requires_grad
+        else:
+            follow = name not in own or isinstance(value, _SIMPLE)
+        if follow:
+            target[name] = value
+
+
+@contextlib.contextmanager
+def _same_draws() -> Iterator[None]:
+    """Put every global generator back, so that what runs next draws the same numbers."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

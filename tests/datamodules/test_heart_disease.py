@@ -1,0 +1,139 @@
+import numpy as np
+import pytest
+import torch
+
+from fedlightning.datamodules import HeartDiseaseDataModule
+from fedlightning.datamodules.heart_disease import read_hospital
+
+# complete rows and, of these, rows without disease, as in the UCI files
+SIZES = {"cleveland": (303, 164), "hungarian": (261, 163), "switzerland": (46, 1), "va": (130, 29)}
+
+
+def patient(rng, healthy, **changes):
+    row = {
+        "age": rng.integers(30, 80), "sex": rng.integers(0, 2), "cp": rng.integers(1, 5),
+        "trestbps": rng.integers(90, 180), "chol": rng.integers(120, 400), "fbs": rng.integers(0, 2),
+        "restecg": rng.integers(0, 3), "thalach": rng.integers(80, 200), "exang": rng.integers(0, 2),
+        "oldpeak": round(float(rng.uniform(0, 4)), 1), "slope": "?", "ca": "?", "thal": "?",
+        "num": 0 if healthy else rng.integers(1, 5),
+    }  # fmt: skip
+    return ",".join(str(value) for value in (row | changes).values())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("heart")
+    rng = np.random.default_rng(0)
+    for name, (size, healthy) in SIZES.items():
+        fixed = {"chol": 0} if name == "switzerland" else {}  # as there: cholesterol was never measured
+        lines = [patient(rng, i < healthy, **fixed) for i in rng.permutation(size)]
+        lines.insert(3, patient(rng, True, trestbps="?"))  # incomplete: dropped
+        (folder / f"processed.{name}.data").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(root):
+    module = HeartDiseaseDataModule(str(root))
+    module.prepare_data()
+    module.setup()
+    return module
+
+
+def tensors(module, client, split):
+    # Train loaders shuffle; the view behind them does not.
+    view = module.client_dataloader(client, split).dataset
+    return torch.stack([x for x, _ in view]), torch.stack([y for _, y in view])
+
+
+def test_sizes_are_the_papers(data):
+    assert data.client_ids == ["cleveland", "hungarian", "switzerland", "va"]
+    sizes = [[data.num_samples(client, split) for client in data.client_ids] for split in ("train", "val", "test")]
+    assert sizes[2] == [104, 89, 16, 45]
+    assert [a + b for a, b in zip(sizes[0], sizes[1], strict=True)] == [199, 172, 30, 85]
+    assert sizes[1] == [40, 34, 6, 17]
+    held = [data.indices(c, split) for split in ("train", "val", "test") for c in data.client_ids]
+    assert sorted(np.concatenate(held)) == list(range(740))
+    assert data.num_classes == 2 and data.batch_size == 4
+
+
+def test_the_test_set_is_stratified(data):
+    for client, (size, healthy) in SIZES.items():
+        if client == "switzerland":
+            continue  # one healthy patient cannot be stratified
+        counts = data.class_counts(client, "test")
+        assert abs(counts[0] / sum(counts) - healthy / size) < 0.01
+
+
+def test_features_are_standardised_by_each_hospitals_training_patients(data):
+    for client in data.client_ids:
+        x = torch.cat([tensors(data, client, split)[0] for split in ("train", "val")])
+        assert x.shape[1] == 13 and x.dtype == torch.float32
+        assert x.mean(dim=0).abs().max() < 1e-5
+        deviation = x.std(dim=0, correction=0)
+        constant = torch.zeros(13, dtype=torch.bool)
+        constant[3] = client == "switzerland"
+        assert torch.allclose(deviation[~constant], torch.ones(()), atol=1e-4) and (deviation[constant] == 0).all()
+        # Nothing is fitted on test patients.
+        assert tensors(data, client, "test")[0].mean(dim=0).abs().max() > 1e-3
+
+
+def test_seed_moves_validation_only_and_split_seed_moves_test(root, data):
+    other = HeartDiseaseDataModule(str(root), seed=1)
+    other.setup()
+    moved = HeartDiseaseDataModule(str(root), split_seed=1)
+    moved.setup()
+    for client in data.client_ids:
+        assert np.array_equal(data.indices(client, "test"), other.indices(client, "test"))
+        assert not np.array_equal(data.indices(client, "val"), other.indices(client, "val"))
+        assert not np.array_equal(data.indices(client, "test"), moved.indices(client, "test"))
+
+
+def test_labels_are_classes_or_floats(root, data):
+    y = tensors(data, "va", "test")[1]
+    assert y.dtype == torch.int64 and torch.bincount(y).tolist() == data.class_counts("va", "test")
+    floats = HeartDiseaseDataModule(str(root), binary_float=True)
+    floats.setup()
+    assert torch.equal(tensors(floats, "va", "test")[1], y.float())
+    assert floats.class_counts("va", "test") == data.class_counts("va", "test")
+
+
+def test_columns_and_one_hot_levels(tmp_path):
+    path = tmp_path / "processed.va.data"
+    path.write_text(
+        "63,1,4,140,260,0,1,112,1,3.5,2,?,?,2\n"
+        "44,0,1,130,209,0,0,127,0,0,?,?,?,0\n"
+        "50,0,2,?,209,0,0,127,0,0,?,?,?,0\n"
+        "\n"
+        "55,1,3,120,200,1,2,130,0,1,1,0,7,1\n"
+    )
+    x, y = read_hospital(path)
+    assert x.tolist() == [
+        [63, 1, 140, 260, 0, 112, 1, 3.5, 0, 0, 1, 1, 0],
+        [44, 0, 130, 209, 0, 127, 0, 0, 0, 0, 0, 0, 0],
+        [55, 1, 120, 200, 1, 130, 0, 1, 0, 1, 0, 0, 1],
+    ]
+    assert y.tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("1,2,3\n", "line 1: 3 columns instead of 14"),
+        ("63,x,4,140,260,0,1,112,1,3,2,?,?,2\n", "line 1: could not convert string to float: 'x'"),
+        ("63,1,9,140,260,0,1,112,1,3,2,?,?,2\n", r"column 2 has values other than \(1, 2, 3, 4\)"),
+        ("?,1,4,140,260,0,1,112,1,3,2,?,?,2\n", "no complete row"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, sentence):
+    path = tmp_path / "processed.va.data"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        read_hospital(path)
+
+
+def test_missing_files_are_named(tmp_path):
+    (tmp_path / "processed.va.data").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"processed.cleveland.data, .*archive.ics.uci.edu") as caught:
+        HeartDiseaseDataModule(str(tmp_path)).prepare_data()
+    assert "processed.va.data" not in str(caught.value) and "download: true" not in str(caught.value)
