@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP) ## create the environment and install FedLightning in it, editable
 
 quickstart: $(STAMP) ## run examples/quickstart.py: a small federated training from end to end
-	$(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
+	$(ONE_THREAD) $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 
 test: $(STAMP) ## run the tests (a few minutes on 2 cores)
 	$(PYTEST) $(PYTEST_ARGS)

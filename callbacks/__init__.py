@@ -9,7 +9,9 @@ from fedlightning.callbacks.fedprox import FedProx
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.partial import FedBN, FedPer, Local
+from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
 from fedlightning.callbacks.scaffold import SCAFFOLD
+from fedlightning.callbacks.sensitivity import FederationSensitivity, Sensitivity
 
 __all__ = [
     "APFL",
@@ -23,7 +25,11 @@ __all__ = [
     "FedPer",
     "FedProx",
     "FedSGD",
+    "FederationSensitivity",
     "GlobalCheckpoint",
     "Local",
     "LocalCheckpoint",
+    "PLayerFL",
+    "PLayerFLRandom",
+    "Sensitivity",
 ]

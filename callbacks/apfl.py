@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,9 @@ from fedlightning.arguments import optimizers_in
 from fedlightning.client import Client
 from fedlightning.hooks import FederatedCallback, Setup, Stage
 from fedlightning.messages import Update
+from fedlightning.probes import training_loss
 from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state
+from fedlightning.wrappers import mix_logits, personal_gradients, uses_forward
 
 
 class APFL(FederatedCallback):
@@ -71,14 +74,11 @@ class APFL(FederatedCallback):
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
             raise ValueError(f"APFL trains a second model beside {name}, which optimizes manually. Use Ditto or FedPer.")
-        if self.mix == "logits":
-            from fedlightning.wrappers import uses_forward
-
-            if not uses_forward(setup.module, setup.first_batch()):
-                raise ValueError(
-                    f"APFL(mix='logits') mixes what forward returns, but {name}.training_step does not call self(x). "
-                    "Use APFL(mix='params')."
-                )
+        if self.mix == "logits" and not uses_forward(setup.module, setup.first_batch()):
+            raise ValueError(
+                f"APFL(mix='logits') mixes what forward returns, but {name}.training_step does not call self(x). "
+                "Use APFL(mix='params')."
+            )
 
     # -- one visit ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -207,3 +207,39 @@ class ParameterMixture:
         mixed = interpolate({n: v[n] for n in trainable}, {n: own[n] for n in trainable}, self.alpha)
         load_state(module, {**clone(mixed), **{name: v[name] for name in buffers}})
         return module
+
+
+class LogitMixture(ParameterMixture):
+    """``v`` as a network of its own beside ``w``; the gradient of the mixed prediction's loss already carries ``a``."""
+
+    def fresh(self) -> LightningModule:
+        """A copy of the given personal model, or the federation's initial one."""
+        given = self.options.personal
+        return self.client.initial_module() if given is None else copy.deepcopy(given)
+
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Put ``v`` beside a view of ``w``."""
+        super().start(trainer, module)
+        self.view = mix_logits(self.client.copy_module(), self.twin, self.alpha)
+        self.view.trainer = trainer
+        own = dict(module.named_parameters())
+        for name, parameter in self.view.named_parameters():
+            if name in own:
+                parameter.data = own[name].data  # the view follows w as its optimizer moves it in place
+
+    def stop(self) -> None:
+        """Let go of the trainer."""
+        super().stop()
+        self.view.trainer = None
+
+    def mixture_gradient(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+        """``df(h)/dv`` by name, and ``df/da = <df/dh, h_v - h_w>``, with ``h = a h_v + (1 - a) h_w``."""
+        self.view.personal_alpha.fill_(self.alpha)
+        scale = self.client.loss_scale
+        with torch.enable_grad(), self.client.probing(self.view, update_buffers=True):
+            gradients, derivative, _ = personal_gradients(self.view, lambda: scale * training_loss(self.view, batch))
+        return {name: gradient / scale for name, gradient in gradients.items()}, derivative / scale
+
+    def deployed(self, module: LightningModule) -> LightningModule:
+        """``module`` (holding ``w``) whose ``forward`` gives the mixture."""
+        return mix_logits(module, self.twin, self.alpha)

@@ -10,7 +10,7 @@ from fedlightning.client import Client
 from fedlightning.hooks import FederatedCallback, Job
 from fedlightning.messages import Message, Update, Wire
 from fedlightning.server import Server
-from fedlightning.tensors import clone, interpolate
+from fedlightning.tensors import clone, interpolate, module_state
 
 
 class FLIU(FederatedCallback):
@@ -68,4 +68,4 @@ class FLIU(FederatedCallback):
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``theta_k`` for the next blend."""
         if client.steps:
-            client.state[self.key] = {"theta": clone(update.state)}
+            client.state[self.key] = {"theta": clone(module_state(client.module, client.received))}

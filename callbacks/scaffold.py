@@ -10,7 +10,7 @@ from fedlightning.client import Client
 from fedlightning.hooks import FederatedCallback, GradientContext, Job, Setup
 from fedlightning.messages import Message, Update, Wire
 from fedlightning.server import Server
-from fedlightning.tensors import State, add, interpolate, select, zeros_like
+from fedlightning.tensors import State, add, interpolate, module_state, select, zeros_like
 
 
 class SCAFFOLD(FederatedCallback):
@@ -89,10 +89,11 @@ class SCAFFOLD(FederatedCallback):
         if self.option == 1:
             new = {name: client.scratch[self.key].get(name, old[name]) for name in c}
         else:
+            trained = module_state(client.module, c)
             new = {
-                name: old[name] - c[name] + (client.received[name] - update.state[name]) / client.lr_sums[name]
+                name: old[name] - c[name] + (client.received[name] - trained[name]) / client.lr_sums[name]
                 for name in c
-                if name in update.state and client.lr_sums.get(name)
+                if client.lr_sums.get(name)
             }
         update.extras[self.key] = {"delta_c": {name: new[name] - old[name] for name in new}}
         client.state[self.key] = {"c": {**old, **new}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,28 @@ class Client:
         self.scratch["probes"] = self.scratch.get("probes", 0) + 1
         seed = self._address("probe", self.scratch["probes"])
         return probes.batch_gradient(module, batch, self.precision, *seed, update_buffers=update_buffers)
+
+    def batch_loss(self, batch: Any, module: LightningModule | None = None) -> Tensor:
+        """Training loss of one batch on the device, without gradients; leaves no trace."""
+        module = self.module if module is None else module
+        with torch.no_grad(), self.probing(module):
+            return probes.training_loss(module, batch)
+
+    def probing(self, module: LightningModule, update_buffers: bool = False) -> AbstractContextManager[None]:
+        """A block in which ``module`` may be run without a trace: muted, autocast as in training, randomness addressed.
+
+        Args:
+            module: the client's own or one that trains beside it.
+            update_buffers: let the running statistics of ``module`` move.
+        """
+        self.scratch["probes"] = self.scratch.get("probes", 0) + 1
+        seed = self._address("probe", self.scratch["probes"])
+        return probes.probing(module, self.precision, *seed, update_buffers=update_buffers)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the run's gradient scaler multiplies losses with before a backward pass; 1 outside fp16."""
+        return probes.loss_scale(self.precision)
 
     def evaluate(self, state: Mapping[str, Tensor] | None = None, split: str = "val") -> dict[str, float]:
         """What the module logs on the client's own ``split`` at ``state`` (default: the present model)."""

@@ -83,6 +83,7 @@ class VisitCallback(Callback):
     ) -> None:
         self.client = client
         self.correctors = callbacks.correctors() if federated else []
+        self.num_samples = client.num_samples
         self.settings = settings
         self.phase = phase
         self.work = work
@@ -125,12 +126,15 @@ class VisitCallback(Callback):
             return
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
-                if "initial_lr" in group:
-                    group["initial_lr"] = group["initial_lr"] * factor
-        for config in trainer.lr_scheduler_configs:
-            if hasattr(config.scheduler, "base_lrs"):
-                config.scheduler.base_lrs = [lr * factor for lr in config.scheduler.base_lrs]
+                for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
+                    if name in group:
+                        group[name] = group[name] * factor
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        while schedulers:
+            scheduler = schedulers.pop()
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+            schedulers += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch - self.first_epoch
@@ -157,7 +161,7 @@ class VisitCallback(Callback):
                 payload=self._payload.get(callback.key, {}),
                 state=self.client.state.get(callback.key, {}),
                 client=self.client.id,
-                num_samples=self.client.num_samples,
+                num_samples=self.num_samples,
                 lr=lr,
             )
             gradient = callback.correct_gradient(context, name, parameter, gradient)
@@ -169,7 +173,7 @@ class VisitCallback(Callback):
             lr = float(group["lr"])
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
-                if name is not None:
+                if name is not None and parameter.grad is not None:
                     self.lr_sums[name] = self.lr_sums.get(name, 0.0) + lr
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -231,6 +235,8 @@ def fit(
     limit = max(work, settings.max_rounds * settings.work) if keep else work
     if keep and own_epochs:
         limit = max(limit, epochs_before + work)
+    if val_loader is None:
+        arguments["limit_val_batches"] = 0  # Lightning would take the module's own val_dataloader
     if isinstance(getattr(loader, "sampler", None), AddressedSampler):
         arguments["use_distributed_sampler"] = False  # it shares the batches among ranks itself
     with quiet():
@@ -246,6 +252,8 @@ def fit(
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )
+        # A visit ends its last epoch, if need be early. With a step limit Lightning would go on inside that epoch.
+        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
         for callback in ordinary:
             state = record.get("callbacks", {}).get(callback.state_key)

@@ -28,6 +28,9 @@ from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import address, isolated, seed_all
 from fedlightning.tensors import clone, entry_kinds, first_nonfinite, load_state, module_state
 
+EPOCHS_OF_A_VISIT = 2**31
+"""More than any visit has: its epochs never get the address of another round's."""
+
 
 @dataclass(frozen=True)
 class Evaluate:
@@ -63,7 +66,7 @@ class LocalRunner:
             module.configure_model()
             for callback in self.callbacks:
                 module = callback.wrap_module(module, owner)
-        return module
+        return self.scorer.convert(module)
 
     def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
         """The loader a job works on: the client's own, or the pooled one."""
@@ -94,7 +97,7 @@ class LocalRunner:
             sampler.start(
                 seed=address(seed, purpose) if purpose else seed,
                 round=message.round,
-                epochs_per_round=self.settings.local_epochs or 1,
+                epochs_per_round=EPOCHS_OF_A_VISIT,
                 epoch_offset=epoch_offset,
                 rank=rank,
                 world_size=world_size,
@@ -208,7 +211,12 @@ class LocalRunner:
                 self.settings,
                 loader,
                 lambda offset, rank, world: self.start_sampler(
-                    loader, message, epoch_offset=offset, rank=rank, world_size=world
+                    loader,
+                    message,
+                    purpose="" if phase.name == "fit" else f"phase-{phase.name}",
+                    epoch_offset=offset,
+                    rank=rank,
+                    world_size=world,
                 ),
                 phase=phase.name,
                 work=message.work if phase.work is None else phase.work,

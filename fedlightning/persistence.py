@@ -15,11 +15,13 @@ from urllib.parse import quote
 
 import torch
 
-from fedlightning.client import ClientRecord
+from fedlightning.client import ClientRecord, detached_copy
 from fedlightning.engines.sequential import ClientStore
 from fedlightning.server import Server
+from fedlightning.tensors import load_state, module_state
 
 MANIFEST = "manifest.json"
+TEMPLATE = "template.pt"
 VERSION = 1
 
 
@@ -34,6 +36,8 @@ def save(folder: Path, server: Server, store: ClientStore, rounds_done: int, ext
     """
     folder.mkdir(parents=True, exist_ok=True)
     old = _read_manifest(folder)
+    if old is None:  # what clients start with that have not been visited yet
+        write_atomically(folder / TEMPLATE, module_state(server.runner.template))
     files: dict[str, str] = dict(old["clients"]) if old else {}
     for client in sorted(store.changed):
         name = f"client-{quote(client, safe='')}-{rounds_done:06d}.pt"
@@ -54,7 +58,7 @@ def save(folder: Path, server: Server, store: ClientStore, rounds_done: int, ext
     manifest = {"version": VERSION, "rounds_done": rounds_done, "server": server_file, "clients": files, "extra": extra}
     write_text_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
     store.changed.clear()
-    keep = {MANIFEST, server_file, *files.values()}
+    keep = {MANIFEST, TEMPLATE, server_file, *files.values()}
     for path in folder.iterdir():
         if path.name not in keep:
             path.unlink()
@@ -86,6 +90,10 @@ def load(folder: Path, server: Server, store: ClientStore) -> tuple[int, dict[st
     unknown = sorted(set(manifest["clients"]) - set(server.clients) - {"pooled"})
     if unknown:
         raise ValueError(f"The state in {folder} knows client '{unknown[0]}', the data does not. Use the run's own data.")
+    template = detached_copy(server.runner.template)
+    load_state(template, _load(folder / TEMPLATE))
+    server.runner.template = template
+    server.module = server.runner.build("server")
     server.models, server.state, server.checkpoints = saved["models"], saved["state"], saved["checkpoints"]
     server.bytes_up, server.bytes_down, server.steps = saved["bytes_up"], saved["bytes_down"], saved["steps"]
     for client, name in manifest["clients"].items():

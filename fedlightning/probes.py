@@ -76,6 +76,12 @@ def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precis
     return total / count if count else float("nan")
 
 
+def loss_scale(precision: Precision) -> float:
+    """The gradient scaler's present factor; 1 where there is none."""
+    scaler = getattr(precision, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+
 def batch_gradient(
     module: LightningModule, batch: Any, precision: Precision, *seed: object, update_buffers: bool = False
 ) -> tuple[Tensor, State]:
@@ -85,10 +91,9 @@ def batch_gradient(
     does not reach are left out. Under fp16 the loss is scaled for the backward pass as the run's scaler does.
     """
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    scaler = getattr(precision, "scaler", None)
     with torch.enable_grad(), probing(module, precision, *seed, update_buffers=update_buffers):
         loss = training_loss(module, batch)
-        factor = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+        factor = loss_scale(precision)
         gradients = torch.autograd.grad(loss * factor, list(trainable.values()), allow_unused=True)
     return loss.detach(), {
         name: gradient / factor if factor != 1.0 else gradient

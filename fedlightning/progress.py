@@ -85,10 +85,10 @@ class RichProgress(NoProgress):
         if self.bars is not None:
             self.bars.update(self.rounds, completed=server.round + 1, scores=text)
         else:
-            self.console.print(f"round {server.round + 1}/{self.max_rounds}  {text}", highlight=False)
+            self.console.print(f"round {server.round + 1}/{self.max_rounds}  {text}", highlight=False, soft_wrap=True)
 
 
-def score_line(server: Server, rows: list[Row], limit: int = 3) -> str:
+def score_line(server: Server, rows: list[Row], limit: int = 2) -> str:
     """Mean local validation scores of the round, at the first stage that has them."""
     now = [row for row in rows if row.round == server.round + 1 and row.data == "local" and row.split == "val"]
     for stage in ("G", "L1", "L2"):

@@ -62,6 +62,10 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write_rows(self.path / "metrics.csv", rows)
 
+    def read_rows(self, rounds: int) -> list[Row]:
+        """The scores of the first ``rounds`` rounds, evaluations after training included."""
+        return [row for row in read_rows(self.path / "metrics.csv") if row.round <= rounds]
+
     def keep_rounds(self, rounds: int) -> list[Row]:
         """Cut ``metrics.csv`` back to the first ``rounds`` rounds of training (a resumed run writes the others again)."""
         path = self.path / "metrics.csv"
@@ -69,6 +73,11 @@ class RunFolder:
         if path.exists():
             write_rows(path, rows, append=False)
         return rows
+
+    def write_config(self, text: str) -> None:
+        """Write ``config.yaml``: what the command line needs to run this again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(self.path / "config.yaml", text)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replace ``summary.json``."""
@@ -111,4 +120,10 @@ def peak_memory_mb() -> float:
 
 def config_hash(config: Any) -> str:
     """A short hash of a configuration."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=_stable).encode()).hexdigest()[:12]
+
+
+def _stable(value: Any) -> str:
+    """A text that is the same in every process: an object's own ``str`` may hold its address in memory."""
+    own = type(value).__repr__ is not object.__repr__ or type(value).__str__ is not object.__str__
+    return str(value) if own else f"{type(value).__module__}.{type(value).__qualname__}"

@@ -81,7 +81,8 @@ class FederatedTrainer:
         max_epochs, min_epochs, max_steps, min_steps, enable_checkpointing: refused, with their replacement named.
 
     Attributes:
-        results: rows of ``summary.json`` (a list of dicts); rows: every score of the run.
+        results: rows of ``summary.json`` (a list of dicts); summary: all of it; rows: every score of the run.
+        config: text that the run's folder gets as ``config.yaml`` when training starts (the command line sets it).
     """
 
     def __init__(
@@ -150,9 +151,11 @@ class FederatedTrainer:
         self.stages = tuple(stages if stages is not None else ("G", "L1", "L2"))
         self.evaluate_data = tuple(evaluate_data if evaluate_data is not None else ("local",))
         self.results: list[dict[str, Any]] = []
+        self.summary: dict[str, Any] = {}
         self.rows: list[Row] = []
         self.rounds_done = 0
         self.run: RunFolder | None = None
+        self.config: str | None = None
         self.loggers: list[Logger] = []
         self.server: Server | None = None
         self.store = ClientStore()
@@ -193,6 +196,9 @@ class FederatedTrainer:
         assert server is not None
         if resume is None:
             self._check(server)
+        if self.config is not None and self.run is not None and is_writer():
+            self.run.write_config(self.config)
+        if resume is None:
             self.callbacks.event("on_federation_start", server)
         progress = self._progress(server)
         before = self._seconds
@@ -212,7 +218,27 @@ class FederatedTrainer:
         self._seconds = before + time.monotonic() - started
         self._finish(server)
 
-    def _assemble(self, model: LightningModule, data: FederatedDataModule, resume: str | Path | None) -> None:
+    def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
+        """Load what ``run`` saved last, to evaluate it or to predict with it; nothing is trained.
+
+        Args:
+            model, datamodule: as the run was started with; callbacks likewise.
+            run: the run's folder, finished or interrupted.
+
+        Raises:
+            FileNotFoundError: if the run has no saved state; ValueError: if the state is of another model or data.
+        """
+        data = arguments.federated_data(datamodule, None, None, None)
+        with quiet():
+            data.prepare_data()
+            data.setup("test")
+        self._assemble(model, data, run, go_on=False)
+        assert self.server is not None
+        self.server.round = max(self.rounds_done - 1, 0)
+
+    def _assemble(
+        self, model: LightningModule, data: FederatedDataModule, resume: str | Path | None, go_on: bool = True
+    ) -> None:
         a = self.arguments
         wish = next((c.optimizer_state for c in self.callbacks if getattr(c, "optimizer_state", None)), "reset")
         root, name = a["default_root_dir"], a["name"]
@@ -221,7 +247,7 @@ class FederatedTrainer:
             self.run = RunFolder(path.parent.parent, path.parent.name, path.name)
         elif not self.fast_dev_run:
             self.run = RunFolder(root, name, a["version"])
-        self.loggers = arguments.loggers(self._logger_argument, self.run) if is_writer() else []
+        self.loggers = arguments.loggers(self._logger_argument, self.run) if is_writer() and go_on else []
         settings = LocalSettings(
             seed=a["seed"],
             max_rounds=self.max_rounds,
@@ -248,7 +274,7 @@ class FederatedTrainer:
             assert self.run is not None
             self.rounds_done, extra = persistence.load(self.run.last, self.server, self.store)
             self._seconds = float(extra.get("seconds", 0.0))
-            self.rows = self.run.keep_rounds(self.rounds_done)
+            self.rows = self.run.keep_rounds(self.rounds_done) if go_on else self.run.read_rows(self.rounds_done)
 
     def _check(self, server: Server) -> None:
         runner = server.runner
@@ -419,28 +445,26 @@ class FederatedTrainer:
         final = [row for row in self.rows if row.round == self.rounds_done and row.checkpoint == "latest"]
         chosen = [row for row in self.rows if row.checkpoint != "latest"]
         self.results = summarise(row for row in (*final, *chosen) if row.split != "train")
-        if self.run is None or not is_writer():
-            return
         config = {key: value for key, value in self.arguments.items() if key not in ("default_root_dir", "version")}
         callbacks = {callback.key: callback.hyperparameters() for callback in self.callbacks}
-        self.run.write_summary(
-            {
-                "results": self.results,
-                "rounds": self.rounds_done,
-                "num_clients": len(server.clients),
-                "num_samples": server.num_samples,
-                "callbacks": callbacks,
-                "model": type(server.runner.template).__name__,
-                "seed": self.arguments["seed"],
-                "bytes_up": server.bytes_up,
-                "bytes_down": server.bytes_down,
-                "local_steps_total": server.steps,
-                "seconds": round(self._seconds, 3),
-                "peak_memory_mb": round(peak_memory_mb(), 1),
-                "versions": versions(),
-                "config_hash": config_hash({**config, "callbacks": callbacks}),
-            }
-        )
+        self.summary = {
+            "results": self.results,
+            "rounds": self.rounds_done,
+            "num_clients": len(server.clients),
+            "num_samples": server.num_samples,
+            "callbacks": callbacks,
+            "model": type(server.runner.template).__name__,
+            "seed": self.arguments["seed"],
+            "bytes_up": server.bytes_up,
+            "bytes_down": server.bytes_down,
+            "local_steps_total": server.steps,
+            "seconds": round(self._seconds, 3),
+            "peak_memory_mb": round(peak_memory_mb(), 1),
+            "versions": versions(),
+            "config_hash": config_hash({**config, "callbacks": callbacks}),
+        }
+        if self.run is not None and is_writer():
+            self.run.write_summary(self.summary)
 
     def _export(self, server: Server) -> None:
         assert self.run is not None

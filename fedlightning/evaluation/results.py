@@ -79,16 +79,20 @@ def write_rows(path: Path, rows: Iterable[Row], append: bool = True) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a CSV that :func:`write_rows` wrote; empty if there is none."""
+    """The rows of a CSV that :func:`write_rows` wrote; empty if there is none.
+
+    A last line that was cut off when the process was killed is left out.
+    """
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        return [
-            Row(
-                round=int(line["round"]),
-                value=float(line["value"]),
-                num_samples=int(line["num_samples"]),
-                **{name: line[name] for name in COLUMNS if name not in ("round", "value", "num_samples")},
-            )
-            for line in csv.DictReader(file)
-        ]
+    text = path.read_text()
+    complete = text[: text.rfind("\n") + 1]
+    return [
+        Row(
+            round=int(line["round"]),
+            value=float(line["value"]),
+            num_samples=int(line["num_samples"]),
+            **{name: line[name] for name in COLUMNS if name not in ("round", "value", "num_samples")},
+        )
+        for line in csv.DictReader(complete.splitlines())
+    ]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -52,6 +53,12 @@ class Scorer:
     def precision(self) -> Any:
         """Lightning's precision plugin (autocast contexts)."""
         return self.trainer.precision_plugin
+
+    def convert(self, module: LightningModule) -> LightningModule:
+        """Bring a module to a "true" precision of the run, as Lightning does for a fit: states keep it between visits."""
+        if isinstance(self.precision, DoublePrecision | HalfPrecision):
+            self.precision.convert_module(module)
+        return module
 
     @property
     def device(self) -> torch.device:

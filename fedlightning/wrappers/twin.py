@@ -93,13 +93,15 @@ class DualByHeadMixin(AddedParametersMixin):
 
 
 class TwinMixin(Mixin):
-    """On the twin: it must not log. Its hooks are never called, for Lightning calls those of the root module only."""
+    """On the twin: what speaks to the Trainer does nothing, the module itself does it.
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the module itself logs."""
+    The twin's hooks are never called, for Lightning calls those of the root module only.
+    """
 
-    def log_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the module itself logs."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    log = log_dict = print = toggle_optimizer = untoggle_optimizer = manual_backward = _nothing
 
 
 class NoMetric(nn.Module):
@@ -166,7 +168,7 @@ def first_input(batch: Any, owner: str) -> Tensor:
 
 
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
-_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer"}
+_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "log", "log_dict"}
 
 
 def _follow(module: nn.Module, twin: nn.Module) -> None:

@@ -17,7 +17,7 @@ IN, HIDDEN, CLASSES = (1, 6, 6), 8, 3
 
 def network() -> nn.Sequential:
     net = nn.Sequential()
-    net.add_module("conv", nn.Conv2d(1, 4, 3))
+    net.add_module("conv", nn.Conv2d(1, 4, 3, bias=False))
     net.add_module("norm", nn.BatchNorm2d(4))
     net.add_module("relu", nn.ReLU())
     net.add_module("flatten", nn.Flatten())
@@ -35,6 +35,7 @@ class Base(LightningModule):
         self.save_hyperparameters()
         self.build()
         self.accuracy = MulticlassAccuracy(CLASSES)
+        self.val_accuracy = MulticlassAccuracy(CLASSES)
 
     def build(self) -> None:
         self.net = network()
@@ -46,9 +47,10 @@ class Base(LightningModule):
         x, y = batch
         logits = self.predict(x)
         loss = F.cross_entropy(logits, y)
-        self.accuracy(logits, y)
+        accuracy = self.accuracy if name == "train" else self.val_accuracy
+        accuracy(logits, y)
         self.log(f"{name}_loss", loss, on_step=False, on_epoch=True)
-        self.log(f"{name}_acc", self.accuracy, on_step=False, on_epoch=True)
+        self.log(f"{name}_acc", accuracy, on_step=False, on_epoch=True)
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -115,7 +117,7 @@ class ThroughLayers(Base):
     HEAD = "fc"
 
     def build(self) -> None:
-        self.conv1 = nn.Conv2d(1, 4, 3)
+        self.conv1 = nn.Conv2d(1, 4, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(4)
         self.fc = nn.Sequential(nn.Dropout(0.1), nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
 
@@ -196,10 +198,8 @@ def batch_for(module: LightningModule) -> Any:
 
 
 def fit(module: LightningModule, epochs: int = 2, validate: bool = True, **options: Any) -> Trainer:
-    settings: dict[str, Any] = dict(
-        max_epochs=epochs, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
-    trainer = Trainer(**{**settings, **options})
+    settings: dict[str, Any] = {"max_epochs": epochs, "accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0}
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = Trainer(**{**settings, **dict.fromkeys(quiet, False), **options})
     trainer.fit(module, loader(module), loader(module) if validate else None)
     return trainer

@@ -100,8 +100,9 @@ def test_uses_forward(style: type[Base]) -> None:
     if style.__name__ == "ThroughParameters":
         pytest.skip("its step needs a Trainer")
     module = style()
+    batch = batch_for(module)
     state, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
-    assert uses_forward(module, batch_for(module)) is (style is ThroughForward)
+    assert uses_forward(module, batch) is (style is ThroughForward)
     assert all(torch.equal(state[n], v) for n, v in module.state_dict().items())
     assert torch.equal(random, torch.get_rng_state()) and type(module) is style
     assert module.accuracy.update_count == 0

@@ -24,7 +24,7 @@ from fedlightning.wrappers import (
     unmix,
     user_class,
 )
-from tests.wrappers.modules import STYLES, Base, ThroughForward, ThroughNet, ThroughParameters, batch_for, fit
+from tests.wrappers.modules import Base, ThroughForward, ThroughNet, ThroughParameters, batch_for, fit
 
 
 class LouderMixin(Mixin):
@@ -104,30 +104,27 @@ def test_local_classes_copy_but_do_not_pickle() -> None:
         pickle.dumps(module)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_wrapped_modules_open_in_a_fresh_process(style: type[Base], tmp_path: Path) -> None:
-    if style not in (ThroughForward, ThroughParameters):
-        pytest.skip("two processes are enough")
-    module = dual_by_head(style(), style.HEAD)
-    if style is ThroughForward:
-        mix_logits(module, ThroughForward(), 0.25)
-    module.eval()
-    x = batch_for(module)[0]
-    expected = module(x) if style is ThroughForward else torch.zeros(())
-    with (tmp_path / "module.pkl").open("wb") as file:
-        pickle.dump((module, x, expected), file)
+def test_wrapped_modules_open_in_a_fresh_process(tmp_path: Path) -> None:
+    modules: list[Any] = [
+        dual_by_head(ThroughForward(), "net.fc").eval(),
+        mix_logits(dual_by_head(ThroughForward(), "net.fc", order="local_first"), ThroughForward(), 0.25).eval(),
+        mix(louder(ThroughForward()), ShiftedMixin).eval(),
+    ]
+    x = batch_for(modules[0])[0]
+    with (tmp_path / "modules.pkl").open("wb") as file:
+        pickle.dump((modules, x, [module(x) for module in modules]), file)
     code = (
         "import fedlightning, pickle, sys, torch; torch.set_num_threads(1)\n"
-        "m, x, expected = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "print(type(m).__name__)\n"
-        "if expected.dim(): torch.testing.assert_close(m(x), expected)\n"
+        "modules, x, expected = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "for module, output in zip(modules, expected): torch.testing.assert_close(module(x), output)\n"
+        "print(*(type(module).__name__ for module in modules))\n"
     )
-    root = Path(__file__).parents[2]
     result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "module.pkl")], cwd=root, capture_output=True, text=True
-    )
+        [sys.executable, "-c", code, str(tmp_path / "modules.pkl")],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split()[-1] == type(module).__name__
+    assert result.stdout.split()[-3:] == [type(module).__name__ for module in modules]
 
 
 def test_checkpoints_of_unmixed_modules_open_with_the_users_class(tmp_path: Path) -> None:
@@ -180,4 +177,4 @@ def test_no_optimizer_is_accepted_and_a_lost_parameter_is_not() -> None:
         adopt_parameters(module, [optimizer], {"extra": "net.fc.weight"})
     module.extra.requires_grad_(False)
     adopt_parameters(module, [optimizer], {"extra": "net.fc.weight"})
-    assert len(optimizer.param_groups) == 1 and len(optimizer.param_groups[0]["params"]) == 2
+    assert len(optimizer.param_groups) == 1 and len(optimizer.param_groups[0]["params"]) == 1

@@ -26,7 +26,7 @@ class TwiceAs(Callback):
 @pytest.mark.parametrize("cls", [ThroughForward, ThroughLayers, WithCollection])
 def test_muted_steps_leave_no_trace_in_a_fit(cls: type[Any]) -> None:
     torch.manual_seed(0)
-    plain, again = cls(), None
+    plain = cls()
     again = copy.deepcopy(plain)
     torch.manual_seed(1)
     first = fit(plain, 2)
@@ -53,7 +53,7 @@ def test_metrics_are_put_back_and_copied_once(monkeypatch: pytest.MonkeyPatch) -
             assert module.accuracy.update_count > 0
     assert module.accuracy is accuracy and module.metrics is collection and module.alias is collection
     assert accuracy.update_count == 0 and all(metric.update_count == 0 for metric in collection.values())
-    assert len(made) == 2
+    assert len(made) == 3
     assert names == (list(module.state_dict()), [name for name, _ in module.named_modules()])
     assert "log" not in vars(module) and "log_dict" not in vars(module)
 

@@ -1,0 +1,313 @@
+"""The algorithms, one row each: what a person needs to choose one. Classes are imported when they are asked for.
+
+>>> from fedlightning.catalogue import create, list_algorithms
+>>> list_algorithms("fed*")
+['FedAvg', 'FedSGD', 'FedProx', 'FedAdam', 'FedPer', 'FedBN']
+>>> create("fedprox", mu=0.01)
+<fedlightning.callbacks.fedprox.FedProx object at ...>
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedlightning.hooks import FederatedCallback
+
+
+@dataclass(frozen=True)
+class Option:
+    """One argument of an algorithm: its name, type and default as text, and what it means."""
+
+    name: str
+    type: str
+    default: str
+    help: str
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One row of the catalogue.
+
+    Attributes:
+        name: how it is called, and the name of its class; class_path: where the class is.
+        family: ``"global"`` (one model for all), ``"personal"`` (a model per client) or ``"baseline"``.
+        sentence: what it does; paper: who proposed it.
+        down, up: what travels to and from a client; client_state, server_state: what stays from round to round.
+        deployed: the model that a client uses in the end, and which checkpoints fit.
+        weights: how clients are weighted in the mean.
+        composes: what it can be combined with, and what not.
+    """
+
+    name: str
+    class_path: str
+    family: str
+    sentence: str
+    paper: str
+    down: str = "w"
+    up: str = "w_i"
+    client_state: str = "none"
+    server_state: str = "none"
+    deployed: str = "the global model; GlobalCheckpoint or LocalCheckpoint"
+    weights: str = "samples (default), uniform or log"
+    composes: str = "all that leaves the mean to the core"
+
+    @property
+    def config(self) -> str:
+        """Its YAML file, relative to the repository."""
+        return f"configs/algorithms/{self.name.lower()}.yaml"
+
+    def load(self) -> type[FederatedCallback]:
+        """The class."""
+        module, _, name = self.class_path.rpartition(".")
+        found: type[FederatedCallback] = getattr(importlib.import_module(module), name)
+        return found
+
+    def options(self) -> list[Option]:
+        """The arguments, with types and defaults from the signature and texts from the docstring."""
+        cls = self.load()
+        texts = _argument_texts(cls)
+        return [
+            Option(name, _type_name(parameter.annotation), _default(parameter.default), texts.get(name, ""))
+            for name, parameter in inspect.signature(cls).parameters.items()
+        ]
+
+
+def list_algorithms(filter: str = "*") -> list[str]:
+    """Names of the algorithms that match ``filter`` (``"fed*"``) or are of that family (``"personal"``)."""
+    wanted = filter.lower()
+    return [a.name for a in ALGORITHMS if fnmatch.fnmatch(a.name.lower(), wanted) or a.family == wanted]
+
+
+def find(name: str) -> Algorithm:
+    """The row of an algorithm; upper and lower case, ``-`` and ``_`` make no difference.
+
+    Raises:
+        ValueError: there is none of that name; the sentence says which are close.
+    """
+    rows = {_plain(row.name): row for row in ALGORITHMS}
+    if _plain(name) in rows:
+        return rows[_plain(name)]
+    close = [rows[key].name for key in difflib.get_close_matches(_plain(name), rows, n=3, cutoff=0.5)]
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(row.name for row in ALGORITHMS)}."
+    raise ValueError(f"There is no algorithm '{name}'. {hint}")
+
+
+def create(name: str, **options: Any) -> FederatedCallback:
+    """Make an algorithm by its name, ready for ``FederatedTrainer(callbacks=[...])``.
+
+    Args:
+        name: as in :func:`list_algorithms`.
+        options: arguments of its class.
+
+    Raises:
+        ValueError: an unknown name or option.
+    """
+    row = find(name)
+    cls = row.load()
+    known = inspect.signature(cls).parameters
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        have = f"It has {', '.join(known)}." if known else "It has no options."
+        raise ValueError(f"{row.name} has no option '{unknown[0]}'. {have}")
+    return cls(**options)
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _argument_texts(cls: type) -> dict[str, str]:
+    from docstring_parser import parse
+
+    texts: dict[str, str] = {}
+    for ancestor in reversed(cls.__mro__):
+        if not ancestor.__module__.startswith("fedlightning"):
+            continue
+        for parameter in parse(ancestor.__doc__ or "").params:
+            for name in parameter.arg_name.split(","):  # "beta1, beta2: decay"
+                texts[name.strip()] = " ".join((parameter.description or "").replace("``", "").split())
+    return texts
+
+
+def _type_name(annotation: Any) -> str:
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return "" if annotation is inspect.Parameter.empty else text.replace("Literal", "")
+
+
+def _default(value: Any) -> str:
+    return "required" if value is inspect.Parameter.empty else repr(value)
+
+
+_PLAYER_FL_PAPER = (
+    'Elhussein, Gürsoy, "PLayer-FL: a principled approach to personalized layer-wise cross-silo federated learning", 2025'
+)
+_PERSONAL = "each client's own model; LocalCheckpoint (there is no global model)"
+
+ALGORITHMS: tuple[Algorithm, ...] = (
+    Algorithm(
+        "FedAvg",
+        "fedlightning.callbacks.FedAvg",
+        "global",
+        "Clients train some epochs from the server's model; the server averages what comes back.",
+        'McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017',
+        composes="everything: it is the core's default, named",
+    ),
+    Algorithm(
+        "FedSGD",
+        "fedlightning.callbacks.FedSGD",
+        "global",
+        "One full-batch gradient step per client and round: one round is one central step.",
+        'McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017',
+        composes="server optimizers (FedAdam); needs local_steps=1 and a batch that holds a client's whole data",
+    ),
+    Algorithm(
+        "FedProx",
+        "fedlightning.callbacks.FedProx",
+        "global",
+        "FedAvg with a proximal term that holds each client near the server's model.",
+        'Li et al., "Federated optimization in heterogeneous networks", MLSys 2020',
+        composes="everything: it only corrects gradients of what travels",
+    ),
+    Algorithm(
+        "SCAFFOLD",
+        "fedlightning.callbacks.SCAFFOLD",
+        "global",
+        "Control variates at server and clients correct the clients' drift.",
+        'Karimireddy et al., "SCAFFOLD: stochastic controlled averaging for federated learning", ICML 2020',
+        down="w, c",
+        up="w_i, change of c_i (twice FedAvg's traffic)",
+        client_state="c_i",
+        server_state="c",
+        weights="uniform (paper); samples or log",
+        composes="gradient and sharing methods; server optimizers while server_lr is 1",
+    ),
+    Algorithm(
+        "FedAdam",
+        "fedlightning.callbacks.FedAdam",
+        "global",
+        "The server applies Adam to the clients' mean change.",
+        'Reddi et al., "Adaptive federated optimization", ICLR 2021',
+        server_state="m, v (first and second moment)",
+        composes="client-side methods (FedProx, FedPer, FENDA); one server optimizer only",
+    ),
+    Algorithm(
+        "APFL",
+        "fedlightning.callbacks.APFL",
+        "personal",
+        "Each client mixes a local model with the global one and learns how much of each.",
+        'Deng, Kamani, Mahdavi, "Adaptive personalized federated learning", 2020',
+        client_state="v_i (local model), a_i (its share), v_i's optimizer",
+        deployed="a_i v_i + (1 - a_i) w; LocalCheckpoint (w is also a global model: GlobalCheckpoint)",
+        weights="samples (default) or uniform (paper)",
+        composes="FedProx and server optimizers on w; not with manual optimization",
+    ),
+    Algorithm(
+        "FedPer",
+        "fedlightning.callbacks.FedPer",
+        "personal",
+        "A shared body and a personal head, trained jointly.",
+        'Arivazhagan et al., "Federated learning with personalization layers", 2019',
+        down="u (body)",
+        up="u_i",
+        client_state="v_i (head)",
+        deployed=_PERSONAL,
+        weights="samples (default) or uniform",
+        composes="FedProx, SCAFFOLD, server optimizers on the body; FedBN (what either keeps local stays local)",
+    ),
+    Algorithm(
+        "FedBN",
+        "fedlightning.callbacks.FedBN",
+        "personal",
+        "FedAvg on everything except batch normalisation, which stays with each client.",
+        'Li et al., "FedBN: federated learning on non-IID features via local batch normalization", ICLR 2021',
+        down="w without BatchNorm",
+        up="w_i without BatchNorm",
+        client_state="BatchNorm parameters and statistics",
+        deployed=_PERSONAL,
+        weights="samples (default) or uniform (authors' code)",
+        composes="FedProx, SCAFFOLD, server optimizers, FedPer; needs a module with BatchNorm",
+    ),
+    Algorithm(
+        "FENDA",
+        "fedlightning.callbacks.FENDA",
+        "personal",
+        "A shared and a private feature extractor under one private head.",
+        'Tavakoli et al., "A comprehensive view of personalized federated learning on heterogeneous clinical datasets" '
+        "(FENDA-FL), 2024",
+        down="u (global extractor)",
+        up="u_i",
+        client_state="v1_i (local extractor), v2_i (head)",
+        deployed=_PERSONAL,
+        weights="samples (default) or uniform",
+        composes="FedProx, SCAFFOLD, server optimizers on the global extractor; needs the name of the head",
+    ),
+    Algorithm(
+        "FLIU",
+        "fedlightning.callbacks.FLIU",
+        "personal",
+        "A client blends the model it had with the one it receives, by a fixed or size-dependent share.",
+        'Hussaini, Theiß, Stein, "Local performance vs. out-of-distribution generalization ...", 2025',
+        down="w, n, K",
+        client_state="w_i (its own last model)",
+        deployed="the blend; LocalCheckpoint. Newcomers use the global model: GlobalCheckpoint",
+        weights="uniform (pseudocode) or samples",
+        composes="FedProx, server optimizers",
+    ),
+    Algorithm(
+        "PLayerFL",
+        "fedlightning.callbacks.PLayerFL",
+        "personal",
+        "Shares the first layers only; how many, the clients' layer sensitivities say after the first epoch.",
+        _PLAYER_FL_PAPER,
+        down="round 1: w; then layers 1..p",
+        up="round 1: w_i and one sensitivity per layer; then layers 1..p",
+        client_state="layers p+1..L",
+        server_state="p and the sensitivities",
+        deployed=_PERSONAL,
+        composes="FedProx, SCAFFOLD, server optimizers on the shared layers; needs at least two layers",
+    ),
+    Algorithm(
+        "PLayerFLRandom",
+        "fedlightning.callbacks.PLayerFLRandom",
+        "baseline",
+        "PLayer-FL with a random number of shared layers, drawn once: the control of PLayer-FL.",
+        _PLAYER_FL_PAPER,
+        down="layers 1..p",
+        up="layers 1..p",
+        client_state="layers p+1..L",
+        server_state="p",
+        deployed=_PERSONAL,
+        composes="as PLayerFL",
+    ),
+    Algorithm(
+        "Local",
+        "fedlightning.callbacks.Local",
+        "baseline",
+        "Every client trains alone (siloed): what it has without a federation.",
+        "Baseline: Silo in FENDA-FL, CLT in FLIU, Local in PLayer-FL",
+        down="nothing",
+        up="nothing",
+        client_state="its whole model and optimizer",
+        deployed=_PERSONAL,
+        weights="none",
+        composes="LocalCheckpoint; there is nothing to correct or to average",
+    ),
+    Algorithm(
+        "Central",
+        "fedlightning.callbacks.Central",
+        "baseline",
+        "One model trained on the union of all clients' data: what could be had if data could move.",
+        "Baseline: Central in FENDA-FL",
+        down="w, to one virtual client that holds all data",
+        up="w",
+        client_state="the optimizer (of the virtual client)",
+        weights="none",
+        composes="GlobalCheckpoint; no other algorithm",
+    ),
+)

@@ -1,0 +1,132 @@
+"""The console script ``fedlightning``. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+COMMANDS = {
+    "fit": "Train a federation, test it and show the results.",
+    "validate": "Score a finished or interrupted run on validation data.",
+    "test": "Score a finished or interrupted run on test data.",
+    "predict": "Write the predictions of one client's model, or of the global one, on its test data.",
+    "partition": "Show which client gets which samples: a table, a picture and a CSV file.",
+    "algorithms": "List the algorithms, or explain one.",
+    "completion": "Print a script that completes commands and options in bash or zsh.",
+}
+
+HELP = f"""usage: fedlightning COMMAND [OPTIONS]
+
+Federated learning with the LightningModule you already have.
+
+commands:
+{chr(10).join(f"  {name:<11} {text}" for name, text in COMMANDS.items())}
+
+options:
+  -h, --help    this text; after a command: its options
+  --version     print the version
+  --debug       show Python's traceback with every error (also: FEDLIGHTNING_DEBUG=1)
+
+examples:
+  fedlightning fit --config configs/quickstart.yaml
+  fedlightning fit --config configs/quickstart.yaml --config configs/algorithms/fedprox.yaml --trainer.callbacks.mu=0.3
+  fedlightning test --run runs/quickstart/version_0 --checkpoint best_local
+  fedlightning algorithms fenda
+
+Exit codes: 0 success, 1 a crash (with traceback), 2 bad input (with a sentence).
+"""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run ``fedlightning`` and answer with its exit code: 0 success, 1 a crash, 2 bad input.
+
+    Args:
+        args: what follows ``fedlightning`` on the command line; default: ``sys.argv``.
+    """
+    words = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in words or os.environ.get("FEDLIGHTNING_DEBUG", "0") not in ("", "0")
+    words = [word for word in words if word != "--debug"]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if words[0] == "--version":
+        from fedlightning import __version__
+
+        print(f"fedlightning {__version__}")
+        return 0
+    command, rest = words[0], words[1:]
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # not for users: Lightning's own calls
+    with _short_warnings():
+        try:
+            return _find(command)(rest)
+        except SystemExit as stop:  # --help and --print_config end so
+            return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+        except KeyboardInterrupt:
+            print("\nInterrupted. Go on with: fedlightning fit --config ... --resume last", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # the reader of a pipe (head, less) has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except Exception as error:
+            return _report(command, error, debug)
+
+
+def _find(command: str) -> Callable[[list[str]], int]:
+    if command in ("fit", "validate", "test", "predict", "partition"):
+        from fedlightning.commands.run import run
+
+        return lambda rest: run(command, rest)
+    if command == "algorithms":
+        from fedlightning.commands.algorithms import algorithms
+
+        return algorithms
+    if command == "completion":
+        from fedlightning.commands.completion import completion
+
+        return completion
+    from fedlightning.commands.errors import InputError, suggestion
+
+    hint = suggestion(command, COMMANDS) or f"Commands: {', '.join(COMMANDS)}."
+    raise InputError(f"There is no command '{command}'. {hint}")
+
+
+def _report(command: str, error: Exception, debug: bool) -> int:
+    """Say what went wrong on stderr; the exit code."""
+    from fedlightning.commands.errors import explain
+
+    sentence = explain(error)
+    if debug or sentence is None:
+        traceback.print_exception(error)
+    if sentence is None:
+        return 1
+    name = f"fedlightning {command}" if command in COMMANDS else "fedlightning"
+    print(f"{name}: {sentence}", file=sys.stderr)
+    return 2
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Warnings as one line, without the place in the source that raised them."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: Any = None,
+    ) -> None:
+        print(f"Warning: {message}", file=file or sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""``fedlightning algorithms``: the catalogue, for people."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from fedlightning.catalogue import ALGORITHMS, Algorithm, find, list_algorithms
+from fedlightning.commands.errors import InputError
+
+_FAMILIES = {
+    "global": "One model for all clients",
+    "personal": "A model for each client",
+    "baseline": "Baselines",
+}
+
+
+def algorithms(words: Sequence[str]) -> int:
+    """List the algorithms, or explain those that are named."""
+    parser = argparse.ArgumentParser(
+        prog="fedlightning algorithms",
+        description="List the algorithms, or explain one: what travels, what stays, its options and what it composes with.",
+        exit_on_error=False,
+    )
+    parser.add_argument("name", nargs="*", help="names (any case), or a pattern such as 'fed*' or 'personal' to list")
+    names = parser.parse_args(list(words)).name
+    console = Console() if sys.stdout.isatty() else Console(width=100)
+    if not names:
+        show_list(console, [row.name for row in ALGORITHMS])
+    for name in names:
+        listed = list_algorithms(name) if "*" in name or name.lower() in _FAMILIES else []
+        if listed:
+            show_list(console, listed)
+            continue
+        try:
+            row = find(name)
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        show_algorithm(console, row)
+    return 0
+
+
+def show_list(console: Console, names: Sequence[str]) -> None:
+    """One line an algorithm, by family."""
+    for family, title in _FAMILIES.items():
+        rows = [row for row in ALGORITHMS if row.family == family and row.name in names]
+        if not rows:
+            continue
+        console.print(title, style="bold")
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True, min_width=16)
+        table.add_column()
+        for row in rows:
+            table.add_row(f"  {row.name}", row.sentence)
+        console.print(table)
+        console.print()
+    console.print("More about one: fedlightning algorithms NAME", highlight=False)
+
+
+def show_algorithm(console: Console, row: Algorithm) -> None:
+    """Everything about one algorithm."""
+    console.print(row.name, style="bold")
+    console.print(row.sentence, highlight=False)
+    console.print()
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(no_wrap=True)
+    facts.add_column()
+    for name, text in (
+        ("paper", row.paper),
+        ("down", row.down),
+        ("up", row.up),
+        ("client keeps", row.client_state),
+        ("server keeps", row.server_state),
+        ("deployed", row.deployed),
+        ("weights", row.weights),
+        ("composes with", row.composes),
+        ("class", row.class_path),
+        ("YAML", row.config),
+    ):
+        facts.add_row(name, text)
+    console.print(facts, highlight=False)
+    options = row.options()
+    console.print()
+    if not options:
+        console.print("It has no options.\n")
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("option", "default", "meaning"):
+        table.add_column(column, no_wrap=column != "meaning")
+    for option in options:
+        table.add_row(option.name, option.default, option.help)
+    console.print(table, highlight=False)

@@ -1,0 +1,57 @@
+"""``fedlightning completion``: a script for the shell, of all commands and options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+_SCRIPT = """# fedlightning completion for {shell}; use it with: {use}
+{preamble}_fedlightning() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    words="{commands}"
+  else
+    case "$previous" in
+      -c|--config|--run|--resume|--out) COMPREPLY=($(compgen -f -- "$word")); return ;;
+    esac
+    case "${{COMP_WORDS[1]}}" in
+{cases}
+    esac
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o filenames -o bashdefault -F _fedlightning fedlightning
+"""
+
+
+def completion(words: Sequence[str]) -> int:
+    """Print the completion script of a shell."""
+    parser = argparse.ArgumentParser(
+        prog="fedlightning completion",
+        description='Print a completion script. In bash: eval "$(fedlightning completion bash)", perhaps in ~/.bashrc.',
+        exit_on_error=False,
+    )
+    parser.add_argument("shell", choices=["bash", "zsh"])
+    print(script(parser.parse_args(list(words)).shell), end="")
+    return 0
+
+
+def script(shell: str) -> str:
+    """The completion script of ``shell``; options are read off the parsers."""
+    from fedlightning.catalogue import ALGORITHMS
+    from fedlightning.cli import COMMANDS
+    from fedlightning.commands.parsing import FederatedCLI, class_names
+    from fedlightning.commands.run import cli_class
+
+    choices = {"algorithms": [row.name for row in ALGORITHMS], "completion": ["bash", "zsh"]}
+    for command in COMMANDS:
+        if command not in choices:
+            kind: type[FederatedCLI] = cli_class(command)
+            choices[command] = [*kind.option_strings(command), *class_names()]
+    return _SCRIPT.format(
+        shell=shell,
+        use=f'eval "$(fedlightning completion {shell})"',
+        preamble="autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "",
+        commands=" ".join(COMMANDS),
+        cases="\n".join(f'      {command}) words="{" ".join(known)}" ;;' for command, known in choices.items()),
+    )
