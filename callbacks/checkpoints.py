@@ -76,6 +76,19 @@ class GlobalCheckpoint(FederatedCallback):
         self.stage = stage
         self.mean = mean
 
+    def on_federation_start(self, server: Server) -> None:
+        """Refuse methods without a global model."""
+        self._module(server)
+
+    def _module(self, server: Server) -> LightningModule:
+        module = server.global_module(None)
+        if module is None:
+            raise ValueError(
+                "GlobalCheckpoint needs a global model, but part of this model stays with the clients. "
+                "Use LocalCheckpoint()."
+            )
+        return module
+
     def on_round_end(self, server: Server) -> None:
         """Keep the global model if it is the best so far.
 
@@ -84,12 +97,7 @@ class GlobalCheckpoint(FederatedCallback):
         """
         if not any(split == "val" for _, _, split, _ in server.scores):
             return
-        module = server.global_module(None)
-        if module is None:
-            raise ValueError(
-                "GlobalCheckpoint needs a global model, but part of this model stays with the clients. "
-                "Use LocalCheckpoint()."
-            )
+        module = self._module(server)
         found = server.score(self.monitor, stage=self.stage)
         if not found:
             known = {metric: 0.0 for stage, _, split, metric in server.scores if stage == self.stage and split == "val"}

@@ -190,6 +190,11 @@ class FederationSensitivity(Callback):
         self.result: Sensitivity | None = None
         self._accumulator: SensitivityAccumulator | None = None
 
+    @property
+    def state_key(self) -> str:
+        """Unique by options, so that several methods may record one run."""
+        return f"{type(self).__name__}(method={self.method}, weights_only={self.weights_only}, epoch={self.epoch})"
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """On the first batch: the order in which a forward pass meets the layers."""
         if trainer.current_epoch != self.epoch or self._accumulator is not None:

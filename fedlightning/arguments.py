@@ -87,11 +87,12 @@ def check(given: Mapping[str, Any]) -> None:
         if not isinstance(given[name], int) or given[name] < 0:
             raise ConfigurationError(f"{name}={given[name]!r} must be a whole number; 0 switches it off.")
     share = given["participation"]
-    if isinstance(share, bool) or (isinstance(share, float) and not 0.0 < share <= 1.0) or share <= 0:
+    known_type = isinstance(share, int | float) and not isinstance(share, bool)
+    if not known_type or share <= 0 or (isinstance(share, float) and share > 1.0):
         raise ConfigurationError(
             f"participation={share!r} must be a share in (0, 1] (a float) or a number of clients (an int of at least 1)."
         )
-    if not 0.0 < given["lr_decay"] <= 10.0:
+    if not isinstance(given["lr_decay"], int | float) or not 0.0 < given["lr_decay"] <= 10.0:
         raise ConfigurationError(f"lr_decay={given['lr_decay']!r} must be a positive factor per round, such as 0.99.")
     for name, allowed in CHOICES.items():
         if given[name] not in allowed:
@@ -118,9 +119,9 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
         return value
     if isinstance(value, Mapping):
         return timedelta(**value)
-    parts = value.split(":")
+    parts = value.split(":") if isinstance(value, str) else []
     if len(parts) != 4 or not all(part.isdigit() for part in parts):
-        raise ConfigurationError(f"max_time={value!r} is not of the form 'DD:HH:MM:SS'.")
+        raise ConfigurationError(f"max_time={value!r} is not of the form 'DD:HH:MM:SS'. One hour is '00:01:00:00'.")
     days, hours, minutes, seconds = map(int, parts)
     return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
@@ -136,6 +137,21 @@ def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, 
     if run is not None:
         out["default_root_dir"] = str(run.path)
     return out
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is not a LightningModule instance.
+
+    Raises:
+        ConfigurationError: with a sentence.
+    """
+    if isinstance(model, LightningModule):
+        return
+    if isinstance(model, type) and issubclass(model, LightningModule):
+        raise ConfigurationError(f"fit() got the class {model.__name__}, not an instance. Pass {model.__name__}(...).")
+    raise ConfigurationError(
+        f"fit() got a {type(model).__name__} as model. Pass a LightningModule: it says how to train and what to optimise."
+    )
 
 
 def federated_data(
@@ -202,6 +218,9 @@ def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | Non
         return [value]
     if isinstance(value, bool) or value is None:
         return [CSVLogger(run.path, name="", version="logs")] if value and run is not None else []
+    for item in value:
+        if not isinstance(item, Logger):
+            raise ConfigurationError(f"logger={value!r} is no logger. Pass True, False or instances such as CSVLogger('logs').")
     return list(value)
 
 

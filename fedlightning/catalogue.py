@@ -145,7 +145,8 @@ def _default(value: Any) -> str:
 
 
 _PLAYER_FL_PAPER = (
-    'Elhussein, Gürsoy, "PLayer-FL: a principled approach to personalized layer-wise cross-silo federated learning", 2025'
+    'Elhussein, Gürsoy, "PLayer-FL: a principled approach to personalized layer-wise cross-silo federated learning", '
+    "2025"
 )
 _PERSONAL = "each client's own model; LocalCheckpoint (there is no global model)"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from fedlightning import probes
 from fedlightning.messages import Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
+from fedlightning.wrappers.features import FeatureTap
 
 if TYPE_CHECKING:
     from fedlightning.local import LocalRunner
@@ -207,6 +208,23 @@ class Client:
     def initial_module(self) -> LightningModule:
         """A fresh module as the federation began: the same bits on every client and on the server."""
         return self._runner.build(self.id)
+
+    def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
+        """A teacher: a copy of the module at ``state`` (default: as it is), in eval mode, without gradients, on its device."""
+        teacher = self.copy_module()
+        if state is not None:
+            load_state(teacher, state)
+        return teacher.to(self.module.device).eval().requires_grad_(False)
+
+    def features(
+        self, module: LightningModule, batch: Any, taps: Mapping[str, FeatureTap]
+    ) -> dict[str, Tensor]:
+        """What ``taps`` (made on ``module``) catch when ``module`` runs its step on ``batch``; no gradient, no trace."""
+        with torch.no_grad(), self.probing(module), ExitStack() as stack:
+            for tap in taps.values():
+                stack.enter_context(tap)
+            probes.training_loss(module, batch)
+            return {label: tap.features for label, tap in taps.items()}
 
     @property
     def keeps_optimizers(self) -> bool:

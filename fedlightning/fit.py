@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.hooks import CallbackList, GradientContext
+from fedlightning.hooks import CallbackList, FederatedCallback, GradientContext, Phase
+from fedlightning.loss_terms import loss_terms
 from fedlightning.quiet import quiet
 from fedlightning.seeding import seed_all
 
@@ -79,15 +80,14 @@ class VisitCallback(Callback):
     """What the core does inside a client's fit. It runs after the federated callbacks and before the ordinary ones."""
 
     def __init__(
-        self, client: Client, callbacks: CallbackList, settings: LocalSettings, phase: str, work: int, federated: bool
+        self, client: Client, callbacks: CallbackList, settings: LocalSettings, phase: Phase, work: int
     ) -> None:
         self.client = client
-        self.correctors = callbacks.correctors() if federated else []
+        self.correctors = acting(callbacks.correctors(), phase)
         self.num_samples = client.num_samples
         self.settings = settings
-        self.phase = phase
+        self.phase = phase.name
         self.work = work
-        self.federated = federated
         self.steps = 0
         self.attempts = 0
         self.first_epoch = 0
@@ -163,6 +163,7 @@ class VisitCallback(Callback):
                 client=self.client.id,
                 num_samples=self.num_samples,
                 lr=lr,
+                phase=self.phase,
             )
             gradient = callback.correct_gradient(context, name, parameter, gradient)
         return gradient.to(parameter.grad.dtype)
@@ -194,6 +195,11 @@ class VisitCallback(Callback):
             handle.remove()
 
 
+def acting(callbacks: list[FederatedCallback], phase: Phase) -> list[FederatedCallback]:
+    """The callbacks among ``callbacks`` whose terms act in ``phase``."""
+    return [callback for callback in callbacks if phase.federated or callback.key in phase.terms_of]
+
+
 def fit(
     client: Client,
     callbacks: CallbackList,
@@ -201,9 +207,8 @@ def fit(
     loader: Any,
     start_sampler: Callable[[int, int, int], None],
     *,
-    phase: str = "fit",
-    work: int | None = None,
-    federated: bool = True,
+    phase: Phase,
+    work: int,
     val_loader: Any = None,
 ) -> VisitCallback:
     """Train ``client.module`` in place for ``work`` epochs or steps and keep what Lightning keeps in its record.
@@ -212,16 +217,14 @@ def fit(
         client: whose module and record; callbacks: all federated callbacks; settings: how to train.
         loader: training batches.
         start_sampler: addresses the loader's order, given (first epoch's number, rank, world size).
-        phase: name of the fit; work: epochs or steps, default of the settings.
-        federated: whether corrections act.
+        phase: which fit this is, and whose terms act in it; work: epochs or steps.
         val_loader: for ``check_val_every_n_epoch``.
 
     Raises:
         RuntimeError: if Lightning ran no step although there was data (a fit that silently trains nothing is a bug).
     """
-    work = settings.work if work is None else work
-    record = client.record.lightning.setdefault(phase, {})
-    visit = VisitCallback(client, callbacks, settings, phase, work, federated)
+    record = client.record.lightning.setdefault(phase.name, {})
+    visit = VisitCallback(client, callbacks, settings, phase, work)
     ordinary = [copy.deepcopy(callback) for callback in settings.callbacks]
     keep = settings.optimizer_state == "keep"
     arguments = {key: copy.deepcopy(value) for key, value in settings.trainer_arguments.items()}
@@ -260,12 +263,13 @@ def fit(
             if state is not None and not keep:
                 callback.load_state_dict(copy.deepcopy(state))
         client.scratch["trainer"] = trainer
-        trainer.fit(
-            client.module,
-            train_dataloaders=loader,
-            val_dataloaders=val_loader,
-            ckpt_path="memory" if keep and memory.checkpoint is not None else None,
-        )
+        with loss_terms(client, acting(callbacks.loss_terms(), phase)):
+            trainer.fit(
+                client.module,
+                train_dataloaders=loader,
+                val_dataloaders=val_loader,
+                ckpt_path="memory" if keep and memory.checkpoint is not None else None,
+            )
         if keep:
             trainer.save_checkpoint("memory")
             record["epochs"] = trainer.current_epoch

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fedlightning.messages import Message, Update, Wire
 from fedlightning.tensors import EntryKind, State
+from fedlightning.wrappers.features import FeatureTap
 
 if TYPE_CHECKING:
     from fedlightning.client import Client
@@ -71,7 +72,8 @@ class Phase:
             parameter stay in eval mode. ``None``: everything.
         start: loads the parameters to start from; ``None``: go on from where the last phase ended.
         work: local epochs or steps; ``None``: the message's.
-        federated: corrections and loss terms of callbacks act only in federated phases.
+        federated: corrections and loss terms of callbacks act, and steps are counted, only in federated phases.
+        terms_of: keys of callbacks whose corrections and loss terms act although the phase is not federated.
         keep_as: called with the client when the phase ends (to store its result); the module's parameters are then
             put back to what they were before the phase unless this is ``None``.
     """
@@ -81,6 +83,7 @@ class Phase:
     start: State | None = None
     work: int | None = None
     federated: bool = True
+    terms_of: tuple[str, ...] = ()
     keep_as: Callable[[Client], None] | None = None
 
 
@@ -94,6 +97,7 @@ class GradientContext:
         state: the callback's ``client.state[key]``.
         client: the client's id; num_samples: its training samples.
         lr: learning rate of the parameter's group.
+        phase: name of the phase (``"fit"`` unless the visit has several).
     """
 
     anchor: Mapping[str, Tensor]
@@ -102,6 +106,7 @@ class GradientContext:
     client: str
     num_samples: int
     lr: float
+    phase: str = "fit"
 
 
 @dataclass
@@ -218,6 +223,19 @@ class FederatedCallback(Callback):
         """A gradient-form term: after unscaling, before clipping, once per optimizer step. Chains."""
         return gradient
 
+    def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
+        """The features that :meth:`training_loss` wants to see, by label: taps on submodules, not attached."""
+        return {}
+
+    def training_loss(
+        self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
+    ) -> Tensor:
+        """A loss-form term: the loss that ``training_step`` returned for ``batch`` in, the one to train on out. Chains.
+
+        ``features`` holds what the taps caught in this step, with its graph. What the module logged stays the task's.
+        """
+        return loss
+
     def on_send(self, client: Client, update: Update) -> None:
         """The update is about to leave: add extras, drop or encode entries, store client state."""
 
@@ -324,6 +342,10 @@ class CallbackList:
     def correctors(self) -> list[FederatedCallback]:
         """The callbacks that have a gradient-form term."""
         return [callback for callback in self.callbacks if callback.claims("correct_gradient")]
+
+    def loss_terms(self) -> list[FederatedCallback]:
+        """The callbacks that have a loss-form term."""
+        return [callback for callback in self.callbacks if callback.claims("training_loss")]
 
     def find(self, kind: type[T]) -> T | None:
         """The first callback of a class, or ``None``."""

@@ -150,9 +150,10 @@ class LocalRunner:
         except (KeyboardInterrupt, SystemExit):
             raise
         except Exception as error:  # one client's failure must not take the round with it; the loop reports it
-            update.error = f"client '{message.client}' failed: {type(error).__name__}: {error}"
-            update.cause = error
-            return update, record
+            failed = Update(message.round, message.client, model=message.model, tag=message.tag)  # nothing of it leaves
+            failed.num_samples, failed.cause = update.num_samples, error
+            failed.error = f"client '{message.client}' failed: {type(error).__name__}: {error}"
+            return failed, record
 
     def _visit(
         self, client: Client, message: Message, update: Update, evaluate: Evaluate
@@ -218,9 +219,8 @@ class LocalRunner:
                     rank=rank,
                     world_size=world,
                 ),
-                phase=phase.name,
-                work=message.work if phase.work is None else phase.work,
-                federated=phase.federated,
+                phase=phase,
+                work=next(work for work in (phase.work, message.work, self.settings.work) if work is not None),
                 val_loader=self.loader(message, "val") if wants_validation else None,
             )
         if phase.keep_as is not None:

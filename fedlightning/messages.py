@@ -16,9 +16,9 @@ from torch import Tensor
 from fedlightning.tensors import State
 
 Shape = tuple[int, ...]
-Spec = Literal["scalar", "parameters", "state"] | Shape
+Spec = Literal["scalar", "parameters", "state", "states"] | Shape
 """An extra's declaration: one number, a tensor shape (-1: any size), named tensors shaped as the trainable parameters
-(``"parameters"``) or as any entries of the model's state (``"state"``)."""
+(``"parameters"``) or as any entries of the model's state (``"state"``), or several such states by name (``"states"``)."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ def check_extras(
         if spec == "scalar":
             fits = isinstance(value, int | float | bool) or (isinstance(value, Tensor) and value.numel() == 1)
         elif spec in ("parameters", "state"):
-            fits = isinstance(value, Mapping) and all(
-                isinstance(t, Tensor) and entry in shapes and t.shape == shapes[entry] for entry, t in value.items()
-            )
+            fits = _is_state(value, shapes)
+        elif spec == "states":
+            fits = isinstance(value, Mapping) and all(_is_state(state, shapes) for state in value.values())
         else:
             fits = (
                 isinstance(value, Tensor)
@@ -147,3 +147,9 @@ def check_extras(
         if not fits:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{key} declares '{name}' as {spec!r} but sends {found}. Send what wire() declares.")
+
+
+def _is_state(value: Any, shapes: Mapping[str, torch.Size]) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(tensor, Tensor) and name in shapes and tensor.shape == shapes[name] for name, tensor in value.items()
+    )

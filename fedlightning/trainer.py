@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -154,6 +154,7 @@ class FederatedTrainer:
         self.summary: dict[str, Any] = {}
         self.rows: list[Row] = []
         self.rounds_done = 0
+        self.final_done = False
         self.run: RunFolder | None = None
         self.config: str | None = None
         self.loggers: list[Logger] = []
@@ -187,6 +188,7 @@ class FederatedTrainer:
             ValueError: if module, data and callbacks cannot work together; a sentence that says why.
         """
         started = time.monotonic()
+        arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         with quiet():
             data.prepare_data()
@@ -213,7 +215,9 @@ class FederatedTrainer:
                 if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():
                     break
         server.round = max(self.rounds_done - 1, 0)
-        self._final_jobs(server)
+        if self.rounds_done == self.max_rounds and not self.final_done:
+            self._final_jobs(server)
+        server.round = self._last_round
         self.callbacks.event("on_federation_end", server)
         self._seconds = before + time.monotonic() - started
         self._finish(server)
@@ -234,7 +238,12 @@ class FederatedTrainer:
             data.setup("test")
         self._assemble(model, data, run, go_on=False)
         assert self.server is not None
-        self.server.round = max(self.rounds_done - 1, 0)
+        self.server.round = self._last_round
+
+    @property
+    def _last_round(self) -> int:
+        """The server's round number of the newest scores: visits after the last round count as one more."""
+        return max(self.rounds_done - 1 + self.final_done, 0)
 
     def _assemble(
         self, model: LightningModule, data: FederatedDataModule, resume: str | Path | None, go_on: bool = True
@@ -269,12 +278,14 @@ class FederatedTrainer:
             run_dir=self.run.path if self.run is not None and is_writer() else None,
         )
         self.engine = SequentialEngine(runner, self.store)
-        self.rows, self.rounds_done, self._seconds = [], 0, 0.0
+        self.rows, self.rounds_done, self.final_done, self._seconds = [], 0, False, 0.0
         if resume is not None:
             assert self.run is not None
             self.rounds_done, extra = persistence.load(self.run.last, self.server, self.store)
             self._seconds = float(extra.get("seconds", 0.0))
-            self.rows = self.run.keep_rounds(self.rounds_done) if go_on else self.run.read_rows(self.rounds_done)
+            self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.max_rounds
+            scored = self.rounds_done + self.final_done
+            self.rows = self.run.keep_rounds(scored) if go_on else self.run.read_rows(scored)
 
     def _check(self, server: Server) -> None:
         runner = server.runner
@@ -342,21 +353,25 @@ class FederatedTrainer:
         if self.run is None or not is_writer() or every == 0:
             return
         if self.rounds_done % every == 0 or self.rounds_done == self.max_rounds:
-            persistence.save(self.run.last, server, self.store, self.rounds_done, {"seconds": self._seconds})
+            persistence.save(self.run.last, server, self.store, self.rounds_done, {"seconds": self._seconds, "final": self.final_done})
 
     def _final_jobs(self, server: Server) -> None:
+        """Visits after the last round; what they change is scored once more, as one round later."""
         owner = server.callbacks.role("final_jobs")
         if owner is None:
             return
         server.round = self.rounds_done
         for job in owner.final_jobs(server):
-            message = server.message(Job(job.client, job.model, job.data, job.work, job.down, (), job.tag))
+            message = server.message(replace(job, returns=()))
             server.bytes_down += message.num_bytes
             update = next(iter(self.engine.run([message], Evaluate())))
+            server.steps += update.steps
             if update.error is not None:
                 arguments.warn(f"After the last round: {update.error}.")
+        if "L1" in self.stages and self.arguments["evaluate_every"] > 0:
+            self._record(stage_scores.stage_l1(server, self.store, Evaluate(("val",), self.evaluate_data)))
+        self.final_done = True
         self._save(server)
-        server.round = max(self.rounds_done - 1, 0)
 
     def _finish(self, server: Server) -> None:
         self._summarise(server)
@@ -399,7 +414,8 @@ class FederatedTrainer:
         if checkpoint != "latest":
             found = stage_scores.checkpoint_rows(server, self.store, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
-        new = [row for row in rows if row not in set(self.rows)]
+        known = {row.address for row in self.rows}
+        new = [row for row in rows if row.address not in known]
         self._record(new)
         self._summarise(server)
         return summarise(rows)
@@ -442,7 +458,8 @@ class FederatedTrainer:
 
     # -- files -----------------------------------------------------------------------------------------------------
     def _summarise(self, server: Server) -> None:
-        final = [row for row in self.rows if row.round == self.rounds_done and row.checkpoint == "latest"]
+        newest = {row.stage: row.round for row in self.rows if row.checkpoint == "latest" and row.round >= self.rounds_done}
+        final = [row for row in self.rows if row.checkpoint == "latest" and row.round == newest.get(row.stage)]
         chosen = [row for row in self.rows if row.checkpoint != "latest"]
         self.results = summarise(row for row in (*final, *chosen) if row.split != "train")
         config = {key: value for key, value in self.arguments.items() if key not in ("default_root_dir", "version")}

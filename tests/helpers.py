@@ -17,9 +17,13 @@ import fedlightning  # noqa: F401  before lightning
 # isort: split
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from fedlightning import FederatedTrainer
+from fedlightning import FederatedCallback, FederatedTrainer
+from fedlightning.client import ClientRecord
 from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.hooks import Job
+from fedlightning.messages import Message, Update
 from fedlightning.seeding import generator, seed_all
+from fedlightning.server import Server
 from fedlightning.tensors import State, clone, module_state
 
 FEATURES, CLASSES = 6, 3
@@ -296,3 +300,53 @@ def close(a: Mapping[str, Tensor], b: Mapping[str, Tensor], atol: float = 1e-6, 
 def differs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
     """True if any common entry differs."""
     return any(not torch.equal(value, b[name]) for name, value in a.items() if name in b)
+
+
+class Spy(FederatedCallback):
+    """Notes every message and update, and with ``trainer`` set every client's record after each round."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.updates: list[Update] = []
+        self.rounds: list[State] = []
+        self.records: list[dict[str, ClientRecord]] = []
+        self.states: list[dict[str, dict[str, Any]]] = []
+        self.trainer: FederatedTrainer | None = None
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        self.messages.append(message)
+
+    def on_update(self, server: Server, update: Update) -> None:
+        self.updates.append(update)
+
+    def on_round_end(self, server: Server) -> None:
+        self.rounds.append(server.model)
+        self.states.append(dict(server.state))
+        if self.trainer is not None:
+            self.records.append({client: self.trainer.store.get(client) for client in server.clients})
+
+    def of_round(self, number: int) -> dict[str, Update]:
+        """The updates of a round by client."""
+        return {update.client: update for update in self.updates if update.round == number}
+
+
+def spied(
+    module: LightningModule, data: Any, callbacks: Sequence[Callback] = (), root: Any = None, **options: Any
+) -> tuple[FederatedTrainer, Spy]:
+    """Fit with a :class:`Spy` in front of the callbacks."""
+    spy = Spy()
+    trainer = make_trainer(root, [spy, *callbacks], **options)
+    spy.trainer = trainer
+    trainer.fit(module, datamodule=data)
+    return trainer, spy
+
+
+def mean_of(updates: Mapping[str, Update], weights: Mapping[str, float]) -> State:
+    """The weighted mean by hand: float64 sums in the order of the updates, one division, float32."""
+    total = sum(weights[client] for client in updates)
+    names = next(iter(updates.values())).state
+    return {
+        name: (sum(update.state[name].double() * weights[c] for c, update in updates.items()) / total).to(like.dtype)
+        for name, like in names.items()
+        if like.is_floating_point()
+    }

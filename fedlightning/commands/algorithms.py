@@ -24,7 +24,7 @@ def algorithms(words: Sequence[str]) -> int:
     """List the algorithms, or explain those that are named."""
     parser = argparse.ArgumentParser(
         prog="fedlightning algorithms",
-        description="List the algorithms, or explain one: what travels, what stays, its options and what it composes with.",
+        description="List the algorithms, or explain one: what travels, what stays, its options.",
         exit_on_error=False,
     )
     parser.add_argument("name", nargs="*", help="names (any case), or a pattern such as 'fed*' or 'personal' to list")

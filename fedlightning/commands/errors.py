@@ -40,6 +40,19 @@ def explain(error: BaseException) -> str | None:
     return None
 
 
+def root_cause(error: BaseException) -> BaseException:
+    """What a class's constructor raised, under what jsonargparse says about it."""
+    while error.__cause__ is not None and _raised_in(error).startswith("jsonargparse"):
+        error = error.__cause__
+    return error
+
+
+def _raised_in(error: BaseException) -> str:
+    if error.__traceback__ is None:
+        return ""
+    return str(_innermost(error.__traceback__).tb_frame.f_globals.get("__name__", ""))
+
+
 def suggestion(word: str, known: Iterable[str]) -> str:
     """``Did you mean ...?``, or nothing where nothing is close."""
     by_lower = {name.lower(): name for name in known}
@@ -68,7 +81,7 @@ def _innermost(trace: TracebackType) -> TracebackType:
 def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return f"{error.strerror}: '{error.filename}'."
-    return " ".join(str(error).split())
+    return re.sub(r"(?<=\S)\.\.(?=\s|$)", ".", " ".join(str(error).split()))
 
 
 # -- what jsonargparse says --------------------------------------------------------------------------------------------
@@ -84,9 +97,9 @@ def parse_sentence(message: str) -> str:
         (r"has no attribute '(\w+)'", _unknown_class),
         (r"No module named '([^']+)'", _unknown_module),
         (r"class_path '([^']+)':\s+Not a valid subclass of (\w+)", _wrong_class),
-        (r"Import path ([\w.]+) does not correspond to a subclass of (\w+)", _wrong_class),
+        (r"Import path (?:([\w.]+) )?does not correspond to a subclass of (\w+)", _wrong_class),
         (r"[Kk]ey '([\w.]+)' is not expected", _unexpected),
-        (r"[Gg]roup '([\w.]+)' does not accept nested key '([\w.]+)'", _unexpected_nested),
+        (r"[Gg]roup '([\w.]+)' does not accept (?:nested key|option) '([\w.]+)'", _unexpected_nested),
         (r"Option '([\w.]+)' is not accepted", _unexpected),
         (r"[Uu]nrecognized arguments?: ([^\n]+)", _unrecognised),
     ):
@@ -101,7 +114,8 @@ def _required(where: str, found: re.Match[str], text: str) -> str:
     names = found[1].strip(" .")
     if classes or where:
         owner = classes[-1].rpartition(".")[2] if classes else where
-        return f"{owner} needs '{names}'{f' (in {where})' if where else ''}: set it."
+        place = f" (in {where}: --{where}.{names.split(',')[0]}=...)" if where else ""
+        return f"{owner} needs {names}{place}."
     return f"{names.replace(', ', ' and ')} must be given: {_EXAMPLE}, or --{names.split(',')[0]} CLASS."
 
 
@@ -131,7 +145,8 @@ def _close_class(name: str, otherwise: str = "Give the full path, as in my_packa
 
 
 def _wrong_class(where: str, found: re.Match[str], text: str) -> str:
-    return f"{where}: '{found[1]}' is not a {found[2]}."
+    given = re.search(r"Given value: ([\w.]+)", text)
+    return f"{where}: '{found[1] or (given[1] if given else '?')}' is not a {found[2]}."
 
 
 def _unexpected(where: str, found: re.Match[str], text: str) -> str:
@@ -193,6 +208,8 @@ def _wrong_value(where: str, text: str) -> str:
 
 
 def _plain_words(line: str) -> str:
+    line = re.sub(r"(?:typing\.)?Literal\[([^\]]*)\]", r"one of \1", line).replace('in "<unicode string>", ', "")
+    line = re.sub(r"Expected a one of", "must be one of", line)
     line = re.sub(r"<class '([\w.]+)'>", lambda m: _TYPES.get(m[1], m[1].rpartition(".")[2]), line)
     line = re.sub(r"Expected a (a|true|null)", r"must be \1", line)
     line = re.sub(r"Expected an? ", "must be a ", line)

@@ -23,6 +23,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch import nn
 
 from fedlightning.arguments import FORWARDED, REPLACED
+from fedlightning.commands.errors import InputError, root_cause
 from fedlightning.datamodules import Partitioner
 from fedlightning.trainer import FederatedTrainer
 
@@ -68,30 +69,41 @@ class FederatedCLI(LightningCLI):
     @classmethod
     def parser_options(cls, command: str) -> dict[str, Any]:
         """What a command's parser is made with."""
-        XX{
-                "prog": f"fedlightning {command}",
-                "usage": f"fedlightning {command} {USAGE.get(command, '--config FILE [--config FILE ...]')} [OPTIONS]",
-                "description": (inspect.getdoc(getattr(self, command)) or "").partition("\n\nArgs:")[0] + HOW,
-                "formatter_class": Formatter,
-                "dump_header": [f"fedlightning=={__version__}"],
-                "exit_on_error": False,
-                "allow_abbrev": False,
-            },
-            args=full_paths(words),
-            run=False,
-        )
+        description = (inspect.getdoc(getattr(cls, command)) or "").partition("\n\nArgs:")[0]
+        return {
+            "prog": f"fedlightning {command}",
+            "usage": f"fedlightning {command} {USAGE.get(command, '--config FILE [--config FILE ...]')} [OPTIONS]",
+            "description": description + HOW,
+            "formatter_class": Formatter,
+            "dump_header": [f"fedlightning=={__version__}"],
+            "exit_on_error": False,
+            "allow_abbrev": False,
+        }
 
-    # -- the parser ------------------------------------------------------------------------------------------------
-    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The command's own options; Lightning's ``seed_everything`` is ``trainer.seed`` here."""
-        parser.add_method_arguments(type(self), self.command)
-
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """``trainer``, ``model`` and ``data``."""
+    @classmethod
+    def add_options(cls, parser: LightningArgumentParser, command: str) -> None:
+        """The command's own options, then ``trainer``, ``model`` and ``data``."""
+        parser.add_method_arguments(cls, command)
         parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, sub_configs=True, fail_untyped=False)
-        parser.add_subclass_arguments(LightningModule, "model", fail_untyped=False, required=self.needs_model)
+        parser.add_subclass_arguments(LightningModule, "model", fail_untyped=False, required=cls.needs_model)
         parser.add_subclass_arguments(LightningDataModule, "data", fail_untyped=False, required=True)
         tidy_help(parser)
+
+    @classmethod
+    def option_strings(cls, command: str) -> list[str]:
+        """All options of a command, for completion."""
+        parser = LightningArgumentParser(**cls.parser_options(command))
+        cls.add_options(parser, command)
+        found = [option for action in parser._actions for option in action.option_strings]
+        hidden = {f"--trainer.{name}" for name in REPLACED}
+        return ["--config", "--print_config", *(o for o in found if o.startswith("--") and o not in hidden)]
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Lightning's ``seed_everything`` is ``trainer.seed`` here."""
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """All options of the command."""
+        self.add_options(parser, self.command)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, without Lightning's warning about being called from Python."""
@@ -104,6 +116,22 @@ class FederatedCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """The same configuration gives the same first weights."""
         seed_everything(self.config.trainer.seed, workers=False, verbose=False)
+
+    def instantiate_classes(self) -> None:
+        """Make the objects; a value that a constructor refuses is bad input.
+
+        Raises:
+            InputError: with the constructor's sentence.
+        """
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            root = root_cause(error)
+            if isinstance(root, ValueError):
+                raise InputError(str(root)) from root
+            if root is not error:
+                raise root from None
+            raise
 
     def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
         """The trainer; it checks its arguments and writes nothing yet."""

@@ -16,6 +16,7 @@ from fedlightning.commands.errors import InputError, explain
 from fedlightning.commands.parsing import FederatedCLI
 from fedlightning.evaluation.table import print_results
 from fedlightning.run_folder import is_writer
+from fedlightning.trainer import FederatedTrainer
 
 
 def run(command: str, words: Sequence[str]) -> int:
@@ -33,6 +34,8 @@ def cli_class(command: str) -> type[Commands]:
 
 class Commands(FederatedCLI):
     """What can be done with a model, data and a trainer."""
+
+    trainer: FederatedTrainer  # type: ignore[assignment]
 
     def fit(self, resume: str | None = None, test_after_fit: bool = True) -> None:
         """Train a federation, test it and show the results.

@@ -37,6 +37,11 @@ class Row:
     value: float
     num_samples: int
 
+    @property
+    def address(self) -> tuple[int | str, ...]:
+        """What the value is of: everything but the value (which may be NaN, and then is not equal to itself)."""
+        return (self.round, *(getattr(self, name) for name in COLUMNS[1:8]))
+
 
 COLUMNS = [field.name for field in fields(Row)]
 

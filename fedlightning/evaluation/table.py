@@ -47,8 +47,8 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
     for row in rows:
         groups.setdefault((row["checkpoint"], row["stage"], row["data"]), {})[bare(row)] = row
     order = sorted(groups, key=lambda key: (*_rank(key), key[2]))
-    label_width = sum(2 + max(len(text), *(len(key[i]) for key in order)) for i, text in enumerate(_LABEL_COLUMNS))
-    metrics = important_metrics(rows, limit=max(1, (width - label_width) // (_CELL + 2)))
+    label_width = sum(3 + max(len(text), *(len(key[i]) for key in order)) for i, text in enumerate(_LABEL_COLUMNS))
+    metrics = important_metrics(rows, limit=max(1, (width - label_width) // (_CELL + 3)))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for column in _LABEL_COLUMNS:
         table.add_column(column, no_wrap=True)

@@ -36,13 +36,14 @@ def run_round(
         report: called with each update as it comes.
 
     Raises:
-        FederationError: if every visit of the round failed; the first failure is its cause.
+        FederationError: if every visit of one list of jobs failed; the first failure is its cause.
     """
     server.callbacks.event("on_round_start", server)
     owner = server.callbacks.role("plan_round")
     plan = default_plan(server) if owner is None else owner.plan_round(server)
     aggregation = Aggregation(server)
     done: list[Update] = []
+    cause: Exception | None = None  # of the first failure; each holds its client's model by its traceback
     jobs = next(plan, None)
     while jobs is not None:
         light = []
@@ -53,21 +54,26 @@ def run_round(
                 aggregation.fold(update)
             elif update.error is None:
                 server.callbacks.event("on_update", server, update)
-            light.append(replace(update, state={}, extras=update.extras if job.work == 0 else {}))
+            cause = cause or update.cause
+            light.append(replace(update, state={}, extras=update.extras if job.work == 0 else {}, cause=None))
             report(light[-1])
         done += light
+        _refuse_if_all_failed(server, light, cause)
         try:
             jobs = plan.send(light)
         except StopIteration:
             jobs = None
-    failed = [update for update in done if update.error is not None]
-    if done and len(failed) == len(done):
+    aggregation.finish()
+    return done
+
+
+def _refuse_if_all_failed(server: Server, updates: list[Update], cause: Exception | None) -> None:
+    failed = [update for update in updates if update.error is not None]
+    if updates and len(failed) == len(updates):
         raise FederationError(
             f"Round {server.round + 1}: no client could contribute; {failed[0].error}."
             + (f" ({len(failed) - 1} more failed.)" if len(failed) > 1 else "")
-        ) from failed[0].cause
-    aggregation.finish()
-    return done
+        ) from cause
 
 
 def _messages(server: Server, jobs: list[Job]) -> Iterator[Message]:

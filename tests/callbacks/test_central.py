@@ -1,0 +1,42 @@
+"""The central baseline: sheet entry 3. Its equality with a plain fit is in tests/test_equivalence.py."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers import Toy, federate, global_state, same, spied, toy_data
+
+from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedPer, FedProx
+from fedlightning.tensors import module_state
+
+
+def test_every_client_is_scored_with_the_one_model(tmp_path):
+    trainer = federate(Toy("adam"), toy_data(), [Central()], root=tmp_path, max_rounds=2)
+    stage_g = {(r.client, r.metric): r.value for r in trainer.rows if r.stage == "G" and r.round == 2}
+    assert {client for client, _ in stage_g} == {"0", "1", "2"}
+    personal = {(r.client, r.metric): r.value for r in trainer.rows if r.stage == "L1" and r.round == 2}
+    assert stage_g == personal
+    for client in "012":
+        same(module_state(trainer.module(client)), global_state(trainer))
+
+
+def test_one_visit_a_round_on_all_samples():
+    trainer, spy = spied(Toy(), toy_data(), [Central()], max_rounds=2, participation=1)
+    assert [(update.client, update.num_samples) for update in spy.updates] == [("pooled", 80)] * 2
+    assert not trainer.store.get("0").visits
+
+
+@pytest.mark.parametrize("others", [[FedPer()], [FLIU()], [SCAFFOLD()]], ids=lambda c: c[0].key)
+def test_company_that_needs_clients(others, tmp_path):
+    """FedPer is refused; what changes nothing for a single visit may run, but must not break."""
+    if others[0].claims("shared_names"):
+        with pytest.raises(ValueError, match="Central trains one model on pooled data, so FedPer"):
+            federate(Toy(), toy_data(), [Central(), *others])
+    else:
+        federate(Toy(), toy_data(), [Central(), *others], root=tmp_path, max_rounds=2)
+
+
+def test_a_proximal_term_acts_on_the_pooled_fit():
+    module, data = Toy(), toy_data()
+    free, held = (global_state(federate(module, data, [Central(), *cb], max_rounds=1)) for cb in ([], [FedProx(5.0)]))
+    start = module_state(module)
+    assert (held["net.0.weight"] - start["net.0.weight"]).norm() < (free["net.0.weight"] - start["net.0.weight"]).norm()

@@ -1,0 +1,200 @@
+"""SCAFFOLD: sheet entry 5."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.helpers import (
+    NormNet,
+    Quadratic,
+    Toy,
+    close,
+    federate,
+    global_state,
+    quadratic_data,
+    same,
+    spied,
+    toy_data,
+)
+from torch.nn import functional as F
+
+from fedlightning import FederatedCallback
+from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedPer
+from fedlightning.tensors import module_state, select
+
+A = [[1.0, 2.0, 1.5], [2.0, 1.0, 2.0]]
+B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
+
+
+def variates(records):
+    """``c_i`` of every client that has one."""
+    return {client: r.state["SCAFFOLD"]["c"] for client, r in records.items() if "SCAFFOLD" in r.state}
+
+
+@pytest.mark.parametrize("make", [lambda: Toy("sgd", dropout=0.2), lambda: NormNet("sgd")])
+@pytest.mark.parametrize("option", [1, 2])
+def test_the_first_round_is_uniform_fedavg(make, option):
+    module, data = make(), toy_data()
+    runs = [federate(module, data, [callback], max_rounds=1, local_epochs=2)
+            for callback in (FedAvg(weighting="uniform"), SCAFFOLD(option=option))]  # fmt: skip
+    same(*map(global_state, runs))
+    later = [federate(module, data, [callback], max_rounds=2) for callback in (FedAvg(weighting="uniform"), SCAFFOLD())]
+    assert any(not torch.equal(a, global_state(later[1])[name]) for name, a in global_state(later[0]).items())
+
+
+@pytest.mark.parametrize("participation", [1.0, 2])
+@pytest.mark.parametrize("option", [1, 2])
+def test_c_is_the_mean_of_all_clients_variates_after_every_round(option, participation):
+    module, data = NormNet("sgd"), toy_data((24, 40, 16, 8))
+    trainer, spy = spied(module, data, [SCAFFOLD(option=option)], max_rounds=4, participation=participation)
+    names = {name for name, kind in trainer.server.kinds.items() if kind == "trainable"}
+    for number, (state, records) in enumerate(zip(spy.states, spy.records, strict=True)):
+        c, own = state["SCAFFOLD"]["c"], variates(records)
+        assert set(c) == names
+        assert len(spy.of_round(number)) == (4 if participation == 1.0 else 2)
+        mean = {name: sum(v[name].double() for v in own.values()) / 4 for name in c}
+        close(c, mean, atol=1e-6)
+        assert any(float(value.abs().max()) > 0 for value in c.values())
+
+
+class RawGradients(FederatedCallback):
+    """Hears every step's gradient before it is corrected, and its learning rate."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        rate = optimizer.param_groups[0]["lr"]
+        gradients = {name: p.grad.clone() for name, p in pl_module.named_parameters()}
+        self.seen.setdefault((self.client.round, self.client.id), []).append((rate, gradients))
+
+
+class Decaying(Toy):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), self.lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("make", [Toy, Decaying, NormNet])
+def test_option_2_is_the_mean_of_the_rounds_raw_gradients(make):
+    """With a schedule: weighted by the learning rates, since x - y is."""
+    raw = RawGradients()
+    data = toy_data((24, 40, 8))
+    trainer, spy = spied(make(), data, [raw, SCAFFOLD()], max_rounds=3, local_epochs=2, participation=2)
+    for number, records in enumerate(spy.records):
+        for client in spy.of_round(number):
+            steps = raw.seen[number, client]
+            total = sum(rate for rate, _ in steps)
+            mean = {name: sum(rate * g[name] for rate, g in steps) / total for name in steps[0][1]}
+            close(variates(records)[client], mean, atol=2e-5)
+            assert records[client].steps == len(steps) == spy.of_round(number)[client].steps
+
+
+def test_option_1_is_the_gradient_at_the_received_model():
+    module, data = Toy("momentum"), toy_data()
+    trainer, spy = spied(module, data, [SCAFFOLD(option=1)], max_rounds=2)
+    for client in "012":
+        model = copy.deepcopy(module)
+        model.load_state_dict(spy.rounds[0])
+        x, y = data.tensors[client]["train"]
+        F.cross_entropy(model(x), y).backward()
+        gradient = {name: p.grad for name, p in model.named_parameters()}
+        close(variates(spy.records[1])[client], gradient, atol=1e-6)
+
+
+def test_one_step_of_full_batches_is_uniform_fedsgd():
+    module, data = Toy("sgd"), toy_data(batch_size=64)
+    runs = [federate(module, data, [cb], max_rounds=4, local_steps=1) for cb in (FedAvg("uniform"), SCAFFOLD())]
+    close(*map(global_state, runs), atol=1e-6)
+
+
+def test_one_client_feels_no_correction():
+    module, data = Toy("sgd"), toy_data([22])
+    close(*(global_state(federate(module, data, cb, max_rounds=5)) for cb in ([], [SCAFFOLD()])), atol=1e-6)
+
+
+def test_heterogeneous_quadratics_converge_where_fedavg_stalls():
+    """(e): to the minimiser of the uniform mean objective, with K = 4 local steps."""
+    a, b = torch.tensor(A).double(), torch.tensor(B).double()
+    best = (a * b).sum(0) / a.sum(0)
+    data = quadratic_data(A, B)
+    options = {"max_rounds": 40, "local_epochs": 4}
+    drift = global_state(federate(Quadratic(lr=0.25), data, [FedAvg(weighting="uniform")], **options))["w"] - best
+    assert float(drift.abs().max()) > 1e-2
+    found = global_state(federate(Quadratic(lr=0.25), data, [SCAFFOLD()], **options))["w"]
+    torch.testing.assert_close(found, best, atol=1e-12, rtol=0)
+
+
+def test_server_learning_rate_moves_parameters_and_averages_buffers():
+    module, data = NormNet("sgd"), toy_data()
+    start = module_state(module)
+    full = global_state(federate(module, data, [SCAFFOLD()], max_rounds=1))
+    half = global_state(federate(module, data, [SCAFFOLD(server_lr=0.5)], max_rounds=1))
+    for name, kind in (("net.0.weight", "trainable"), ("net.1.running_var", "buffer")):
+        expected = full[name] if kind == "buffer" else (start[name] + full[name]) / 2
+        torch.testing.assert_close(half[name], expected, atol=1e-7, rtol=1e-6)
+
+
+def test_the_wire_carries_twice_fedavgs_parameters():
+    module, data = NormNet("sgd"), toy_data()
+    trainer, spy = spied(module, data, [SCAFFOLD()], max_rounds=2)
+    names = {name for name, _ in module.named_parameters()}
+    parameters = sum(4 * p.numel() for p in module.parameters())
+    state = sum(t.numel() * t.element_size() for t in module_state(module).values())
+    for item in (*spy.messages[:6], *spy.updates):
+        assert item.num_bytes == state + parameters
+        (extra,) = item.extras["SCAFFOLD"].values()
+        assert set(extra) == names
+
+
+def test_private_parameters_have_no_variate_and_are_not_corrected():
+    module, data = Toy("sgd"), toy_data()
+    trainer, spy = spied(module, data, [FedPer(personal=["net.3"]), SCAFFOLD()], max_rounds=2)
+    names = {"net.0.weight", "net.0.bias"}
+    assert all(set(m.extras["SCAFFOLD"]["c"]) == names for m in spy.messages)
+    assert all(set(u.extras["SCAFFOLD"]["delta_c"]) == names for u in spy.updates)
+    body = select(spy.states[-1]["SCAFFOLD"]["c"], names)
+    close(body, {n: sum(v[n].double() for v in variates(spy.records[-1]).values()) / 3 for n in names})
+
+
+class Sometimes(Toy):
+    """A branch that client ``2``'s data never reaches."""
+
+    def __init__(self):
+        super().__init__("sgd")
+        self.extra = torch.nn.Linear(6, 3)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        if len(x) != 7:
+            logits = logits + self.extra(x)
+        return F.cross_entropy(logits, y)
+
+
+def test_a_parameter_without_gradient_keeps_its_variate():
+    """Nothing corrected it, so its standing still says nothing about c."""
+    trainer, spy = spied(Sometimes(), toy_data((24, 40, 7)), [SCAFFOLD()], max_rounds=3)
+    own = variates(spy.records[-1])
+    assert float(own["0"]["extra.weight"].abs().max()) > 0
+    assert float(own["2"]["extra.weight"].abs().max()) == 0
+
+
+def test_option_2_warns_where_it_is_not_exact():
+    for optimizer in ("adam", "momentum"):
+        with pytest.warns(UserWarning, match=r"exact for plain SGD only.*option=1"):
+            federate(Toy(optimizer), toy_data([8]), [SCAFFOLD()], max_rounds=1)
+
+
+def test_composes_with_a_server_optimizer_only_without_a_server_step_of_its_own():
+    federate(Toy("sgd"), toy_data([8, 8]), [SCAFFOLD(), FedAdam()], max_rounds=1)
+    with pytest.raises(ValueError, match="SCAFFOLD and FedAdam both claim 'server_step'"):
+        federate(Toy("sgd"), toy_data([8, 8]), [SCAFFOLD(server_lr=0.5), FedAdam()], max_rounds=1)
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(ValueError, match="option=3"):
+        SCAFFOLD(option=3)

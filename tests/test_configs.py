@@ -1,0 +1,99 @@
+"""Every YAML file in configs/ runs (digits) or parses (data that is not here)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedlightning.cli import main
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+ALGORITHMS = sorted(CONFIGS.glob("algorithms/*.yaml"))
+DATA = sorted(CONFIGS.glob("data/*.yaml"))
+MODELS = sorted(CONFIGS.glob("models/*.yaml"))
+NEEDS = {"fedbn": ["--model.net.norm=batch"]}
+FITS = {
+    "heart_disease": "heart_tiny",
+    "mnist": "mnist_cnn",
+    "fashion_mnist": "mnist_cnn",
+    "emnist": "emnist_cnn",
+    "cifar10": "cifar_cnn",
+}
+
+
+def small(out: Path) -> list[str]:
+    return [
+        f"--trainer.default_root_dir={out}",
+        "--trainer.max_rounds=1",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.logger=false",
+        "--data.partitioner.num_clients=3",
+        "--data.max_train=150",
+        "--data.max_test=60",
+    ]
+
+
+def ids(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("path", ALGORITHMS, ids=ids)
+def test_algorithms_stack_on_the_quickstart(path: Path, tmp_path: Path) -> None:
+    words = ["fit", "-c", str(CONFIGS / "quickstart.yaml"), "-c", str(path), *small(tmp_path)]
+    if "local_steps" not in path.read_text():
+        words.append("--trainer.local_epochs=1")
+    assert main([*words, *NEEDS.get(path.stem, [])]) == 0
+    summary = json.loads((tmp_path / "quickstart/version_0/summary.json").read_text())
+    assert path.stem in [name.lower() for name in summary["callbacks"]]
+    assert len(summary["callbacks"]) == len(yaml.safe_load(path.read_text())["trainer"]["callbacks"])
+    assert any(row["split"] == "test" and row["mean"] is not None for row in summary["results"])
+
+
+def test_the_quickstart_runs_as_it_is(tmp_path: Path) -> None:
+    assert main(["fit", "--config", str(CONFIGS / "quickstart.yaml"), *small(tmp_path)]) == 0
+    checkpoints = {row["checkpoint"] for row in read_results(tmp_path / "quickstart/version_0")}
+    assert checkpoints == {"latest", "best_global", "best_local"}
+
+
+@pytest.mark.parametrize("name", ["digits_cnn_bn", "digits_mlp"])
+def test_digits_from_three_files(name: str, tmp_path: Path) -> None:
+    files = [CONFIGS / "data/digits.yaml", CONFIGS / f"models/{name}.yaml", CONFIGS / "algorithms/fedprox.yaml"]
+    words = [word for file in files for word in ("--config", str(file))]
+    assert main(["fit", *words, *small(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("name", sorted(FITS))
+def test_other_data_parse_with_their_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [CONFIGS / f"data/{name}.yaml", CONFIGS / f"models/{FITS[name]}.yaml", CONFIGS / "algorithms/fedavg.yaml"]
+    words = [word for file in files for word in ("--config", str(file))]
+    assert main(["fit", *words, "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["data"]["class_path"].startswith("fedlightning.datamodules.")
+    assert printed["trainer"]["callbacks"][-1]["class_path"] == "fedlightning.callbacks.FedAvg"
+
+
+@pytest.mark.parametrize("path", MODELS, ids=ids)
+def test_models_are_made(path: Path) -> None:
+    from fedlightning.commands.run import Commands
+
+    cli = Commands("fit", ["--config", str(path), "--config", str(CONFIGS / "data/digits.yaml")])
+    assert cli.model.configure_optimizers() is not None
+    assert cli.model.num_classes in (2, 10, 47)
+
+
+def test_every_data_file_is_covered() -> None:
+    assert {path.stem for path in DATA} == {"digits", *FITS}
+    assert {FITS[name] for name in FITS} <= {path.stem for path in MODELS}
+
+
+@pytest.mark.parametrize("path", [*ALGORITHMS, *DATA, *MODELS, CONFIGS / "quickstart.yaml"], ids=ids)
+def test_files_say_what_they_are(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+
+
+def read_results(run: Path) -> list[dict[str, object]]:
+    results: list[dict[str, object]] = json.loads((run / "summary.json").read_text())["results"]
+    return results
