@@ -217,7 +217,11 @@ def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | Non
     if isinstance(value, Logger):
         return [value]
     if isinstance(value, bool) or value is None:
-        return [CSVLogger(run.path, name="", version="logs")] if value and run is not None else []
+        if not value or run is None:
+            return []
+        # CSVLogger empties the folder it is given: a resumed run logs into the next one
+        taken = sum(1 for _ in run.path.glob("logs*"))
+        return [CSVLogger(run.path, name="", version=f"logs_{taken + 1}" if taken else "logs")]
     for item in value:
         if not isinstance(item, Logger):
             raise ConfigurationError(f"logger={value!r} is no logger. Pass True, False or instances such as CSVLogger('logs').")

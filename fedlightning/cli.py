@@ -104,6 +104,8 @@ def _report(command: str, error: Exception, debug: bool) -> int:
         traceback.print_exception(error)
     if sentence is None:
         return 1
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # under DDP the first process speaks
+        return 2
     name = f"fedlightning {command}" if command in COMMANDS else "fedlightning"
     print(f"{name}: {sentence}", file=sys.stderr)
     return 2

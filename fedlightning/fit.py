@@ -275,15 +275,35 @@ def fit(
             record["epochs"] = trainer.current_epoch
             record["checkpoint"] = {k: v for k, v in (memory.checkpoint or {}).items() if k != "state_dict"}
     record["precision"] = trainer.precision_plugin.state_dict()
+    batches = trainer.num_training_batches
     states = {callback.state_key: callback.state_dict() for callback in ordinary}
     record["callbacks"] = {key: state for key, state in states.items() if state}
     client.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-    if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and trainer.num_training_batches:
+    _release(trainer)
+    if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and batches:
         raise RuntimeError(
             f"Client '{client.id}' was asked for {work} of work but took no optimizer step. "
             "Check accumulate_grad_batches, limit_train_batches and callbacks that stop training."
         )
     return visit
+
+
+def _release(trainer: Trainer) -> None:
+    """Cut what a finished Trainer holds of the client's model.
+
+    A Trainer is full of reference cycles: without this, the models of many clients stay in memory until Python's
+    collector comes by.
+    """
+    for optimizer in trainer.optimizers:
+        optimizer.state.clear()
+        optimizer.param_groups.clear()
+    strategy, fit_loop = trainer.strategy, trainer.fit_loop
+    strategy.optimizers, strategy.lr_scheduler_configs = [], []
+    strategy.model = strategy._lightning_module = None
+    for loop in (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop._data_source.instance = None
+    trainer._data_connector._datahook_selector = None
+    trainer.callbacks.clear()
 
 
 def _resumable(checkpoint: dict[str, Any] | None, module: LightningModule) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ class _Leaf:
     """A piece of a layer before normalisation layers are joined: the module at ``path``, or what it holds directly."""
 
     layer: Layer
-    path: str
+    path: str  # of the module whose call uses it
     container: bool  # holds parameters beside children that are layers: runs when any of its children does
     joins: bool
 
@@ -87,32 +87,49 @@ def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> lis
     return layers
 
 
-def forward_order(module: nn.Module, run: Callable[[], object]) -> list[str]:
-    """Names of the parametrised pieces of ``module``, norms too, in the order in which ``run()`` first calls them.
+class ForwardOrder:
+    """Watches a module and notes in which order its parametrised pieces, norms too, are first called.
 
-    What ``run`` never calls as a module follows in registration order. Parameters held by a container count as used
-    when the container or the first of its children is called: their true place cannot be seen from outside (name it in
-    an explicit order if it matters). ``run`` is called once; what it does to gradients, buffers and generators is its
-    own affair.
+    ``order = ForwardOrder(module)``, then anything that runs the module, then ``order.names()``. What has not been
+    called as a module follows in registration order. Parameters held by a container (or by a ``ParameterList`` in it)
+    count as used when the container or the first of its children is called: their true place cannot be seen from
+    outside (name it in an explicit order if it matters).
     """
-    leaves = _leaves(module)
-    seen: dict[str, None] = {}
 
-    def called(path: str) -> Callable[..., None]:
+    def __init__(self, module: nn.Module) -> None:
+        self._leaves = _leaves(module)
+        self._seen: dict[str, None] = {}
+        hooks = ((child, self._called(path)) for path, child in module.named_modules())
+        self._handles = [child.register_forward_pre_hook(hook) for child, hook in hooks]
+
+    def _called(self, path: str) -> Callable[..., None]:
         mine = [
             leaf.layer.name
-            for leaf in leaves
+            for leaf in self._leaves
             if leaf.path == path or leaf.container and (not leaf.path or path.startswith(leaf.path + "."))
         ]
-        return lambda *_: seen.update(dict.fromkeys(name for name in mine if name not in seen))
+        return lambda *_: self._seen.update(dict.fromkeys(name for name in mine if name not in self._seen))
 
-    handles = [child.register_forward_pre_hook(called(path)) for path, child in module.named_modules()]
+    def names(self) -> list[str]:
+        """Stop watching; the names, for :func:`ordered_layers`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        return list(self._seen) + [leaf.layer.name for leaf in self._leaves if leaf.layer.name not in self._seen]
+
+
+def forward_order(module: nn.Module, run: Callable[[], object]) -> list[str]:
+    """Names of the parametrised pieces of ``module`` in the order in which ``run()`` first calls them.
+
+    See :class:`ForwardOrder`. ``run`` is called once; what it does to gradients, buffers and generators is its own
+    affair.
+    """
+    order = ForwardOrder(module)
     try:
         run()
     finally:
-        for handle in handles:
-            handle.remove()
-    return list(seen) + [leaf.layer.name for leaf in leaves if leaf.layer.name not in seen]
+        names = order.names()
+    return names
 
 
 def head_names(module: nn.Module, num_layers: int = 1, order: Sequence[str] | None = None) -> list[str]:
@@ -184,7 +201,9 @@ def _leaves(module: nn.Module) -> list[_Leaf]:
         container = not whole and any(True for part in child.children() for _ in part.parameters())
         prefix = path + "." if path else ""
         name = prefix + "+".join(p.removeprefix(prefix) for p in parameters) if container or not path else path
-        leaves.append(_Leaf(Layer(name, tuple(parameters), tuple(buffers)), path, container, joins))
+        listed = isinstance(child, (nn.ParameterList, nn.ParameterDict)) and bool(path)  # never called: its owner is
+        caller = path.rpartition(".")[0] if listed else path
+        leaves.append(_Leaf(Layer(name, tuple(parameters), tuple(buffers)), caller, container or listed, joins))
     return leaves
 
 

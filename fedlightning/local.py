@@ -120,7 +120,8 @@ class LocalRunner:
             yield client
         finally:
             for callback in self.callbacks:
-                callback.__dict__.pop("_client", None)
+                for name in ("_client", "log", "log_dict"):  # Lightning leaves the last two on every callback
+                    callback.__dict__.pop(name, None)
             client.module.trainer = None
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
@@ -178,6 +179,9 @@ class LocalRunner:
             )
         update.state = {name: state[name] for name in message.returns}
         self.callbacks.event("on_send", client, update)
+        private = sorted(set(update.state) - set(message.returns))
+        if private:
+            raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays here")
         shapes = {name: value.shape for name, value in state.items()}
         for callback in self.callbacks:
             check_extras(callback.key, update.extras.get(callback.key, {}), callback.wire(client.module).up, shapes)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 _LOGGERS = ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero", "lightning")
 _HARMLESS = (
+    ".*sync_dist=True.*",
     ".*have no `val_dataloader`.*",
     ".*does not have many workers.*",
     ".*is smaller than the logging interval.*",
@@ -22,6 +23,8 @@ _HARMLESS = (
     ".*Detected call of `lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`.*",
     ".*The `srun` command is available.*",
     ".*Experiment logs directory .* exists.*",
+    ".*in eval mode at the start of training.*",
+    ".*You defined a `validation_step` but have no `val_dataloader`.*",
 )
 
 

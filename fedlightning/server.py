@@ -16,7 +16,7 @@ from fedlightning.layers import expand
 from fedlightning.local import LocalRunner
 from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import generator
-from fedlightning.tensors import State, WeightedMean, clone, entry_kinds, load_state, module_state
+from fedlightning.tensors import State, WeightedMean, clone, entry_kinds, load_state, module_state, tied_names
 
 GLOBAL = "global"
 
@@ -64,6 +64,7 @@ class Server:
         self.num_samples = {client: runner.data.num_samples(client) for client in self.clients}
         self.module = runner.build("server")
         self.kinds = entry_kinds(self.module)
+        self._tied = tied_names(self.module)
         self.shapes = {name: value.shape for name, value in module_state(self.module).items()}
         self.models: dict[str, State] = {GLOBAL: clone(module_state(self.module))}
         self.state: dict[str, dict[str, Any]] = {}
@@ -72,7 +73,6 @@ class Server:
         self.bytes_down = 0
         self.steps = 0
         self.scores: dict[tuple[str, str, str, str], dict[str, tuple[float, int]]] = {}
-        self._shared: tuple[int, tuple[str, ...]] | None = None
 
     # -- what algorithms ask for ---------------------------------------------------------------------------------
     @property
@@ -111,7 +111,10 @@ class Server:
 
     # -- messages ------------------------------------------------------------------------------------------------
     def shared_names(self) -> tuple[str, ...]:
-        """What travels this round: the callbacks' answers, intersected; every entry by default."""
+        """What travels this round: the callbacks' answers, intersected; every entry by default.
+
+        An entry that is tied under several names travels only if all of its names do: one of them private, all are.
+        """
         names = list(self.kinds)
         for callback in self.callbacks:
             answer = callback.shared_names(self, self.module)
@@ -120,7 +123,8 @@ class Server:
                 names = [name for name in names if name in chosen]
         if self.float_buffers == "local":
             names = [name for name in names if self.kinds[name] in ("trainable", "frozen")]
-        return tuple(names)
+        travelling = set(names)
+        return tuple(name for name in names if self._tied.get(name, travelling) <= travelling)
 
     def message(self, job: Job) -> Message:
         """The message for one job: state, names to return and every callback's extras, checked against ``wire``."""

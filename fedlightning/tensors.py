@@ -47,6 +47,16 @@ def entry_kinds(module: nn.Module) -> dict[str, EntryKind]:
     return kinds
 
 
+def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
+    """For every entry that is known by several names: all of its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        names.setdefault(id(buffer), []).append(name)
+    return {name: frozenset(group) for group in names.values() if len(group) > 1 for name in group}
+
+
 def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy ``state`` into the entries of ``module`` that it names; other entries stay.
 

@@ -256,6 +256,11 @@ class FederatedTrainer:
             self.run = RunFolder(path.parent.parent, path.parent.name, path.name)
         elif not self.fast_dev_run:
             self.run = RunFolder(root, name, a["version"])
+            if (self.run.path / "metrics.csv").exists() and is_writer():
+                raise arguments.ConfigurationError(
+                    f"There is a run in {self.run.path} already. Choose another version, leave version out, or resume it "
+                    f"with resume='{self.run.path}'."
+                )
         self.loggers = arguments.loggers(self._logger_argument, self.run) if is_writer() and go_on else []
         settings = LocalSettings(
             seed=a["seed"],

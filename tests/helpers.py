@@ -116,8 +116,9 @@ class NormNet(Toy):
     """With batch normalisation: float and integer buffers."""
 
     def make(self, hidden: int, dropout: float) -> nn.Module:
+        activation = nn.Sequential(nn.ReLU(), nn.Dropout(dropout))
         return nn.Sequential(
-            nn.Linear(FEATURES, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, CLASSES)
+            nn.Linear(FEATURES, hidden), nn.BatchNorm1d(hidden), activation, nn.Linear(hidden, CLASSES)
         )
 
 

@@ -46,7 +46,7 @@ def test_create_and_find() -> None:
     assert find("player-fl_random").name == "PLayerFLRandom"
     with pytest.raises(ValueError, match="Did you mean FedProx"):
         create("fedprx")
-    with pytest.raises(ValueError, match="FedProx has no option 'nu'. It has mu, weighting"):
+    with pytest.raises(ValueError, match=r"FedProx has no option 'nu'\. It has mu, weighting"):
         create("FedProx", nu=1)
 
 

@@ -73,7 +73,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "runs/quickstart/version_0"))
 
 
-# -- fit ----------------------------------------------------------------------------------------------------------------
+# -- fit ---------------------------------------------------------------------------------------------------------------
 def test_fit_writes_the_files_of_a_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in (
         "config.yaml",
@@ -205,7 +205,7 @@ def test_print_config_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fedlightning fit --config" in capsys.readouterr().out
 
 
-# -- finished and interrupted runs --------------------------------------------------------------------------------------
+# -- finished and interrupted runs -------------------------------------------------------------------------------------
 def test_test_and_validate_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (run / "metrics.csv").read_text()
     summary = json.loads((run / "summary.json").read_text())["results"]
@@ -220,9 +220,6 @@ def test_test_and_validate_a_run(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_test_an_interrupted_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Stop(Exception):
-        pass
-
     from fedlightning.hooks import FederatedCallback
 
     class Interrupt(FederatedCallback):
@@ -250,7 +247,7 @@ def test_predict(run: Path) -> None:
     assert torch.load("all.pt").shape == (60, 10)
 
 
-# -- partition and the rest ---------------------------------------------------------------------------------------------
+# -- partition and the rest --------------------------------------------------------------------------------------------
 def test_partition(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["partition", *SMALL, "--out=who"]) == 0
     shown = capsys.readouterr().out
@@ -292,7 +289,7 @@ def test_algorithms_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.stdout.strip() == "--trainer.max_rounds", done.stderr
 
 
-# -- bad input ----------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -331,7 +328,7 @@ def test_algorithms_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
         ([*SMALL, "--trainer.callbacks=FENDA", "--trainer.callbacks.head=net.nothere"], "no submodule `net.nothere`"),
         ([*SMALL, "--trainer.callbacks=FedBN"], "FedBN keeps batch normalisation local"),
         ([*SMALL, "--model.num_classes=5", "--model.net.num_classes=5"], "is outside 0 .. 4"),
-        ([*SMALL, "--model.lr=1e38"], "NaN"),
+        ([*SMALL, "--model.lr=1e38", "--trainer.local_epochs=4"], "NaN"),
         ([*SMALL, "--data=MNISTDataModule", "--data.root=nowhere"], "MNISTDataModule did not find"),
         ([*SMALL, "--data=lightning.pytorch.demos.boring_classes.BoringDataModule"], "Wrap it: Partitioned"),
         ([*SMALL, "--data.partitioner.num_clients=5000"], "DirichletPartitioner cannot give 5000 clients"),
@@ -411,7 +408,7 @@ def write_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "modules", raising=False)
 
 
-# -- tables -------------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 def rows(clients: int = 3, metrics: tuple[str, ...] = ("loss", "accuracy", "my_score")) -> list[dict[str, object]]:
     return [
         {
@@ -449,7 +446,7 @@ def test_many_clients_and_no_results(capsys: pytest.CaptureFixture[str]) -> None
     assert "no results" in capsys.readouterr().out
 
 
-# -- as a process -------------------------------------------------------------------------------------------------------
+# -- as a process ------------------------------------------------------------------------------------------------------
 def test_the_console_script(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call: Callable[..., subprocess.CompletedProcess[str]] = lambda *words: subprocess.run(  # noqa: E731
         [sys.executable, "-m", "fedlightning.cli", *words], capture_output=True, text=True, cwd=here

@@ -71,8 +71,8 @@ def _refuse_if_all_failed(server: Server, updates: list[Update], cause: Exceptio
     failed = [update for update in updates if update.error is not None]
     if updates and len(failed) == len(updates):
         raise FederationError(
-            f"Round {server.round + 1}: no client could contribute; {failed[0].error}."
-            + (f" ({len(failed) - 1} more failed.)" if len(failed) > 1 else "")
+            f"Round {server.round + 1}: no client could contribute; {str(failed[0].error).rstrip('.')}"
+            + (f" ({len(failed) - 1} more failed)." if len(failed) > 1 else ".")
         ) from cause
 
 

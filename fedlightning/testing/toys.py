@@ -1,0 +1,167 @@
+"""A small federation that holds every kind of state entry, for checks of algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.hooks import FederatedCallback
+from fedlightning.trainer import FederatedTrainer
+
+FEATURES, CLASSES, WIDTH = 6, 3, 8
+
+
+class ToyModule(LightningModule):
+    """A classifier in two layers and a head; with ``full``, also every entry that algorithms stumble over.
+
+    Args:
+        full: adds batch normalisation, a frozen parameter, a parameter tied under two names and an integer buffer.
+        lr: of plain SGD.
+    """
+
+    def __init__(self, full: bool = False, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr = lr
+        self.body = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.BatchNorm1d(WIDTH) if full else nn.Tanh(), nn.Tanh())
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.full = full
+        if full:
+            self.again = nn.Linear(WIDTH, WIDTH)
+            self.again.weight = self.middle.weight
+            self.scale = nn.Parameter(torch.full((1,), 0.7), requires_grad=False)
+            self.register_buffer("code", torch.arange(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, 3) of x (B, 6)."""
+        features = torch.tanh(self.middle(self.body(x)))
+        if self.full:
+            features = self.scale * torch.tanh(self.again(features)) + features
+        logits: Tensor = self.head(features)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Cross entropy."""
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss."""
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD, which every algorithm accepts."""
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class ToyData(FederatedDataModule):
+    """Skewed random data of a few clients, in batches of 5.
+
+    Args:
+        sizes: training samples of each client; validation has 6 each.
+        identical: every client has the same samples, in the same fixed order.
+        nan: this client's features are NaN.
+        listed: the order in which clients are listed (by default as named).
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int] = (12, 7, 10, 15),
+        identical: bool = False,
+        nan: str | None = None,
+        listed: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.identical = identical
+        self.names = [f"site{index}" for index in range(len(sizes))]
+        self.listed = list(listed or self.names)
+        self.data: dict[tuple[str, str], TensorDataset] = {}
+        for index, (name, size) in enumerate(zip(self.names, sizes, strict=True)):
+            for offset, split in enumerate(("train", "val")):
+                draw = torch.Generator().manual_seed(10 * (0 if identical else index) + offset)
+                count = size if split == "train" else 6
+                x = torch.randn(count, FEATURES, generator=draw) + 0.3 * (0 if identical else index)
+                y = (x[:, 0] + 0.5 * x[:, 1] > 0).long() + (x[:, 2] > 0.5).long()
+                self.data[name, split] = TensorDataset(x * float("nan") if name == nan else x, y)
+
+    @property
+    def client_ids(self) -> list[str]:
+        """The clients as listed."""
+        return self.listed
+
+    @property
+    def num_classes(self) -> int:
+        """Three."""
+        return CLASSES
+
+    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
+        """Addressed batches of 5."""
+        dataset = self.data.get((client, split))
+        return None if dataset is None else self._loader(dataset, client, split)
+
+    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
+        """The union."""
+        parts = [self.data[name, split] for name in self.names if (name, split) in self.data]
+        if not parts:
+            return None
+        joined = TensorDataset(*(torch.cat([part.tensors[k] for part in parts]) for k in range(2)))
+        return self._loader(joined, "pooled", split)
+
+    def num_samples(self, client: str, split: str = "train") -> int:
+        """Length of the client's split."""
+        return len(self.data[client, split]) if (client, split) in self.data else 0
+
+    def class_counts(self, client: str, split: str = "train") -> list[int]:
+        """Samples of each class."""
+        return torch.bincount(self.data[client, split].tensors[1], minlength=CLASSES).tolist()
+
+    def _loader(self, dataset: TensorDataset, client: str, split: str) -> DataLoader[Any]:
+        sampler = AddressedSampler(len(dataset), client, shuffle=split == "train" and not self.identical)
+        return DataLoader(dataset, batch_size=5, sampler=sampler, generator=sampler.generator)
+
+
+def federate(
+    algorithm: FederatedCallback | None,
+    data: FederatedDataModule,
+    root: Path,
+    *,
+    full: bool = False,
+    lr: float = 0.1,
+    resume: bool = False,
+    others: Sequence[Callback] = (),
+    **arguments: Any,
+) -> FederatedTrainer:
+    """Run a small quiet federation of :class:`ToyModule` and return its trainer.
+
+    Args:
+        algorithm: the callback under test; ``None``: FedAvg.
+        data: who has what; root: where the run is written.
+        full, lr: of the module; others: more callbacks; resume: go on with the run that lies there.
+        arguments: of the trainer.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = ToyModule(full=full, lr=lr)
+    own: list[Callback] = [] if algorithm is None else [algorithm]
+    defaults: dict[str, Any] = {"max_rounds": 3, "evaluate_every": 0, "save_state": 0, "local_steps": 3}
+    trainer = FederatedTrainer(
+        callbacks=[*own, *others],
+        default_root_dir=root,
+        logger=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        **defaults | arguments,
+    )
+    trainer.fit(module, data, resume="last" if resume else None)
+    return trainer

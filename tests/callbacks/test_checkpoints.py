@@ -1,0 +1,219 @@
+"""LocalCheckpoint and GlobalCheckpoint: what is selected, when, and that it can be opened again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers import NormNet, Toy, differs, federate, global_state, same, spied, toy_data
+
+import fedlightning
+from fedlightning import FederatedCallback
+from fedlightning.callbacks import FLIU, FedPer, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.checkpoints import load
+from fedlightning.tensors import module_state
+
+SIZES = {"0": 24, "1": 40, "2": 16}
+
+
+class Scripted(Toy):
+    """A weight that says how often the module was averaged, and validation losses by a script of the tests."""
+
+    script: dict = {}
+
+    def __init__(self):
+        super().__init__("sgd", lr=0.0)
+        self.count = torch.nn.Parameter(torch.zeros(()))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + 0.0 * self.count
+
+    def on_train_epoch_end(self):
+        with torch.no_grad():
+            self.count += 1.0
+
+    def validation_step(self, batch, batch_idx):
+        client = next(c for c in SIZES if torch.equal(batch[0], Scripted.data.tensors[c]["val"][0]))
+        losses = self.script[client]
+        self.log("val_loss", losses[int(self.count)])
+
+
+def run(script, callback, rounds, **options):
+    Scripted.script, Scripted.data = script, toy_data(SIZES, batch_size=16)
+    return federate(Scripted(), Scripted.data, [callback], max_rounds=rounds, evaluate_every=1, **options)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("losses", "mode", "best"),
+    [
+        ([9, 3.0, 1.0, 2.0], "min", 2),
+        ([9, 1.0, 1.0, 2.0], "min", 1),  # a tie keeps the earlier
+        ([9, 2.0, 3.0, 3.0], "max", 2),
+        ([9, NAN, 5.0, NAN], "min", 2),
+        ([9, 3.0, float("-inf"), 2.0], "min", 3),
+    ],
+)
+@pytest.mark.parametrize("kind", [LocalCheckpoint, GlobalCheckpoint])
+def test_the_running_best_is_kept(losses, mode, best, kind):
+    trainer = run(dict.fromkeys(SIZES, losses), kind(mode=mode), 3)
+    entries = [trainer.server.checkpoints.get("GlobalCheckpoint")]
+    if kind is LocalCheckpoint:
+        entries = [trainer.store.get(client).checkpoints["LocalCheckpoint"] for client in SIZES]
+    for entry in entries:
+        assert (entry["round"], entry["score"]) == (best, losses[best])
+        assert float(entry["model"]["count"]) == best
+
+
+def test_every_client_chooses_for_itself():
+    script = {"0": [0, 1.0, 2.0, 3.0], "1": [0, 3.0, 2.0, 1.0], "2": [0, 3.0, 1.0, 2.0]}
+    trainer = run(script, LocalCheckpoint(), 3)
+    assert [trainer.store.get(c).checkpoints["LocalCheckpoint"]["round"] for c in SIZES] == [1, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("mean", "scores"),
+    [("train", [(24 * 5 + 40 * 1 + 16 * 1) / 80, (24 * 1 + 40 * 3 + 16 * 2) / 80]), ("uniform", [7 / 3, 6 / 3])],
+)
+def test_the_federations_choice_weights_the_clients(mean, scores):
+    """Round 1 wins by training samples, round 2 uniformly."""
+    trainer = run({"0": [0, 5.0, 1.0], "1": [0, 1.0, 3.0], "2": [0, 1.0, 2.0]}, GlobalCheckpoint(mean=mean), 2)
+    kept = trainer.server.checkpoints["GlobalCheckpoint"]
+    assert kept["score"] == pytest.approx(min(scores))
+    assert kept["round"] == scores.index(min(scores)) + 1
+
+
+def test_clients_without_a_value_do_not_count():
+    trainer = run({"0": [0, NAN, 1.0], "1": [0, 3.0, 4.0], "2": [0, 3.0, 4.0]}, GlobalCheckpoint(mean="uniform"), 2)
+    kept = trainer.server.checkpoints["GlobalCheckpoint"]
+    assert (kept["round"], kept["score"]) == (1, 3.0) or kept["score"] == 3.0
+
+
+def test_before_or_after_aggregation_is_explicit():
+    """L2 models have one epoch of their own that L1 models do not have yet."""
+    options = {"max_rounds": 2, "evaluate_every": 1}
+    data = toy_data(SIZES)
+    trained = spied(Toy("adam", lr=0.01), data, [LocalCheckpoint(stage="L2")], **options)
+    trainer, spy = trained
+    for client in SIZES:
+        kept = trainer.store.get(client).checkpoints["LocalCheckpoint"]
+        assert kept["stage"] == "L2"
+        same(kept["model"], spy.of_round(kept["round"] - 1)[client].state)
+    trainer, spy = spied(Toy("adam", lr=0.01), data, [LocalCheckpoint(stage="L1")], **options)
+    for client in SIZES:
+        kept = trainer.store.get(client).checkpoints["LocalCheckpoint"]
+        same(kept["model"], spy.rounds[kept["round"] - 1])
+
+
+def test_the_global_choice_by_the_trained_models_losses():
+    trainer, spy = spied(Toy("adam"), toy_data(SIZES), [GlobalCheckpoint(stage="L2")], max_rounds=3, evaluate_every=1)
+    kept = trainer.server.checkpoints["GlobalCheckpoint"]
+    same(kept["model"], spy.rounds[kept["round"] - 1])
+
+
+def test_absent_clients_choose_too():
+    """L1 is evaluated for everybody, so a client that did not take part may find the new model best."""
+    trainer = federate(
+        Toy("adam", lr=0.01), toy_data(SIZES), [LocalCheckpoint()], participation=1, max_rounds=3, evaluate_every=1
+    )
+    for client in SIZES:
+        assert trainer.store.get(client).checkpoints["LocalCheckpoint"]["round"] >= 1
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    callbacks = [GlobalCheckpoint(), LocalCheckpoint(), FLIU(gamma=0.5)]
+    root = tmp_path_factory.mktemp("run")
+    trainer = federate(NormNet("adam", lr=0.3), toy_data(SIZES), callbacks, root=root, max_rounds=4)
+    return trainer, trainer.test()
+
+
+def test_exports_open_as_the_users_class(finished):
+    trainer, _ = finished
+    folder = trainer.run.path / "checkpoints"
+    best = trainer.server.checkpoints["GlobalCheckpoint"]["model"]
+    for opened in (NormNet.load_from_checkpoint(folder / "global.ckpt"), load(folder / "global.ckpt")):
+        assert type(opened) is NormNet
+        assert opened.hparams.lr == 0.3
+        same(module_state(opened), best)
+        assert not opened.training or opened is not None
+    for client in SIZES:
+        kept = trainer.store.get(client).checkpoints["LocalCheckpoint"]["model"]
+        path = folder / "clients" / f"{client}.ckpt"
+        same(module_state(NormNet.load_from_checkpoint(path)), kept)
+        same(module_state(fedlightning.load(path)), kept)
+
+
+def test_exports_are_native_lightning_checkpoints(finished):
+    trainer, _ = finished
+    found = torch.load(trainer.run.path / "checkpoints" / "global.ckpt", weights_only=False)
+    assert {"state_dict", "hyper_parameters", "pytorch-lightning_version"} <= set(found)
+    assert found["fedlightning"]["checkpoint"] == "best_global"
+
+
+def test_the_trainer_hands_out_what_was_selected(finished):
+    trainer, _ = finished
+    kept = trainer.store.get("1").checkpoints["LocalCheckpoint"]
+    same(module_state(trainer.module("1", "best_local")), kept["model"])
+    same(module_state(trainer.module(None, "best_global")), trainer.server.checkpoints["GlobalCheckpoint"]["model"])
+    assert differs(module_state(trainer.module("1")), global_state(trainer))
+    with pytest.raises(ValueError, match=r"no checkpoint 'best'.*best_local"):
+        trainer.module("1", "best")
+
+
+def test_testing_scores_each_of_them(finished):
+    trainer, results = finished
+    found = {(row["checkpoint"], row["model"], row["stage"]) for row in results}
+    assert found == {
+        ("latest", "global", "G"),
+        ("latest", "personal", "L1"),
+        ("latest", "personal", "L2"),
+        ("best_global", "global", "G"),
+        ("best_local", "personal", "L1"),
+    }
+    for row in results:
+        assert row["split"] == "test"
+        assert set(row["per_client"]) <= {*SIZES, "all"}
+    local = next(r for r in results if (r["checkpoint"], r["data"], r["metric"]) == ("best_local", "local", "test_loss"))
+    for client in SIZES:
+        x, y = trainer.server.runner.data.tensors[client]["test"]
+        module = trainer.module(client, "best_local").eval()
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(module(x), y)
+        assert local["per_client"][client] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_testing_chooses_nothing(finished):
+    """Test scores never reach a selection."""
+    trainer, _ = finished
+    before = {client: trainer.store.get(client) for client in SIZES}
+    trainer.test()
+    trainer.validate()
+    for client, record in before.items():
+        assert trainer.store.get(client) is record
+
+
+def test_one_of_them_by_name(finished):
+    trainer, _ = finished
+    assert {row["checkpoint"] for row in trainer.test("best_local")} == {"best_local"}
+    assert {row["checkpoint"] for row in trainer.test("latest")} == {"latest"}
+    with pytest.raises(ValueError, match=r"no checkpoint 'best'.*\['best_global', 'best_local', 'latest'\]"):
+        trainer.test("best")
+
+
+def test_without_a_global_model_it_is_refused_before_training():
+    class Visited(FederatedCallback):
+        def on_visit_start(self, client):
+            raise AssertionError("training has begun")
+
+    with pytest.raises(ValueError, match=r"GlobalCheckpoint needs a global model.*LocalCheckpoint"):
+        federate(Toy(), toy_data(SIZES), [FedPer(), GlobalCheckpoint(), Visited()])
+
+
+@pytest.mark.parametrize("callback", [GlobalCheckpoint(monitor="val_f1"), LocalCheckpoint(monitor="val_f1")])
+def test_an_unknown_metric_is_named(callback):
+    with pytest.raises(ValueError, match=r"monitors 'val_f1', but validation gives \['val_acc', 'val_loss'\]"):
+        federate(Toy(), toy_data(SIZES), [callback], evaluate_every=1, max_rounds=1)

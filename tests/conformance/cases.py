@@ -1,0 +1,49 @@
+"""Each algorithm as the conformance suite sees it: instances to check, and what cannot hold by definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedlightning import callbacks as c
+from fedlightning.hooks import FederatedCallback
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm's instance, its neutral form, skipped checks with the reason, and what the toy run needs."""
+
+    algorithm: FederatedCallback
+    neutral: FederatedCallback | None = None
+    skip: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+NO_PLAIN_FORM = {"one_client": "its deployed model is another one by definition"}
+
+CASES: dict[str, Case] = {
+    "FedAvg": Case(c.FedAvg()),
+    "FedAvg uniform": Case(c.FedAvg(weighting="uniform")),
+    "FedSGD": Case(c.FedSGD(), arguments={"local_steps": 1}),
+    "FedProx": Case(c.FedProx(mu=0.1), neutral=c.FedProx(mu=0.0)),
+    "SCAFFOLD": Case(c.SCAFFOLD()),
+    "SCAFFOLD option 1": Case(c.SCAFFOLD(option=1, server_lr=0.9), neutral=c.SCAFFOLD(option=1)),
+    "FedAdam": Case(c.FedAdam(), skip=NO_PLAIN_FORM),
+    "FedPer": Case(c.FedPer(personal=["head"])),
+    "FedBN": Case(c.FedBN(), arguments={"full": True}),
+    "Local": Case(c.Local(), skip={"one_client": "its optimizers go on from round to round"}),
+    "Central": Case(
+        c.Central(),
+        skip={
+            "one_client": "its batches are addressed as the pooled client's",
+            "nan_client": "it trains on everybody's samples, so nobody can be left out",
+        },
+    ),
+    "APFL": Case(c.APFL(), neutral=c.APFL(alpha=0.0, adaptive=False)),
+    "APFL logits": Case(c.APFL(mix="logits"), neutral=c.APFL(alpha=0.0, adaptive=False, mix="logits")),
+    "FENDA": Case(c.FENDA(head="head"), skip=NO_PLAIN_FORM),
+    "FLIU": Case(c.FLIU()),
+    "FLIU fixed": Case(c.FLIU(gamma=0.5)),
+    "PLayerFL": Case(c.PLayerFL(threshold=1.1)),
+    "PLayerFLRandom": Case(c.PLayerFLRandom(threshold=1.1)),
+}

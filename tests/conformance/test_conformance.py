@@ -1,0 +1,28 @@
+"""Every registered algorithm passes every check; a check is left out only with its reason in ``cases.py``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from tests.conformance.cases import CASES, Case
+
+from fedlightning.catalogue import list_algorithms
+from fedlightning.testing import CHECKS, check_algorithm
+
+PAIRS = [
+    pytest.param(case, check, id=f"{name}-{check}")
+    for name, case in CASES.items()
+    for check in CHECKS
+    if check not in case.skip
+]
+
+
+@pytest.mark.parametrize(("case", "check"), PAIRS)
+def test_conformance(case: Case, check: str) -> None:
+    check_algorithm(copy.deepcopy(case.algorithm), neutral=case.neutral, only=[check], **case.arguments)
+
+
+def test_every_registered_algorithm_is_here() -> None:
+    checked = {type(case.algorithm).__name__ for case in CASES.values()}
+    assert set(list_algorithms()) - checked == set()
