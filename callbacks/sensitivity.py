@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedlightning import probes
-from fedlightning.layers import Layer, forward_order, ordered_layers
+from fedlightning.layers import ForwardOrder, Layer, ordered_layers, pieces
+from fedlightning.seeding import isolated
+from fedlightning.tensors import State
 
 Method = Literal["online", "mean_gradient", "one_batch"]
 
@@ -70,6 +75,20 @@ class Sensitivity:
         return len(self.layers)
 
     @staticmethod
+    def of(
+        layers: Sequence[Layer],
+        of_pieces: Mapping[str, float],
+        counted: Mapping[str, Tensor],
+        method: str = "online",
+        weights_only: bool = False,
+    ) -> Sensitivity:
+        """``I_k`` of ``layers`` from ``sum_p (theta_p grad_p)^2`` of their pieces and the parameters that count."""
+        counts = [sum(counted[name].numel() for name in layer.parameters if name in counted) for layer in layers]
+        sums = [math.fsum(of_pieces[piece] for piece in layer.pieces) for layer in layers]
+        terms = [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]
+        return Sensitivity([layer.name for layer in layers], counts, terms, method, weights_only)
+
+    @staticmethod
     def sum(parts: Sequence[Sensitivity]) -> Sensitivity:
         """The unweighted sum over clients.
 
@@ -95,76 +114,91 @@ class Sensitivity:
         names = ("layers", "num_parameters", "sensitivity", "method", "weights_only")
         return Sensitivity(**{name: values[name] for name in names})
 
-    def plot(self, threshold: float | None = None, path: str | Path | None = None) -> Any:
+    def plot(
+        self, threshold: float | None = None, path: str | Path | None = None, split: int | None = None
+    ) -> Any:
         """F over the layers, the ratio curve, and p as a function of t.
 
         Args:
             threshold: marked in the figure.
             path: where to save it; ``None``: only return the figure.
+            split: how many layers were federated, where that is not what ``threshold`` says.
         """
         from fedlightning.callbacks.sensitivity_figure import draw
 
-        return draw(self, threshold, path)
+        return draw(self, threshold, path, split)
+
+
+def counted_parameters(module: nn.Module, weights_only: bool = False) -> dict[str, nn.Parameter]:
+    """The parameters that count: those that train, with ``weights_only`` only tensors of two or more dimensions."""
+    return {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and (not weights_only or parameter.dim() > 1)
+    }
 
 
 class SensitivityAccumulator:
-    """Adds up ``(theta_p grad_p)^2`` over steps: one float64 number a parameter tensor, no tensor is kept.
+    """Adds up ``(theta_p grad_p)^2`` over steps: one number a parameter tensor, no tensor is kept.
 
     Args:
         module: whose parameters and gradients are read.
-        layers: its layers in order (:func:`fedlightning.layers.ordered_layers`).
-        weights_only: count only tensors of two or more dimensions (the authors' code: no biases, no normalisation).
+        weights_only: leave biases and normalisation out (the authors' code).
+        order: names of the layers; ``None``: as they are called until :meth:`stop_watching`.
     """
 
-    def __init__(self, module: nn.Module, layers: Sequence[Layer], weights_only: bool = False) -> None:
-        self.layers = list(layers)
+    def __init__(self, module: nn.Module, weights_only: bool = False, order: Sequence[str] | None = None) -> None:
+        self.module = module
         self.weights_only = weights_only
-        parameters = dict(module.named_parameters())
-        self.counted = {
-            name: parameters[name]
-            for layer in self.layers
-            for name in layer.parameters
-            if name in parameters
-            and parameters[name].requires_grad
-            and (not weights_only or parameters[name].dim() > 1)
-        }
+        self.counted = counted_parameters(module, weights_only)
         self.sums = dict.fromkeys(self.counted, 0.0)
         self.steps = dict.fromkeys(self.counted, 0)
+        self.order = order
+        self._watch = ForwardOrder(module) if order is None else None
+
+    def stop_watching(self) -> None:
+        """The first batch is through: the order in which it met the layers is known."""
+        if self._watch is not None:
+            self.order, self._watch = self._watch.names(), None
 
     @torch.no_grad()
-    def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """One step's gradients by parameter name, unscaled. A step with a non-finite one is not counted at all."""
-        terms = {
-            name: float((self.counted[name].double() * gradient.double()).square().sum())
-            for name, gradient in gradients.items()
-            if name in self.counted
-        }
-        if all(math.isfinite(term) for term in terms.values()):
-            for name, term in terms.items():
-                self.sums[name] += term
+    def add(self, gradients: Mapping[str, Tensor], scale: float = 1.0) -> None:
+        """One step's gradients by parameter name, times ``scale``. With a non-finite one the step does not count."""
+        names = [name for name in gradients if name in self.counted]
+        if not names:
+            return
+        terms = [_squares(self.counted[name], gradients[name]) for name in names]
+        values = torch.stack([term.to(terms[0].device) for term in terms]).tolist()  # one transfer a step
+        if all(map(math.isfinite, values)):
+            for name, value in zip(names, values, strict=True):
+                self.sums[name] += value / scale**2
                 self.steps[name] += 1
 
-    def add_step(self, optimizer: Optimizer | None = None) -> None:
+    def add_step(self, optimizer: Optimizer | None = None, scale: float = 1.0) -> None:
         """One step's gradients as they stand in ``.grad``, of ``optimizer``'s parameters or of all."""
         own = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.add(
-            {
-                name: parameter.grad
-                for name, parameter in self.counted.items()
-                if parameter.grad is not None and (own is None or id(parameter) in own)
-            }
-        )
+        gradients = {
+            name: parameter.grad
+            for name, parameter in self.counted.items()
+            if parameter.grad is not None and (own is None or id(parameter) in own)
+        }
+        self.add(gradients, scale)
+
+    def of_pieces(self) -> dict[str, float]:
+        """Per piece (:func:`fedlightning.layers.pieces`) the sum over its parameters of the mean over the steps."""
+        means = {name: self.sums[name] / steps for name, steps in self.steps.items() if steps}
+        return {p.name: math.fsum(means.get(name, 0.0) for name in p.parameters) for p in pieces(self.module)}
 
     def result(self, method: str = "online") -> Sensitivity:
         """``I_k``, with the mean over steps in the place of ``(theta_p grad_p)^2``."""
-        counts, terms = [], []
-        for layer in self.layers:
-            names = [name for name in layer.parameters if name in self.counted]
-            count = sum(self.counted[name].numel() for name in names)
-            total = math.fsum(self.sums[name] / self.steps[name] for name in names if self.steps[name])
-            counts.append(count)
-            terms.append(total / count if count else 0.0)
-        return Sensitivity([layer.name for layer in self.layers], counts, terms, method, self.weights_only)
+        self.stop_watching()
+        layers = ordered_layers(self.module, self.order)
+        return Sensitivity.of(layers, self.of_pieces(), self.counted, method, self.weights_only)
+
+
+def _squares(parameter: Tensor, gradient: Tensor) -> Tensor:
+    wide = torch.float32 if parameter.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    return (parameter.to(wide) * gradient.to(wide)).square().sum()
 
 
 class FederationSensitivity(Callback):
@@ -195,36 +229,49 @@ class FederationSensitivity(Callback):
         """Unique by options, so that several methods may record one run."""
         return f"{type(self).__name__}(method={self.method}, weights_only={self.weights_only}, epoch={self.epoch})"
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse an extra pass over a module whose step would train in it."""
+        if self.method != "online" and not pl_module.automatic_optimization:
+            raise ValueError(
+                f"FederationSensitivity(method={self.method!r}) runs training_step once more, but "
+                f"{type(pl_module).__name__} optimizes in it (manual optimization). Use method='online'."
+            )
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """On the first batch: the order in which a forward pass meets the layers."""
-        if trainer.current_epoch != self.epoch or self._accumulator is not None:
-            return
-
-        def run() -> object:
-            with torch.no_grad(), probes.probing(pl_module, trainer.precision_plugin, "layer order"):
-                return probes.training_loss(pl_module, batch)
-
-        layers = ordered_layers(pl_module, forward_order(pl_module, run))
-        self._accumulator = SensitivityAccumulator(pl_module, layers, self.weights_only)
+        """The first batch of the recorded epoch shows the order of the layers."""
+        if trainer.current_epoch == self.epoch and self._accumulator is None:
+            self._accumulator = SensitivityAccumulator(pl_module, self.weights_only)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """One more step of the recorded epoch (gradients are unscaled here)."""
+        """One more step of the recorded epoch."""
         if self.method == "online" and trainer.current_epoch == self.epoch and self._accumulator is not None:
-            self._accumulator.add_step(optimizer)
+            self._accumulator.add_step(optimizer, scale_of(optimizer, trainer))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """The order of the layers is known."""
+        if self._accumulator is not None:
+            self._accumulator.stop_watching()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The extra pass, where the method wants one; the result."""
         if trainer.current_epoch != self.epoch or self._accumulator is None:
             return
         if self.method != "online":
-            loader: Any = trainer.train_dataloader
-            batches = iter(loader) if self.method == "mean_gradient" else iter([next(iter(loader))])
-            self._accumulator.add(probes.mean_gradient(pl_module, batches, trainer.precision_plugin, "sensitivity"))
-        self.result = self._accumulator.result(self.method)
+            self._accumulator.add(extra_gradient(trainer, pl_module, 1 if self.method == "one_batch" else None))
+        if any(self._accumulator.steps.values()):
+            self.result = self._accumulator.result(self.method)
+        else:
+            warnings.warn(f"{self.state_key} saw no finite gradient, so it has no result.", stacklevel=2)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let go of the module."""
+        if self._accumulator is not None:
+            self._accumulator.stop_watching()
         self._accumulator = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of the module."""
+        self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """The result, as plain values."""
@@ -233,3 +280,34 @@ class FederationSensitivity(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bring back the result of an earlier run."""
         self.result = Sensitivity.from_dict(state_dict["result"]) if "result" in state_dict else None
+
+
+def scale_of(optimizer: Optimizer, trainer: Trainer) -> float:
+    """What ``.grad`` is still multiplied with before a step: a fused optimizer unscales its gradients itself."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return probes.loss_scale(trainer.precision_plugin) if fused else 1.0
+
+
+def extra_gradient(trainer: Trainer, module: LightningModule, count: int | None) -> State:
+    """Mean gradient over ``count`` training batches (``None``: an epoch) at the present parameters; leaves no trace."""
+    limit = trainer.num_training_batches
+    count = count or (int(limit) if math.isfinite(limit) else None)
+    loaders = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
+    generators = {id(g): g for loader in loaders.flattened for g in _generators(loader)}
+    before = [generator.get_state() for generator in generators.values()]
+    try:
+        with isolated("sensitivity", "loader"):
+            batches = (batch for batch, _, _ in itertools.islice(loaders, count))
+            gradient = probes.mean_gradient(module, batches, trainer.precision_plugin, "sensitivity")
+    finally:
+        for generator, state in zip(generators.values(), before, strict=True):
+            generator.set_state(state)
+    return {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in gradient.items()}
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    sampler = getattr(loader, "sampler", None)
+    for owner in (loader, sampler, getattr(loader, "batch_sampler", None)):
+        found = getattr(owner, "generator", None)
+        if isinstance(found, torch.Generator):
+            yield found

@@ -169,13 +169,15 @@ class VisitCallback(Callback):
         return gradient.to(parameter.grad.dtype)
 
     def _stepped(self, optimizer: Optimizer, index: int) -> None:
-        self.steps += index == 0
+        moved = False
         for group in optimizer.param_groups:
             lr = float(group["lr"])
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is not None and parameter.grad is not None:
                     self.lr_sums[name] = self.lr_sums.get(name, 0.0) + lr
+                    moved = True
+        self.steps += index == 0 and moved  # a training_step that returned None moves nothing
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self._stops_itself and self.settings.local_steps is not None and self.attempts >= self.work:

@@ -34,11 +34,13 @@ class Layer:
         name: a module path (``"net.conv1"``), or what a container holds itself (``"encoder.cls_token+pos_embed"``).
         parameters: names as in ``state_dict``.
         buffers: names as in ``state_dict``.
+        pieces: names of the modules in it: its own, then the normalisation layers that joined.
     """
 
     name: str
     parameters: tuple[str, ...]
     buffers: tuple[str, ...] = ()
+    pieces: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,31 @@ def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> lis
                 raise ValueError(_unknown(name, leaves, "is no layer of " + type(module).__name__))
         leaves = {name: leaves[name] for name in [*dict.fromkeys(order), *leaves]}
     layers: list[Layer] = []
-    early: tuple[str, ...] = ()  # statistics of a norm without parameters, before every layer: they join the first
+    early: list[Layer] = []  # statistics of norms without parameters, before every layer: they join the first
     for leaf in leaves.values():
         if leaf.joins and layers:
-            last = layers[-1]
-            layers[-1] = Layer(last.name, last.parameters + leaf.layer.parameters, last.buffers + leaf.layer.buffers)
+            layers[-1] = _joined(layers[-1], leaf.layer)
         elif leaf.layer.parameters:
-            layers.append(Layer(leaf.layer.name, leaf.layer.parameters, early + leaf.layer.buffers))
-            early = ()
+            layers.append(_joined(leaf.layer, *early))
+            early = []
         else:
-            early += leaf.layer.buffers
+            early.append(leaf.layer)
     return layers
+
+
+def pieces(module: nn.Module) -> list[Layer]:
+    """What :func:`ordered_layers` orders and joins: every parametrised piece by itself, in registration order."""
+    return [leaf.layer for leaf in _leaves(module)]
+
+
+def _joined(layer: Layer, *others: Layer) -> Layer:
+    parts = (layer, *others)
+    return Layer(
+        layer.name,
+        tuple(name for part in parts for name in part.parameters),
+        tuple(name for part in parts for name in part.buffers),
+        tuple(name for part in parts for name in part.pieces),
+    )
 
 
 class ForwardOrder:
@@ -203,7 +219,7 @@ def _leaves(module: nn.Module) -> list[_Leaf]:
         name = prefix + "+".join(p.removeprefix(prefix) for p in parameters) if container or not path else path
         listed = isinstance(child, (nn.ParameterList, nn.ParameterDict)) and bool(path)  # never called: its owner is
         caller = path.rpartition(".")[0] if listed else path
-        leaves.append(_Leaf(Layer(name, tuple(parameters), tuple(buffers)), caller, container or listed, joins))
+        leaves.append(_Leaf(Layer(name, tuple(parameters), tuple(buffers), (name,)), caller, container or listed, joins))
     return leaves
 
 

@@ -323,6 +323,11 @@ class FederatedTrainer:
         for update in updates:
             if update.error is not None:
                 arguments.warn(f"Round {server.round + 1}: {update.error}.")
+            elif update.steps == 0 and update.skipped:
+                arguments.warn(
+                    f"Round {server.round + 1}: client '{update.client}' took no real step, so its weight is 0: "
+                    f"{update.skipped} had no gradient, or were skipped by the gradient scaler."
+                )
         rows = stage_scores.update_rows(updates)
         if due:
             evaluate = Evaluate(("val",), self.evaluate_data)

@@ -6,9 +6,11 @@ copy of its state, so absent clients are treated like those that took part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
 
 from fedlightning.engines.sequential import ClientStore
 from fedlightning.evaluation.results import Row
@@ -16,47 +18,25 @@ from fedlightning.hooks import Job
 from fedlightning.local import Evaluate
 from fedlightning.messages import Update
 from fedlightning.server import Server
-from fedlightning.tensors import State, equal, load_state, module_state
+from fedlightning.tensors import equal, load_state, module_state
 
-Scores = dict[str, float]
+Known = dict[tuple[str, str], dict[str, float]]
+"""Scores that are there already, by (client, split): of clients that hold exactly the global model."""
 
 
 def update_rows(updates: Iterable[Update]) -> list[Row]:
     """L2 scores and training metrics that came with the updates of a round."""
     rows = []
     for update in updates:
-        number = update.round + 1
-        for metric, value in update.metrics.items():
-            rows.append(
-                Row(
-                    number, "L2", "personal", "latest", "local", "train", update.client, metric, value, update.num_samples
-                )
-            )
-        for stage, data, split, metric, value, size in update.evaluations:
-            rows.append(Row(number, stage, "personal", "latest", data, split, update.client, metric, value, size))
-    return rows
-
-
-def score_global(
-    server: Server,
-    module: LightningModule,
-    evaluate: Evaluate,
-    checkpoint: str = "latest",
-    clients: Sequence[str] | None = None,
-) -> list[Row]:
-    """Score one model of the server on every client's data, and on the union."""
-    runner, number = server.runner, server.round + 1
-    rows = []
-    for split in evaluate.splits:
-        targets = [(c, "local", runner.data.client_dataloader(c, split)) for c in clients or server.clients]
-        if "pooled" in evaluate.data and clients is None:
-            targets.append(("all", "pooled", runner.data.pooled_dataloader(split)))
-        for client, data, loader in targets:
-            if loader is None or len(loader) == 0:
-                continue
-            size = len(loader.dataset)  # type: ignore[arg-type]
-            for metric, value in runner.scorer.score(module, loader, split).items():
-                rows.append(Row(number, "G", "global", checkpoint, data, split, client, metric, value, size))
+        number, client = update.round + 1, update.client
+        rows += [
+            Row(number, "L2", "personal", "latest", "local", "train", client, metric, value, update.num_samples)
+            for metric, value in update.metrics.items()
+        ]
+        rows += [
+            Row(number, stage, "personal", "latest", data, split, client, metric, value, size)
+            for stage, data, split, metric, value, size in update.evaluations
+        ]
     return rows
 
 
@@ -73,6 +53,22 @@ def stage_g(server: Server, evaluate: Evaluate) -> list[Row]:
     return rows
 
 
+def score_global(
+    server: Server,
+    module: LightningModule,
+    evaluate: Evaluate,
+    checkpoint: str = "latest",
+    clients: Sequence[str] | None = None,
+) -> list[Row]:
+    """Score one model of the server on the data of ``clients``; by default on everybody's, and on the union."""
+    rows = []
+    for client in clients or server.clients:
+        rows += _score(server, module, client, Evaluate(evaluate.splits), ("G", "global", checkpoint))
+    if clients is None and "pooled" in evaluate.data:
+        rows += _score(server, module, "all", Evaluate(evaluate.splits, ("pooled",)), ("G", "global", checkpoint))
+    return rows
+
+
 def stage_l1(server: Server, store: ClientStore, evaluate: Evaluate, known: Sequence[Row] = ()) -> list[Row]:
     """Stage L1 of every client.
 
@@ -84,52 +80,25 @@ def stage_l1(server: Server, store: ClientStore, evaluate: Evaluate, known: Sequ
     """
     rows: list[Row] = []
     shared = module_state(server.module_with(server.model)) if known else None
-    known_local = {
-        (row.client, row.split, row.metric): row for row in known if row.data == "local" and row.checkpoint == "latest"
-    }
-    for client in server.clients:
-        rows += _client_l1(server, store, client, evaluate, shared, known_local)
-    return rows
+    scores: Known = {}
+    for row in known:
+        if row.data == "local" and row.checkpoint == "latest":
+            scores.setdefault((row.client, row.split), {})[row.metric] = row.value
+    for client_id in server.clients:
+        record = store.get(client_id)
+        with server.runner.client(server.message(Job(client_id, work=0)), record, evaluating=True) as client:
+            module = server.runner.personal_module(client, "L1")
+            is_global = shared is not None and equal(module_state(module), shared)
 
+            def report(split: str, found: dict[str, float], client: Any = client, module: Any = module) -> None:
+                server.callbacks.event("on_client_evaluated", client, "L1", split, found, module)
 
-def _client_l1(
-    server: Server,
-    store: ClientStore,
-    client_id: str,
-    evaluate: Evaluate,
-    shared: State | None,
-    known: dict[tuple[str, str, str], Row],
-) -> list[Row]:
-    runner, number = server.runner, server.round + 1
-    record = store.get(client_id)
-    rows = []
-    with runner.client(server.message(Job(client_id, work=0)), record, evaluating=True) as client:
-        module = runner.personal_module(client, "L1")
-        is_global = shared is not None and equal(module_state(module), shared)
-        for split in evaluate.splits:
-            for data in evaluate.data:
-                local = data == "local"
-                loader = runner.data.client_dataloader(client_id, split) if local else runner.data.pooled_dataloader(split)
-                if loader is None or len(loader) == 0:
-                    continue
-                owner = client_id if local else "all"
-                if is_global:
-                    where = [key for key in known if key[:2] == (owner, split)] if local else []
-                    scores = {key[2]: known[key].value for key in where}
-                else:
-                    scores = {}
-                scores = scores or runner.scorer.score(module, loader, split)
-                size = len(loader.dataset)  # type: ignore[arg-type]
-                rows += [
-                    Row(number, "L1", "personal", "latest", data, split, client_id, metric, value, size)
-                    for metric, value in scores.items()
-                ]
-                if local:
-                    runner.callbacks.event("on_client_evaluated", client, "L1", split, scores, module)
-        if client.record.checkpoints != record.checkpoints:
-            kept = record.copy()
-            kept.checkpoints = client.record.checkpoints
-            store.put(client_id, kept)
+            mark = ("L1", "personal", "latest")
+            rows += _score(server, module, client_id, evaluate, mark, scores if is_global else {}, report)
+            if client.record.checkpoints != record.checkpoints:
+                kept = record.copy()
+                kept.checkpoints = client.record.checkpoints
+                store.put(client_id, kept)
     return rows
 
 
@@ -137,30 +106,13 @@ def checkpoint_rows(server: Server, store: ClientStore, evaluate: Evaluate) -> l
     """Scores of the models that checkpoint callbacks selected, each at the round and stage it was selected in."""
     rows = []
     for kept in server.checkpoints.values():
-        module = server.module_with(kept["model"])
-        found = score_global(server, module, evaluate, kept["name"])
+        found = score_global(server, server.module_with(kept["model"]), evaluate, kept["name"])
         rows += [Row(**{**vars(row), "round": kept["round"]}) for row in found]
     for client_id in server.clients:
-        record = store.get(client_id)
-        for kept in record.checkpoints.values():
-            with server.runner.client(server.message(Job(client_id, work=0)), record, evaluating=True) as client:
-                module = server.runner.personal_module(client, kept["stage"])
-                load_state(module, kept["model"])
-                for split in evaluate.splits:
-                    for data in evaluate.data:
-                        loader = (
-                            server.runner.data.client_dataloader(client_id, split)
-                            if data == "local"
-                            else server.runner.data.pooled_dataloader(split)
-                        )
-                        if loader is None or len(loader) == 0:
-                            continue
-                        size = len(loader.dataset)  # type: ignore[arg-type]
-                        scores = server.runner.scorer.score(module, loader, split)
-                        rows += [
-                            Row(kept["round"], kept["stage"], "personal", kept["name"], data, split, client_id, m, v, size)
-                            for m, v in scores.items()
-                        ]
+        for kept in store.get(client_id).checkpoints.values():
+            module = deployed_module(server, store, client_id, kept["name"])
+            found = _score(server, module, client_id, evaluate, (kept["stage"], "personal", kept["name"]))
+            rows += [Row(**{**vars(row), "round": kept["round"]}) for row in found]
     return rows
 
 
@@ -170,6 +122,8 @@ def deployed_module(server: Server, store: ClientStore, client: str | None, chec
     Raises:
         ValueError: for an unknown client or checkpoint, or where the method has no global model.
     """
+    if client is not None and client not in server.clients:
+        raise ValueError(f"There is no client '{client}'. The clients are {server.clients}.")
     kept = server.checkpoints if client is None else store.get(client).checkpoints
     chosen = next((entry for entry in kept.values() if entry["name"] == checkpoint), None)
     if chosen is None and checkpoint != "latest":
@@ -177,12 +131,48 @@ def deployed_module(server: Server, store: ClientStore, client: str | None, chec
     if client is None:
         module = server.module_with(chosen["model"]) if chosen is not None else server.global_module(None)
         if module is None:
-            raise ValueError("This federation has no global model: part of the model stays with the clients. Name a client.")
+            raise ValueError(
+                "This federation has no global model: part of the model stays with the clients. Name a client."
+            )
         return module
-    if client not in server.clients:
-        raise ValueError(f"There is no client '{client}'. The clients are {server.clients}.")
     with server.runner.client(server.message(Job(client, work=0)), store.get(client), evaluating=True) as visited:
         module = server.runner.personal_module(visited, chosen["stage"] if chosen is not None else "L1")
         if chosen is not None:
             load_state(module, chosen["model"])
     return module
+
+
+def _score(
+    server: Server,
+    module: LightningModule,
+    client: str,
+    evaluate: Evaluate,
+    mark: tuple[str, str, str],
+    known: Known | None = None,
+    report: Callable[[str, dict[str, float]], None] = lambda split, scores: None,
+) -> list[Row]:
+    """Rows of one model on one client's data; ``mark`` is (stage, model, checkpoint)."""
+    stage, model, checkpoint = mark
+    rows = []
+    for split, data, loader in _loaders(server, client, evaluate):
+        local = data == "local"
+        scores = (known or {}).get((client, split), {}) if local else {}
+        scores = scores or server.runner.scorer.score(module, loader, split)
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        rows += [
+            Row(server.round + 1, stage, model, checkpoint, data, split, client, metric, value, size)
+            for metric, value in scores.items()
+        ]
+        if local:
+            report(split, scores)
+    return rows
+
+
+def _loaders(server: Server, client: str, evaluate: Evaluate) -> Iterator[tuple[str, str, DataLoader[Any]]]:
+    """The loaders that are there: (split, data, loader)."""
+    data = server.runner.data
+    for split in evaluate.splits:
+        for kind in evaluate.data:
+            loader = data.client_dataloader(client, split) if kind == "local" else data.pooled_dataloader(split)
+            if loader is not None and len(loader) > 0:
+                yield split, kind, loader
