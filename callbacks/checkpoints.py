@@ -100,7 +100,8 @@ class GlobalCheckpoint(FederatedCallback):
         module = self._module(server)
         found = server.score(self.monitor, stage=self.stage)
         if not found:
-            known = {metric: 0.0 for stage, _, split, metric in server.scores if stage == self.stage and split == "val"}
+            wanted = (self.stage, "local", "val")
+            known = {metric: 0.0 for stage, data, split, metric in server.scores if (stage, data, split) == wanted}
             _monitored(self, known)
         weights = {
             client: {"train": server.num_samples.get(client, 0), "val": size, "uniform": 1}[self.mean]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fedlightning.hooks import FederatedCallback
@@ -86,3 +87,42 @@ class FedAdam(FedOpt):
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
         """Exponential mean of squares."""
         return self.beta2 * v + (1 - self.beta2) * delta.square()
+
+
+class FedYogi(FedOpt):
+    """FedOpt with ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``: ``v`` changes by ``(1 - beta2) Delta^2`` at most.
+
+    See :class:`FedOpt`.
+    """
+
+    def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
+        """A step of fixed size towards the new square."""
+        square = delta.square()
+        return v - (1 - self.beta2) * square * torch.sign(v - square)
+
+
+class FedAdagrad(FedOpt):
+    """FedOpt with ``v <- v + Delta^2``: steps shrink as squares add up. See :class:`FedOpt`.
+
+    Args:
+        server_lr: ``eta_s``. The paper tunes it on a log grid. Default 0.1: ``v`` only grows, so it starts larger than
+            FedAdam's.
+        beta1: decay of ``m`` (paper: usually 0 here).
+        tau: degree of adaptivity (paper: 1e-3).
+        v_init: starting value of ``v``; ``None``: ``tau**2``.
+        weighting: ``"samples"`` or ``"uniform"``.
+    """
+
+    def __init__(
+        self,
+        server_lr: float = 0.1,
+        beta1: float = 0.0,
+        tau: float = 1e-3,
+        v_init: float | None = None,
+        weighting: str | None = None,
+    ) -> None:
+        super().__init__(server_lr, beta1, tau=tau, v_init=v_init, weighting=weighting)
+
+    def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
+        """The sum of squares."""
+        return v + delta.square()

@@ -13,6 +13,15 @@ from torch import nn
 from fedlightning.hooks import FederatedCallback
 from fedlightning.server import Server
 from fedlightning.wrappers.dual import DualExtractor, dual_by_head, global_names
+from fedlightning.wrappers.mixing import user_class
+
+DEFAULTS = {
+    "local_extractor": None,
+    "fusion": "concat",
+    "order": "global_first",
+    "init": "copy",
+    "local_features": None,
+}
 
 
 class FENDA(FederatedCallback):
@@ -26,8 +35,8 @@ class FENDA(FederatedCallback):
     same ``u, v1, v2``. There is no global model: select with :class:`LocalCheckpoint`.
 
     Args:
-        head: path of the submodule that turns features into predictions (``"net.fc"``); the extractor is everything else,
-            and a private twin of it is added. ``None``: the module holds a
+        head: path of the submodule that turns features into predictions (``"net.fc"``); the extractor is everything
+            else, and a private twin of it is added. ``None``: the module holds a
             :class:`~fedlightning.wrappers.DualExtractor` already.
         local_extractor: another network as the local extractor, of any width; it is fed the model's input.
         fusion: ``"concat"`` (paper) or ``"sum"`` (widths must agree).
@@ -62,11 +71,18 @@ class FENDA(FederatedCallback):
             ValueError: no such head, or nothing outside it to share; the sentence lists what there is.
         """
         if self.head is None:
+            given = {name: value for name, value in self.hyperparameters().items() if name not in ("head", "weighting")}
+            changed = [name for name, value in given.items() if value != DEFAULTS[name]]
+            if changed:
+                raise ValueError(
+                    f"FENDA got {changed[0]}={given[changed[0]]!r} but no head to build a dual extractor for. Set "
+                    "head=..., or give these options to the DualExtractor in the module."
+                )
             if not any(isinstance(part, DualExtractor) for part in module.modules()):
                 leaves = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
                 raise ValueError(
-                    f"FENDA needs to know the head of {type(module).__name__}. Set head=... to the submodule that makes "
-                    f"predictions (linear layers here: {leaves}), or build the model from a DualExtractor."
+                    f"FENDA needs to know the head of {user_class(module).__name__}. Set head=... to the submodule "
+                    f"that makes predictions (linear layers here: {leaves}), or build the model from a DualExtractor."
                 )
             return module
         return dual_by_head(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.callbacks.sensitivity import Sensitivity, SensitivityAccumulator
+from fedlightning.callbacks.checkpoints import GlobalCheckpoint
+from fedlightning.callbacks.sensitivity import Sensitivity, SensitivityAccumulator, counted_parameters, scale_of
 from fedlightning.client import Client
 from fedlightning.hooks import FederatedCallback, Job, Plan, Setup
-from fedlightning.layers import forward_order, ordered_layers, state_names
+from fedlightning.layers import Layer, ordered_layers, pieces, state_names
 from fedlightning.messages import Update, Wire
 from fedlightning.server import Server
 
@@ -24,7 +27,8 @@ PROBE, COLLECT = "sensitivity", "federated layers"
 class PLayerFL(FederatedCallback):
     r"""Layer-wise federation: the layers before the sensitivity's jump are shared, the others are personal.
 
-    Elhussein, Gürsoy, "PLayer-FL: a principled approach to personalized layer-wise cross-silo federated learning", 2025.
+    Elhussein, Gürsoy, "PLayer-FL: a principled approach to personalized layer-wise cross-silo federated learning",
+    2025.
 
     For layers k = 1..L: ``I_k = (1/n_k) sum_{p in k} (theta_p grad_p)^2``, ``F_l = sum_{k<=l} I_k``, summed over the
     clients; ``p = min{l : F_{l+1} / F_l > t}``, or L if there is none (equations 2-3). Layers 1..p are federated, the
@@ -36,9 +40,13 @@ class PLayerFL(FederatedCallback):
 
     Down: layers <= p. Up: F once; layers <= p. State: layers > p at each client. No global model unless p = L.
 
+    Gradient corrections and server optimizers act on what travels; in round 1, before p is known, FedProx and SCAFFOLD
+    see the whole model, and SCAFFOLD's control variates of all layers go up. Layers that another callback keeps at home
+    (FedPer, FedBN) stay there.
+
     Args:
-        threshold: ``t > 1``. The paper gives no value; see ``docs/player_fl.md`` for how the default was calibrated. Each
-            run writes the ratio of every layer and p as a function of t to ``figures/sensitivity.png``.
+        threshold: ``t > 1``. The paper gives no value; 1.1 is calibrated in ``docs/player_fl.md``. Each run writes the
+            ratio of every layer and p as a function of t to ``figures/sensitivity.png``.
         split: fixes p instead (0: nothing is shared; L: FedAvg).
         shift: federate so many layers more (+1) or fewer (-1) than p: the paper's variants.
         clamp: keep p within [1, L-1].
@@ -49,7 +57,7 @@ class PLayerFL(FederatedCallback):
 
     def __init__(
         self,
-        threshold: float = 2.0,
+        threshold: float = 1.1,
         split: int | None = None,
         shift: int = 0,
         clamp: bool = False,
@@ -70,17 +78,23 @@ class PLayerFL(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse one-layer models, and a split that is not there."""
-        count = len(ordered_layers(setup.module))
+        """Refuse one-layer models, a split that is not there, and the selection of a global model."""
+        name, count = type(setup.template).__name__, len(ordered_layers(setup.module, self.order))
         if count < 2:
             raise ValueError(
-                f"{self.key} decides layer by layer, but {type(setup.template).__name__} has {count} layer. "
-                "Use FedAvg() or Local()."
+                f"{self.key} decides layer by layer, but {name} has {count} layer. Use FedAvg() or Local()."
             )
         if self.split is not None and not 0 <= self.split <= count:
-            raise ValueError(f"{self.key} got split={self.split}; {type(setup.template).__name__} has {count} layers.")
-        if self.order is not None:
-            ordered_layers(setup.module, self.order)
+            raise ValueError(f"{self.key} got split={self.split}; {name} has {count} layers: use 0 to {count}.")
+        if any(isinstance(other, GlobalCheckpoint) for other in setup.callbacks) and not self._shares_all(count):
+            raise ValueError(
+                f"GlobalCheckpoint needs a global model, but {self.key} keeps layers with the clients. "
+                "Use LocalCheckpoint()."
+            )
+
+    def _shares_all(self, count: int) -> bool:
+        wanted = self.threshold == math.inf if self.split is None else self.split + self.shift >= count
+        return wanted and self.shift >= 0 and not self.clamp
 
     def wire(self, module: nn.Module) -> Wire:
         """F's terms and the order of the layers, once."""
@@ -104,87 +118,91 @@ class PLayerFL(FederatedCallback):
         updates = yield [Job(client, returns=(), tag=PROBE) for client in clients]
         answered = [update.client for update in updates if update.error is None]
         self._decide(server)
-        shared = server.shared_names()
+        shared = server.returned_names()
         if shared:
             yield [Job(client, work=0, down=(), returns=shared, tag=COLLECT) for client in answered]
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """On the first batch of the probing round: the order in which a forward pass meets the layers."""
-        client = self.client
-        if client.message.tag != PROBE or self.key in client.scratch:
-            return
-        order = self.order or forward_order(pl_module, lambda: client.batch_loss(batch))
-        layers = ordered_layers(pl_module, order)
-        client.scratch[self.key] = SensitivityAccumulator(pl_module, layers, weights_only=self.weights_only)
+        """The first batch of the probing round shows the order in which a forward pass meets the layers."""
+        if self.client.message.tag == PROBE and self.key not in self.client.scratch:
+            self.client.scratch[self.key] = SensitivityAccumulator(pl_module, self.weights_only, self.order)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """One more step of the first epoch."""
+        """One more step of the first epoch, before any correction (gradients are unscaled here)."""
         if self.client.message.tag == PROBE and trainer.current_epoch == 0:
-            self.client.scratch[self.key].add_step(optimizer)
+            self.client.scratch[self.key].add_step(optimizer, scale_of(optimizer, trainer))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """The order of the layers is known."""
+        if self.key in self.client.scratch:
+            self.client.scratch[self.key].stop_watching()
 
     def on_send(self, client: Client, update: Update) -> None:
-        """F's terms in the order of the layers, and that order."""
+        """``sum_p (theta_p grad_p)^2`` of every piece of the model as registered, and their order as called."""
         recorded = client.scratch.get(self.key)
-        if recorded is None:
+        if recorded is None or not any(recorded.steps.values()):
             return
-        result = recorded.result()
-        registered = [layer.name for layer in ordered_layers(client.module)]
+        terms, names = recorded.of_pieces(), [piece.name for piece in pieces(client.module)]
         update.extras[self.key] = {
-            "sensitivity": torch.tensor(result.sensitivity, dtype=torch.float64),
-            "order": torch.tensor([registered.index(name) for name in result.layers]),
+            "sensitivity": torch.tensor([terms[name] for name in names], dtype=torch.float64),
+            "order": torch.tensor([names.index(name) for name in dict.fromkeys([*recorded.order, *names])]),
         }
 
     # -- server --------------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
-        """Collect F."""
+        """Collect F's terms. Should clients meet the layers in different orders, the first one's holds."""
         extras = update.extras.get(self.key)
         if extras:
-            own = server.state.setdefault(self.key, {"clients": {}})
-            own["clients"] = {**own["clients"], update.client: extras["sensitivity"]}
-            own.setdefault("order", extras["order"])
+            own = server.state.get(self.key, {"clients": {}, "order": extras["order"]})
+            server.state[self.key] = {**own, "clients": {**own["clients"], update.client: extras["sensitivity"]}}
 
     def _decide(self, server: Server) -> None:
-        own = server.state[self.key]
-        registered = ordered_layers(server.module)
-        layers = [registered[index] for index in own["order"].tolist()]
-        total = self.sensitivity(server)
-        split = self.choose(server, total)
+        if self.key not in server.state:
+            raise ValueError(f"{self.key} got no sensitivity in round 1: no client took a step with finite gradients.")
+        split = self.choose(server, self.sensitivity(server))
+        layers = self._layers(server)
         personal = [name for layer in layers[split:] for name in state_names(layer)]
-        server.state[self.key] = {**own, "split": split, "layers": [layer.name for layer in layers], "personal": personal}
+        server.state[self.key] |= {
+            "split": split,
+            "layers": [layer.name for layer in layers],
+            "personal": personal if split else list(server.kinds),  # also buffers that are in no layer
+        }
+
+    def _layers(self, server: Server) -> list[Layer]:
+        names = [piece.name for piece in pieces(server.module)]
+        return ordered_layers(server.module, [names[index] for index in server.state[self.key]["order"].tolist()])
+
+    def _of_client(self, server: Server, terms: Tensor) -> Sensitivity:
+        of_pieces = dict(zip((piece.name for piece in pieces(server.module)), terms.tolist(), strict=True))
+        counted = counted_parameters(server.module, self.weights_only)
+        return Sensitivity.of(self._layers(server), of_pieces, counted, "online", self.weights_only)
 
     def sensitivity(self, server: Server) -> Sensitivity:
         """F summed over the clients (unweighted)."""
-        own = server.state[self.key]
-        registered = ordered_layers(server.module)
-        layers = [registered[index] for index in own["order"].tolist()]
-        sizes = {name: value.numel() for name, value in server.model.items()}
-        counts = [sum(sizes[name] for name in layer.parameters) for layer in layers]
-        parts = [
-            Sensitivity([layer.name for layer in layers], counts, terms.tolist(), "online", self.weights_only)
-            for terms in own["clients"].values()
-        ]
-        return Sensitivity.sum(parts)
+        return Sensitivity.sum([self._of_client(server, terms) for terms in server.state[self.key]["clients"].values()])
 
     def choose(self, server: Server, total: Sensitivity) -> int:
         """p: how many layers are federated."""
         split = total.transition(self.threshold) if self.split is None else self.split
-        split += self.shift
         low, high = (1, len(total.layers) - 1) if self.clamp else (0, len(total.layers))
-        return min(max(split, low), high)
+        return min(max(split + self.shift, low), high)
 
-    def on_federation_end(self, server: Server) -> None:
-        """Write the ratio curve and p(t)."""
-        if server.run_dir is None or "split" not in server.state.get(self.key, {}):
+    def on_round_end(self, server: Server) -> None:
+        """Write F, the ratio curve and p(t), once."""
+        own = server.state.get(self.key, {})
+        if server.run_dir is None or "split" not in own or (server.run_dir / "sensitivity.json").exists():
             return
         total = self.sensitivity(server)
-        own = server.state[self.key]
-        clients = {client: terms.tolist() for client, terms in own["clients"].items()}
-        found = total.to_dict() | {"threshold": self.threshold, "split": own["split"], "clients": clients}
-        (server.run_dir / "sensitivity.json").write_text(json.dumps(found, indent=1))
+        found = total.to_dict() | {
+            "threshold": self.threshold if math.isfinite(self.threshold) else None,
+            "split": own["split"],
+            "clients": {client: self._of_client(server, t).sensitivity for client, t in own["clients"].items()},
+        }
         figures = server.run_dir / "figures"
-        figures.mkdir(exist_ok=True)
-        total.plot(threshold=self.threshold, path=figures / "sensitivity.png")
+        figures.mkdir(parents=True, exist_ok=True)
+        total.plot(threshold=self.threshold, path=figures / "sensitivity.png", split=own["split"])
+        (server.run_dir / "sensitivity.json").write_text(json.dumps(found, indent=1))
 
 
 class PLayerFLRandom(PLayerFL):
@@ -198,5 +216,13 @@ class PLayerFLRandom(PLayerFL):
         principled = super().choose(server, total)
         others = [length for length in range(1, len(total.layers)) if length != principled]
         if not others:
+            warnings.warn(
+                f"{self.key}: of {len(total.layers)} layers no other prefix is left than PLayer-FL's ({principled}), "
+                "so that one is federated.",
+                stacklevel=2,
+            )
             return principled
         return others[int(torch.randint(len(others), (), generator=server.rng("random prefix")))]
+
+    def _shares_all(self, count: int) -> bool:
+        return False

@@ -5,200 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedlightning import probes
-from fedlightning.layers import ForwardOrder, Layer, ordered_layers, pieces
+from fedlightning.callbacks.sensitivity_terms import Sensitivity, SensitivityAccumulator, counted_parameters
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State
 
 Method = Literal["online", "mean_gradient", "one_batch"]
-
-
-@dataclass
-class Sensitivity:
-    r"""Sensitivity of each layer, in order.
-
-    Elhussein, Gürsoy, "PLayer-FL", 2025, equations 2-3: ``I_k = (1/n_k) sum_{p in k} (theta_p grad_p)^2`` and the
-    cumulative ``F_l = sum_{k<=l} I_k``.
-
-    Attributes:
-        layers: names; num_parameters: ``n_k`` counted in.
-        sensitivity: ``I_k``.
-        method: where the gradients came from; weights_only: whether biases and normalisation were left out. Numbers of
-            different methods are not the same quantity.
-    """
-
-    layers: list[str]
-    num_parameters: list[int]
-    sensitivity: list[float]
-    method: str = "online"
-    weights_only: bool = False
-
-    @property
-    def cumulative(self) -> list[float]:
-        """``F_1 .. F_L``, non-decreasing."""
-        total, out = 0.0, []
-        for term in self.sensitivity:
-            total += term
-            out.append(total)
-        return out
-
-    @property
-    def ratios(self) -> list[float]:
-        """``F_{l+1} / F_l`` for l = 1..L-1; NaN where both are 0, infinity where only ``F_l`` is."""
-        f = self.cumulative
-        return [b / a if a > 0 else (math.inf if b > 0 else math.nan) for a, b in zip(f, f[1:], strict=False)]
-
-    def transition(self, threshold: float) -> int:
-        """``p = min{l : F_{l+1} / F_l > t}``, the number of federated layers; L if there is none.
-
-        A layer without parameters that count (frozen) cannot be where the ratio jumps from 0.
-
-        Raises:
-            ValueError: unless ``threshold > 1``, since F is cumulative.
-        """
-        if not threshold > 1.0:
-            raise ValueError(f"threshold={threshold} must be above 1: F is cumulative, so every ratio is at least 1.")
-        for index, ratio in enumerate(self.ratios):
-            if ratio > threshold and (math.isfinite(ratio) or self.num_parameters[index] > 0):
-                return index + 1
-        return len(self.layers)
-
-    @staticmethod
-    def of(
-        layers: Sequence[Layer],
-        of_pieces: Mapping[str, float],
-        counted: Mapping[str, Tensor],
-        method: str = "online",
-        weights_only: bool = False,
-    ) -> Sensitivity:
-        """``I_k`` of ``layers`` from ``sum_p (theta_p grad_p)^2`` of their pieces and the parameters that count."""
-        counts = [sum(counted[name].numel() for name in layer.parameters if name in counted) for layer in layers]
-        sums = [math.fsum(of_pieces[piece] for piece in layer.pieces) for layer in layers]
-        terms = [total / count if count else 0.0 for total, count in zip(sums, counts, strict=True)]
-        return Sensitivity([layer.name for layer in layers], counts, terms, method, weights_only)
-
-    @staticmethod
-    def sum(parts: Sequence[Sensitivity]) -> Sensitivity:
-        """The unweighted sum over clients.
-
-        Raises:
-            ValueError: for parts with different layers, or none.
-        """
-        if not parts:
-            raise ValueError("There is no sensitivity to sum: no client answered.")
-        first = parts[0]
-        if any(part.layers != first.layers for part in parts):
-            raise ValueError("Sensitivities of different layers, or in different order, cannot be summed.")
-        terms = [math.fsum(part.sensitivity[k] for part in parts) for k in range(len(first.layers))]
-        return Sensitivity(first.layers, first.num_parameters, terms, first.method, first.weights_only)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, with ``cumulative`` and ``ratios`` for a reader (``None`` for NaN and infinity)."""
-        ratios = [ratio if math.isfinite(ratio) else None for ratio in self.ratios]
-        return asdict(self) | {"cumulative": self.cumulative, "ratios": ratios}
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Sensitivity:
-        """The inverse of :meth:`to_dict`."""
-        names = ("layers", "num_parameters", "sensitivity", "method", "weights_only")
-        return Sensitivity(**{name: values[name] for name in names})
-
-    def plot(
-        self, threshold: float | None = None, path: str | Path | None = None, split: int | None = None
-    ) -> Any:
-        """F over the layers, the ratio curve, and p as a function of t.
-
-        Args:
-            threshold: marked in the figure.
-            path: where to save it; ``None``: only return the figure.
-            split: how many layers were federated, where that is not what ``threshold`` says.
-        """
-        from fedlightning.callbacks.sensitivity_figure import draw
-
-        return draw(self, threshold, path, split)
-
-
-def counted_parameters(module: nn.Module, weights_only: bool = False) -> dict[str, nn.Parameter]:
-    """The parameters that count: those that train, with ``weights_only`` only tensors of two or more dimensions."""
-    return {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and (not weights_only or parameter.dim() > 1)
-    }
-
-
-class SensitivityAccumulator:
-    """Adds up ``(theta_p grad_p)^2`` over steps: one number a parameter tensor, no tensor is kept.
-
-    Args:
-        module: whose parameters and gradients are read.
-        weights_only: leave biases and normalisation out (the authors' code).
-        order: names of the layers; ``None``: as they are called until :meth:`stop_watching`.
-    """
-
-    def __init__(self, module: nn.Module, weights_only: bool = False, order: Sequence[str] | None = None) -> None:
-        self.module = module
-        self.weights_only = weights_only
-        self.counted = counted_parameters(module, weights_only)
-        self.sums = dict.fromkeys(self.counted, 0.0)
-        self.steps = dict.fromkeys(self.counted, 0)
-        self.order = order
-        self._watch = ForwardOrder(module) if order is None else None
-
-    def stop_watching(self) -> None:
-        """The first batch is through: the order in which it met the layers is known."""
-        if self._watch is not None:
-            self.order, self._watch = self._watch.names(), None
-
-    @torch.no_grad()
-    def add(self, gradients: Mapping[str, Tensor], scale: float = 1.0) -> None:
-        """One step's gradients by parameter name, times ``scale``. With a non-finite one the step does not count."""
-        names = [name for name in gradients if name in self.counted]
-        if not names:
-            return
-        terms = [_squares(self.counted[name], gradients[name]) for name in names]
-        values = torch.stack([term.to(terms[0].device) for term in terms]).tolist()  # one transfer a step
-        if all(map(math.isfinite, values)):
-            for name, value in zip(names, values, strict=True):
-                self.sums[name] += value / scale**2
-                self.steps[name] += 1
-
-    def add_step(self, optimizer: Optimizer | None = None, scale: float = 1.0) -> None:
-        """One step's gradients as they stand in ``.grad``, of ``optimizer``'s parameters or of all."""
-        own = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.counted.items()
-            if parameter.grad is not None and (own is None or id(parameter) in own)
-        }
-        self.add(gradients, scale)
-
-    def of_pieces(self) -> dict[str, float]:
-        """Per piece (:func:`fedlightning.layers.pieces`) the sum over its parameters of the mean over the steps."""
-        means = {name: self.sums[name] / steps for name, steps in self.steps.items() if steps}
-        return {p.name: math.fsum(means.get(name, 0.0) for name in p.parameters) for p in pieces(self.module)}
-
-    def result(self, method: str = "online") -> Sensitivity:
-        """``I_k``, with the mean over steps in the place of ``(theta_p grad_p)^2``."""
-        self.stop_watching()
-        layers = ordered_layers(self.module, self.order)
-        return Sensitivity.of(layers, self.of_pieces(), self.counted, method, self.weights_only)
-
-
-def _squares(parameter: Tensor, gradient: Tensor) -> Tensor:
-    wide = torch.float32 if parameter.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    return (parameter.to(wide) * gradient.to(wide)).square().sum()
 
 
 class FederationSensitivity(Callback):
@@ -206,8 +26,8 @@ class FederationSensitivity(Callback):
 
     Args:
         method: ``"online"``: from the gradients training computes anyway in the recorded epoch, mean over its steps of
-            ``(theta_p grad_p)^2``, no extra pass; ``"mean_gradient"``: at the epoch's end, from the mean gradient over the
-            training set (one extra pass, in the module's training mode); ``"one_batch"``: from one batch, then.
+            ``(theta_p grad_p)^2``, no extra pass; ``"mean_gradient"``: at the epoch's end, from the mean gradient over
+            the training set (one extra pass, in the module's training mode); ``"one_batch"``: from one batch, then.
         weights_only: leave biases and normalisation out.
         epoch: which epoch to record, from 0.
 
@@ -311,3 +131,6 @@ def _generators(loader: Any) -> Iterator[torch.Generator]:
         found = getattr(owner, "generator", None)
         if isinstance(found, torch.Generator):
             yield found
+
+
+__all__ = ["FederationSensitivity", "Sensitivity", "SensitivityAccumulator", "counted_parameters", "scale_of"]

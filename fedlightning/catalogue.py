@@ -240,7 +240,7 @@ ALGORITHMS: tuple[Algorithm, ...] = (
         "PLayerFL", "fedlightning.callbacks.PLayerFL", "personal",
         "Shares the first layers only; how many, the clients' layer sensitivities say after the first epoch.",
         _PLAYER_FL_PAPER,
-        down="round 1: w; then layers 1..p", up="round 1: w_i and one sensitivity per layer; then layers 1..p",
+        down="round 1: w; then layers 1..p", up="round 1: one sensitivity per layer; then layers 1..p",
         client_state="layers p+1..L", server_state="p and the sensitivities",
         deployed=_PERSONAL,
         composes="FedProx, SCAFFOLD, server optimizers on the shared layers; needs at least two layers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning import probes
+from fedlightning.hooks import Phase
 from fedlightning.messages import Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
@@ -76,6 +77,7 @@ class Client:
         lr_sums: per parameter name, the sum of its learning rate over the real steps.
         metrics: what the module logged in training.
         scratch: what a callback keeps for the time of the visit only.
+        phase: the fit that runs, for Lightning hooks that should act in federated phases only.
     """
 
     def __init__(self, runner: LocalRunner, module: LightningModule, message: Message, record: ClientRecord) -> None:
@@ -93,6 +95,7 @@ class Client:
         self.lr_sums: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.scratch: dict[str, Any] = {}
+        self.phase = Phase()
         self._streams: dict[str, Iterator[Any]] = {}
         self._anchor: dict[tuple[torch.device, str], Tensor] = {}
 
@@ -121,6 +124,11 @@ class Client:
         """Lightning's precision plugin of the running fit (for autocast and unscaling)."""
         trainer = self.scratch.get("trainer")
         return trainer.precision_plugin if trainer is not None else self._runner.scorer.precision
+
+    @property
+    def device(self) -> torch.device:
+        """Where the run computes. Outside a fit the module itself is on the CPU."""
+        return self._runner.scorer.device
 
     def rng(self, purpose: str) -> torch.Generator:
         """A generator addressed by (seed, round, client, purpose)."""
@@ -151,7 +159,7 @@ class Client:
             return clone(probes.mean_gradient(module, self._batches(split), self.precision, *seed), "cpu")
 
     def batch_gradient(
-        self, batch: Any, module: LightningModule | None = None, update_buffers: bool = False
+        self, batch: Any, module: LightningModule | None = None, update_buffers: bool = False, repeat: bool = False
     ) -> tuple[Tensor, State]:
         """Loss and gradient of one batch on the device, at the present parameters of ``module``; leaves no trace.
 
@@ -159,9 +167,10 @@ class Client:
             batch: as a hook of Lightning gives it.
             module: another module than the client's own (a personal twin).
             update_buffers: let the running statistics of ``module`` move, because it really trains.
+            repeat: draw the same random numbers (dropout) as the probe before: for differences of gradients.
         """
         module = self.module if module is None else module
-        self.scratch["probes"] = self.scratch.get("probes", 0) + 1
+        self.scratch["probes"] = self.scratch.get("probes", 0) + (not repeat)
         seed = self._address("probe", self.scratch["probes"])
         return probes.batch_gradient(module, batch, self.precision, *seed, update_buffers=update_buffers)
 
@@ -195,11 +204,17 @@ class Client:
         with self._at(state) as module:
             return self._runner.scorer.score(module, loader, split)
 
-    def next_batch(self, stream: str = "extra") -> Any:
-        """The next training batch of an endless stream of the client's own; each name is an independent stream."""
+    def next_batch(self, stream: str = "extra", module: LightningModule | None = None) -> Any:
+        """The next training batch of an endless stream of the client's own; each name is an independent stream.
+
+        Args:
+            stream: which stream.
+            module: the batch goes where this one is; by default the client's own, which is on the device in a fit.
+        """
         if stream not in self._streams:
             self._streams[stream] = self._endless(stream)
-        return probes.move_batch(self.module, next(self._streams[stream]))
+        batch = self.precision.convert_input(next(self._streams[stream]))
+        return probes.move_batch(self.module if module is None else module, batch)
 
     def model_state(self) -> State:
         """A CPU copy of the module's present state."""
@@ -226,6 +241,20 @@ class Client:
             probes.training_loss(module, batch)
             return {label: tap.features for label, tap in taps.items()}
 
+    def feature_pass(
+        self, taps: Callable[[LightningModule], Mapping[str, FeatureTap]], split: str = "train"
+    ) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+        """One pass of the present model over ``split`` in eval mode: each batch and what ``taps(module)`` catch in it."""
+        with self._at(None) as module:
+            was_training = module.training
+            module.eval()
+            try:
+                for batch in self._batches(split):
+                    batch = probes.move_batch(module, batch)
+                    yield batch, self.features(module, batch, taps(module))
+            finally:
+                module.train(was_training)
+
     @property
     def keeps_optimizers(self) -> bool:
         """Whether optimizers go on from visit to visit (``optimizer_state="keep"``)."""
@@ -249,15 +278,17 @@ class Client:
         assert loader is not None
         lap = 0
         while True:
-            order = torch.randperm(len(loader.dataset), generator=self.rng(f"{stream}-{lap}"))  # type: ignore[arg-type]
-            size = loader.batch_size or 1
-            for start in range(0, len(order), size):
+            count, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
+            order = torch.randperm(count, generator=self.rng(f"{stream}-{lap}"))
+            if not getattr(loader.sampler, "shuffle", True):
+                order = torch.arange(count)
+            for start in range(0, count - size + 1 if loader.drop_last else count, size):
                 picked = [loader.dataset[int(index)] for index in order[start : start + size]]
                 yield loader.collate_fn(picked)
             lap += 1
 
     def _at(self, state: Mapping[str, Tensor] | None) -> _AtState:
-        return _AtState(self.module, state, self._runner.scorer.device)
+        return _AtState(self.module, state, self.device)
 
 
 class _AtState:

@@ -54,6 +54,11 @@ class LocalSettings:
     logger: Any = False
 
     @property
+    def unit(self) -> Literal["epochs", "steps"]:
+        """What the trainer counts work in."""
+        return "epochs" if self.local_steps is None else "steps"
+
+    @property
     def work(self) -> int:
         """Default work of a visit, in the trainer's unit."""
         return self.local_steps if self.local_steps is not None else int(self.local_epochs or 0)
@@ -87,6 +92,9 @@ class VisitCallback(Callback):
         self.num_samples = client.num_samples
         self.settings = settings
         self.phase = phase.name
+        self.address = address_of(phase)
+        self.lr_factor = phase.lr_factor
+        self.unit = phase.unit or settings.unit
         self.work = work
         self.steps = 0
         self.attempts = 0
@@ -119,9 +127,9 @@ class VisitCallback(Callback):
 
     def _decay_learning_rates(self, trainer: Trainer) -> None:
         """Learning-rate decay per round survives the re-creation of the optimizer."""
-        keeps = self.settings.optimizer_state == "keep" and self.client.record.visits > 0
+        keeps = self.settings.optimizer_state == "keep" and "checkpoint" in self.client.record.lightning[self.phase]
         rounds = self.client.round - (self.client.record.last_round if keeps else 0)
-        factor = self.settings.lr_decay**rounds
+        factor = self.settings.lr_decay**rounds * (1.0 if keeps else self.lr_factor)
         if factor == 1.0:
             return
         for optimizer in trainer.optimizers:
@@ -138,7 +146,7 @@ class VisitCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch - self.first_epoch
-        seed_all(self.settings.seed, self.client.round, self.client.id, self.phase, epoch)
+        seed_all(self.settings.seed, self.client.round, self.client.id, self.address, epoch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.attempts += optimizer is trainer.optimizers[0]
@@ -180,11 +188,11 @@ class VisitCallback(Callback):
         self.steps += index == 0 and moved  # a training_step that returned None moves nothing
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._stops_itself and self.settings.local_steps is not None and self.attempts >= self.work:
+        if self._stops_itself and self.unit == "steps" and self.attempts >= self.work:
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._stops_itself and self.settings.local_steps is None:
+        if self._stops_itself and self.unit == "epochs":
             trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
 
     @property
@@ -195,6 +203,11 @@ class VisitCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def address_of(phase: Phase) -> str:
+    """The name by which the randomness of ``phase`` is addressed."""
+    return phase.repeats or phase.name
 
 
 def acting(callbacks: list[FederatedCallback], phase: Phase) -> list[FederatedCallback]:
@@ -235,11 +248,12 @@ def fit(
     plugins = [*plugins] if isinstance(plugins, list | tuple) else [plugins]
     if keep:
         plugins.append(memory)
-    own_epochs = settings.local_steps is None
+    in_epochs = visit.unit == "epochs"
     epochs_before = int(record.get("epochs", 0)) if keep else 0
-    limit = max(work, settings.max_rounds * settings.work) if keep else work
-    if keep and own_epochs:
-        limit = max(limit, epochs_before + work)
+    limit = work
+    if keep:
+        horizon = settings.max_rounds * (settings.work if phase.work is None else phase.work)
+        limit = max(horizon, int(record.get("epochs" if in_epochs else "steps", 0)) + work)
     if val_loader is None:
         arguments["limit_val_batches"] = 0  # Lightning would take the module's own val_dataloader
     if isinstance(getattr(loader, "sampler", None), AddressedSampler):
@@ -247,8 +261,8 @@ def fit(
     with quiet():
         trainer = Trainer(
             **arguments,
-            max_epochs=limit if own_epochs else UNLIMITED,
-            max_steps=UNLIMITED if own_epochs else limit,
+            max_epochs=limit if in_epochs else UNLIMITED,
+            max_steps=UNLIMITED if in_epochs else limit,
             plugins=plugins,
             callbacks=[*callbacks, visit, *ordinary],
             logger=settings.logger,
@@ -274,7 +288,7 @@ def fit(
             )
         if keep:
             trainer.save_checkpoint("memory")
-            record["epochs"] = trainer.current_epoch
+            record["epochs"], record["steps"] = trainer.current_epoch, trainer.global_step
             record["checkpoint"] = {k: v for k, v in (memory.checkpoint or {}).items() if k != "state_dict"}
     record["precision"] = trainer.precision_plugin.state_dict()
     batches = trainer.num_training_batches

@@ -72,6 +72,9 @@ class Phase:
             parameter stay in eval mode. ``None``: everything.
         start: loads the parameters to start from; ``None``: go on from where the last phase ended.
         work: local epochs or steps; ``None``: the message's.
+        unit: what ``work`` counts; ``None``: what the trainer counts.
+        lr_factor: factor on the learning rates of this phase's optimizers when they are made.
+        repeats: name of the phase whose batches and randomness this one sees again; ``None``: its own.
         federated: corrections and loss terms of callbacks act, and steps are counted, only in federated phases.
         terms_of: keys of callbacks whose corrections and loss terms act although the phase is not federated.
         keep_as: called with the client when the phase ends (to store its result); the module's parameters are then
@@ -82,6 +85,9 @@ class Phase:
     train: tuple[str, ...] | None = None
     start: State | None = None
     work: int | None = None
+    unit: Literal["epochs", "steps"] | None = None
+    lr_factor: float = 1.0
+    repeats: str | None = None
     federated: bool = True
     terms_of: tuple[str, ...] = ()
     keep_as: Callable[[Client], None] | None = None
@@ -256,8 +262,8 @@ class FederatedCallback(Callback):
         """Visits after the last round whose results stay with the clients."""
         raise NotImplementedError
 
-    def local_phases(self, client: Client) -> list[Phase]:
-        """Several fits in one visit, in order."""
+    def local_phases(self, client: Client) -> Iterable[Phase]:
+        """Several fits in one visit, in order; a generator may look at what the last one left before it yields."""
         raise NotImplementedError
 
     def client_weight(self, server: Server, update: Update) -> float:

@@ -122,7 +122,7 @@ class ForwardOrder:
         mine = [
             leaf.layer.name
             for leaf in self._leaves
-            if leaf.path == path or leaf.container and (not leaf.path or path.startswith(leaf.path + "."))
+            if leaf.path == path or (leaf.container and (not leaf.path or path.startswith(leaf.path + ".")))
         ]
         return lambda *_: self._seen.update(dict.fromkeys(name for name in mine if name not in self._seen))
 
@@ -163,6 +163,24 @@ def head_names(module: nn.Module, num_layers: int = 1, order: Sequence[str] | No
     return [name for layer in layers[-num_layers:] for name in state_names(layer)]
 
 
+def partition(module: nn.Module) -> dict[str, list[str]]:
+    """Every entry of the state in exactly one group: the layers by name, in order, then the rest under ``""``.
+
+    Other names of a tied parameter go with the layer that registered it first; the rest is what belongs to no layer
+    (buffers of modules without parameters, say).
+    """
+    layers = ordered_layers(module)
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    layer_of = {name: layer.name for layer in layers for name in state_names(layer)}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if first[id(parameter)] in layer_of:
+            layer_of.setdefault(name, layer_of[first[id(parameter)]])
+    groups: dict[str, list[str]] = {layer.name: [] for layer in layers} | {"": []}
+    for name in module.state_dict():
+        groups[layer_of.get(name, "")].append(name)
+    return {group: names for group, names in groups.items() if names}
+
+
 def expand(names: Iterable[str], available: Iterable[str]) -> list[str]:
     """Turn exact names and module prefixes into exact names, in the order of ``available`` and each once.
 
@@ -179,7 +197,7 @@ def expand(names: Iterable[str], available: Iterable[str]) -> list[str]:
     chosen: set[str] = set()
     for name in [names] if isinstance(names, str) else names:
         path = name.removesuffix(".")
-        found = [candidate for candidate in pool if candidate == path or path and candidate.startswith(path + ".")]
+        found = [candidate for candidate in pool if candidate == path or (path and candidate.startswith(path + "."))]
         if not found:
             paths = {full.rsplit(".", cut)[0] for full in pool for cut in range(full.count(".") + 1)}
             raise ValueError(_unknown(name, sorted(paths), "is neither a name in the state nor a module path in it"))
@@ -219,7 +237,8 @@ def _leaves(module: nn.Module) -> list[_Leaf]:
         name = prefix + "+".join(p.removeprefix(prefix) for p in parameters) if container or not path else path
         listed = isinstance(child, (nn.ParameterList, nn.ParameterDict)) and bool(path)  # never called: its owner is
         caller = path.rpartition(".")[0] if listed else path
-        leaves.append(_Leaf(Layer(name, tuple(parameters), tuple(buffers), (name,)), caller, container or listed, joins))
+        layer = Layer(name, tuple(parameters), tuple(buffers), (name,))
+        leaves.append(_Leaf(layer, caller, container or listed, joins))
     return leaves
 
 

@@ -21,12 +21,12 @@ from fedlightning.client import Client, ClientRecord, detached_copy
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.evaluation.scoring import Scorer
-from fedlightning.fit import LocalSettings, VisitCallback
+from fedlightning.fit import LocalSettings, VisitCallback, address_of
 from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
 from fedlightning.layers import expand
 from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import address, isolated, seed_all
-from fedlightning.tensors import clone, entry_kinds, first_nonfinite, load_state, module_state
+from fedlightning.tensors import clone, entry_kinds, first_nonfinite, load_state, module_state, select
 
 EPOCHS_OF_A_VISIT = 2**31
 """More than any visit has: its epochs never get the address of another round's."""
@@ -159,6 +159,7 @@ class LocalRunner:
     def _visit(
         self, client: Client, message: Message, update: Update, evaluate: Evaluate
     ) -> tuple[Update, ClientRecord]:
+        must_be_finite = _finite_entries(client.module)
         if message.work != 0:
             self.callbacks.event("on_visit_start", client)
             self._train(client, message)
@@ -171,7 +172,7 @@ class LocalRunner:
         update.steps, update.skipped, update.lr_sum = client.record.steps, client.skipped, client.record.lr_sum
         update.metrics = client.metrics
         state = clone(module_state(client.module), "cpu")
-        bad = first_nonfinite({name: state[name] for name, kind in entry_kinds(client.module).items() if kind == "trainable"})
+        bad = first_nonfinite(select(state, must_be_finite))
         if bad is not None:
             raise FloatingPointError(
                 f"'{bad}' holds NaN or infinite values after training. Lower the learning rate, clip gradients "
@@ -204,6 +205,7 @@ class LocalRunner:
         client.lr_sum = max(client.lr_sums.values(), default=0.0)
 
     def _fit_phase(self, client: Client, message: Message, phase: Phase) -> VisitCallback:
+        client.phase = phase
         before = client.model_state() if phase.keep_as is not None else None
         if phase.start is not None:
             load_state(client.module, phase.start)
@@ -218,7 +220,7 @@ class LocalRunner:
                 lambda offset, rank, world: self.start_sampler(
                     loader,
                     message,
-                    purpose="" if phase.name == "fit" else f"phase-{phase.name}",
+                    purpose="" if address_of(phase) == "fit" else f"phase-{address_of(phase)}",
                     epoch_offset=offset,
                     rank=rank,
                     world_size=world,
@@ -263,6 +265,16 @@ class LocalRunner:
                 count = min(size, len(dataset))  # type: ignore[arg-type]
                 return loader.collate_fn([dataset[index] for index in range(count)])
         return None
+
+
+def _finite_entries(module: LightningModule) -> list[str]:
+    """What training must leave finite: parameters, and running statistics (a mask of infinities may stay one)."""
+    state = module_state(module)
+    return [
+        name
+        for name, kind in entry_kinds(module).items()
+        if kind == "trainable" or (kind == "float_buffer" and first_nonfinite({name: state[name]}) is None)
+    ]
 
 
 def agree(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:

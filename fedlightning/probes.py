@@ -22,6 +22,10 @@ from fedlightning.tensors import State
 from fedlightning.wrappers.muting import frozen_buffers, muted
 
 
+class NoLossError(ValueError):
+    """A ``training_step`` that returned no loss."""
+
+
 def move_batch(module: LightningModule, batch: Any) -> Any:
     """Bring a batch to the module's device through its own transfer hooks."""
     batch = module.on_before_batch_transfer(batch, 0)
@@ -33,14 +37,14 @@ def training_loss(module: LightningModule, batch: Any, batch_idx: int = 0) -> Te
     """The loss that ``module.training_step`` returns for ``batch``.
 
     Raises:
-        ValueError: if the step returns no loss (manual optimization, or a skipped batch).
+        NoLossError: if the step returns no loss (manual optimization, or a skipped batch).
     """
     wanted = inspect.signature(module.training_step).parameters.values()
     takes_index = len(wanted) >= 2 or any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in wanted)
     output = module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
     loss = output.get("loss") if isinstance(output, dict) else output
     if not isinstance(loss, Tensor):
-        raise ValueError(
+        raise NoLossError(
             f"{type(module).__name__}.training_step returned {type(output).__name__}, not a loss. "
             "This algorithm needs a training_step that returns the loss (automatic optimization)."
         )
@@ -69,7 +73,7 @@ def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precis
         with torch.no_grad(), probing(module, precision, *seed):
             for index, batch in enumerate(batches):
                 size = extract_batch_size(batch) or 1
-                total += float(training_loss(module, move_batch(module, batch), index)) * size
+                total += float(training_loss(module, move_batch(module, precision.convert_input(batch)), index)) * size
                 count += size
     finally:
         module.train(was_training)
@@ -108,7 +112,7 @@ def mean_gradient(module: LightningModule, batches: Iterable[Any], precision: Pr
     count = 0
     for index, batch in enumerate(batches):
         size = extract_batch_size(batch) or 1
-        _, gradients = batch_gradient(module, move_batch(module, batch), precision, *seed, index)
+        _, gradients = batch_gradient(module, move_batch(module, precision.convert_input(batch)), precision, *seed, index)
         for name, gradient in gradients.items():
             term = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * size
             total[name] = total[name] + term if name in total else term

@@ -13,16 +13,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedlightning.evaluation.results import Row, read_rows, write_rows
 from fedlightning.persistence import write_text_atomically
-
 
 RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
 
 
 def is_writer() -> bool:
     """True in the one process of a run that writes files (rank 0 under DDP)."""
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0 and int(os.environ.get("NODE_RANK", 0)) == 0
+    ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # torchrun sets RANK and GROUP_RANK, Lightning the others
+    return all(int(os.environ.get(rank, 0)) == 0 for rank in ranks)
 
 
 class RunFolder:
@@ -36,13 +38,18 @@ class RunFolder:
 
     def __init__(self, root: str | Path, name: str, version: str | None = None) -> None:
         base = Path(root) / name
-        if not is_writer() and RUN_FOLDER in os.environ:
+        group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not group and not is_writer() and RUN_FOLDER in os.environ:
             self.path = Path(os.environ[RUN_FOLDER])
             return
         if version is None:
             taken = [int(p.name[8:]) for p in base.glob("version_*") if p.name[8:].isdigit()] if base.exists() else []
             version = f"version_{max(taken, default=-1) + 1}"
         self.path = base / version
+        if group and torch.distributed.get_world_size() > 1:  # a later run of the same processes
+            agreed = [str(self.path)]
+            torch.distributed.broadcast_object_list(agreed, src=0)
+            self.path = Path(agreed[0])
         os.environ[RUN_FOLDER] = str(self.path)  # processes that DDP starts later inherit it
 
     @property
@@ -70,7 +77,7 @@ class RunFolder:
         """Cut ``metrics.csv`` back to the first ``rounds`` rounds of training (a resumed run writes the others again)."""
         path = self.path / "metrics.csv"
         rows = [row for row in read_rows(path) if row.round <= rounds and (row.split != "test" or row.stage == "L2")]
-        if path.exists():
+        if path.exists() and is_writer():
             write_rows(path, rows, append=False)
         return rows
 

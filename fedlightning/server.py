@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.hooks import POOLED, WEIGHTINGS, CallbackList, Job
+from fedlightning.hooks import POOLED, WEIGHTINGS, CallbackList, FederatedCallback, Job
 from fedlightning.layers import expand
 from fedlightning.local import LocalRunner
 from fedlightning.messages import Message, Update, check_extras
@@ -110,14 +110,14 @@ class Server:
         return module
 
     # -- messages ------------------------------------------------------------------------------------------------
-    def shared_names(self) -> tuple[str, ...]:
-        """What travels this round: the callbacks' answers, intersected; every entry by default.
+    def shared_names(self, without: FederatedCallback | None = None) -> tuple[str, ...]:
+        """What travels this round: the callbacks' answers (but that of ``without``), intersected; every entry by default.
 
         An entry that is tied under several names travels only if all of its names do: one of them private, all are.
         """
         names = list(self.kinds)
         for callback in self.callbacks:
-            answer = callback.shared_names(self, self.module)
+            answer = None if callback is without else callback.shared_names(self, self.module)
             if answer is not None:
                 chosen = set(expand(answer, self.kinds))
                 names = [name for name in names if name in chosen]
@@ -126,6 +126,15 @@ class Server:
         travelling = set(names)
         return tuple(name for name in names if self._tied.get(name, travelling) <= travelling)
 
+    def returned_names(self) -> tuple[str, ...]:
+        """What an ordinary visit sends back this round: the shared names, without buffers where those are the server's."""
+        return self._without_server_buffers(self.shared_names())
+
+    def _without_server_buffers(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        if self.float_buffers != "server":
+            return names
+        return tuple(name for name in names if self.kinds[name] in ("trainable", "frozen"))
+
     def message(self, job: Job) -> Message:
         """The message for one job: state, names to return and every callback's extras, checked against ``wire``."""
         shared = self.shared_names()
@@ -133,11 +142,7 @@ class Server:
         down = job.down if job.down is not None else (everything if job.client == POOLED else shared)
         returns = job.returns
         if returns is None:
-            returns = everything if job.client == POOLED else shared
-            if self.float_buffers == "server":
-                returns = tuple(n for n in returns if self.kinds[n] in ("trainable", "frozen"))
-            if job.work == 0:
-                returns = ()
+            returns = () if job.work == 0 else self._without_server_buffers(everything if job.client == POOLED else shared)
         model = self.models[job.model]
         message = Message(
             round=self.round,

@@ -189,7 +189,7 @@ def test_central_is_a_plain_fit_on_the_pooled_data():
     same(ours, plain_fit(module, Pooled(), "pooled", epochs_per_round=2, max_epochs=6))
 
 
-@pytest.mark.parametrize("callbacks", [[FedAvg()], [FedProx(mu=0.0)]], ids=str)
+@pytest.mark.parametrize("callbacks", [[FedAvg()], [FedProx(mu=0.0)]], ids=lambda c: c[0].key)
 def test_naming_the_default_changes_nothing(callbacks):
     module, data = Toy("momentum"), toy_data()
     same(federated(module, data), federated(module, data, callbacks))

@@ -63,7 +63,8 @@ def score_global(
     """Score one model of the server on the data of ``clients``; by default on everybody's, and on the union."""
     rows = []
     for client in clients or server.clients:
-        rows += _score(server, module, client, Evaluate(evaluate.splits), ("G", "global", checkpoint))
+        if "local" in evaluate.data:
+            rows += _score(server, module, client, Evaluate(evaluate.splits), ("G", "global", checkpoint))
     if clients is None and "pooled" in evaluate.data:
         rows += _score(server, module, "all", Evaluate(evaluate.splits, ("pooled",)), ("G", "global", checkpoint))
     return rows

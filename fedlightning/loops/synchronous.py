@@ -49,7 +49,7 @@ def run_round(
         light = []
         for job, update in zip(jobs, engine.run(_messages(server, jobs), evaluate), strict=True):
             server.bytes_up += update.num_bytes
-            server.steps += update.steps
+            server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one
             if update.error is None and update.state:
                 aggregation.fold(update)
             elif update.error is None:

@@ -1,0 +1,180 @@
+"""FedFomo."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedlightning.callbacks.server_models import ClientModels, combine, sent_models
+from fedlightning.client import Client
+from fedlightning.hooks import Job, Setup
+from fedlightning.messages import Message, Update, Wire
+from fedlightning.server import Server
+from fedlightning.tensors import State, clone, distance, module_state, select
+
+ITSELF = "itself"
+
+
+class FedFomo(ClientModels):
+    r"""First-order model optimisation: a client downloads others' models and moves towards those that help it.
+
+    Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized federated learning with first order model optimization", ICLR
+    2021.
+
+    Client i, with its own ``th_i`` and up to M models ``th_n`` of others:
+
+    * ``s_n = (L_i(th_i) - L_i(th_n)) / ||th_n - th_i||`` on its validation data (0 where the two are the same);
+    * ``w_n = max(s_n, 0)``, divided by their sum; all zero: it keeps ``th_i``;
+    * ``th_i <- th_i + sum_n w_n (th_n - th_i)`` (stage L1), then local training (stage L2).
+
+    Server: a preference matrix ``P[i, n] += s_n`` (from 0) picks the M models that i gets, drawn at random instead with
+    probability ``epsilon``; only models of the last round are eligible. Evaluation downloads without such exploration.
+
+    Down: M models (as extras: there is no model for all). Up: ``th_i`` and the M scores. State: ``P`` and the last
+    round's models at the server (O(m * model) memory), ``th_i`` at the client, which stays as it is while absent.
+    Distances are L2 over trainable parameters, in float64; float buffers (BatchNorm) are moved with the same weights,
+    integers are the client's own. A client without validation samples scores on its training samples.
+
+    Args:
+        num_models: M (paper: 5 or 10). 0 is Local.
+        epsilon, epsilon_decay: share of random choices in round 1, and what it loses per round (authors: 0.3, 0.05).
+        baseline: what ``th_i`` is. ``"own"``: the model as it was trained last. ``"start"`` (authors' code): the model
+            that this training started from; the trained one is then a candidate like the others, at no download, and
+            dropped if it does not help on validation data.
+    """
+
+    def __init__(
+        self,
+        num_models: int = 5,
+        epsilon: float = 0.3,
+        epsilon_decay: float = 0.05,
+        baseline: Literal["own", "start"] = "own",
+    ) -> None:
+        if num_models < 0:
+            raise ValueError(f"FedFomo got num_models={num_models}. Use 0 (Local) or more models to download.")
+        if not 0.0 <= epsilon <= 1.0 or epsilon_decay < 0:
+            raise ValueError(
+                f"FedFomo got epsilon={epsilon} and epsilon_decay={epsilon_decay}. "
+                "A share of random choices is in [0, 1] and does not grow."
+            )
+        if baseline not in ("own", "start"):
+            raise ValueError(f"FedFomo got baseline={baseline!r}. Use 'own' or 'start' (as in the authors' code).")
+        self.num_models = num_models
+        self.epsilon = epsilon
+        self.epsilon_decay = epsilon_decay
+        self.baseline = baseline
+
+    def check(self, setup: Setup) -> None:
+        """Refuse server steps; say that terms with a common anchor have none."""
+        super().check(setup)
+        anchored = [other.key for other in setup.callbacks if other.claims("correct_gradient")]
+        if anchored:
+            setup.warn(
+                f"FedFomo sends no model for all, so there is no anchor that {', '.join(anchored)} could refer to: "
+                "terms that need one do nothing."
+            )
+
+    def wire(self, module: nn.Module) -> Wire:
+        """M models down, by their client's place in the order of clients; up these places and their scores."""
+        return Wire(down={"models": "states"}, up={"candidates": (-1,), "scores": (-1,)})
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def preferences(self, server: Server) -> Tensor:
+        """``P``, clients in order."""
+        count = len(server.clients)
+        stored: Tensor | None = server.state.get(self.key, {}).get("P")
+        return torch.zeros(count, count, dtype=torch.float64) if stored is None else stored
+
+    def candidates(self, server: Server, client: str, explore: bool) -> list[str]:
+        """The clients whose models ``client`` gets: its top M among the last round's, or M at random."""
+        eligible = [c for c in server.clients if c in server.state.get(self.key, {}).get("models", {}) and c != client]
+        draw = server.rng(f"{self.key} {client}")
+        epsilon = max(self.epsilon - self.epsilon_decay * server.round, 0.0)
+        random = float(torch.rand((), generator=draw)) < epsilon
+        shuffled = [eligible[index] for index in torch.randperm(len(eligible), generator=draw).tolist()]
+        if not (explore and random):  # a stable sort, so that equal preferences are in random order
+            row = self.preferences(server)[server.clients.index(client)]
+            shuffled.sort(key=lambda other: -float(row[server.clients.index(other)]))
+        return shuffled[: self.num_models]
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """M models of others in the place of a global one."""
+        if job.client not in server.clients:
+            return
+        chosen = self.candidates(server, job.client, explore=job.work != 0)
+        models = server.state.get(self.key, {}).get("models", {})
+        down = {str(server.clients.index(other)): select(models[other], message.state) for other in chosen}
+        message.extras[self.key] = {"models": down}
+        message.state = {}
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """``P[i, n] += s_n``; this round's models replace the last round's."""
+        preferences = self.preferences(server).clone()
+        for update in updates:
+            extras = update.extras.get(self.key)
+            if extras:
+                preferences[server.clients.index(update.client), extras["candidates"]] += extras["scores"]
+        server.state[self.key] = {"P": preferences, "models": sent_models(updates)}
+        return {}
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def on_receive(self, client: Client, message: Message) -> None:
+        """L1: ``th_i + sum_n w_n (th_n - th_i)``."""
+        kept = client.state.get(self.key)
+        if kept is None:
+            return
+        own: State = kept["start" if self.baseline == "start" else "own"]
+        models: dict[str, State] = message.extras.get(self.key, {}).get("models", {})
+        others = models | ({ITSELF: kept["own"]} if self.baseline == "start" else {})
+        scores = self.scores(client, own, others) if others else {}
+        weights = first_order_weights(list(scores.values()))
+        message.state = combine(own, zip(weights, others.values(), strict=True))
+        client.scratch[self.key] = {place: scores[place] for place in models}
+
+    def scores(self, client: Client, own: State, others: Mapping[str, State]) -> dict[str, float]:
+        """``s_n`` of every candidate."""
+        loader = client.loader("val")
+        split = "val" if loader is not None and len(loader) > 0 else "train"
+        parameters = [n for n, p in client.module.named_parameters() if p.requires_grad and n in own]
+        loss = client.loss(own, split)
+        return {
+            other: score(loss, client.loss(own | model, split), distance(own | model, select(own, parameters)))
+            for other, model in others.items()
+        }
+
+    def on_visit_start(self, client: Client) -> None:
+        """``baseline="start"``: note the model that training starts from."""
+        if self.baseline == "start":
+            client.scratch[f"{self.key} start"] = client.model_state()
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Keep ``th_i``: what a client sends does not stay by itself. Send the scores."""
+        if client.steps == 0:
+            return
+        names = client.message.returns
+        client.state[self.key] = {"own": clone(module_state(client.module, names), "cpu")}
+        if self.baseline == "start":
+            client.state[self.key]["start"] = select(client.scratch[f"{self.key} start"], names)
+        scores = client.scratch.get(self.key)
+        if scores:
+            update.extras[self.key] = {
+                "candidates": torch.tensor([int(place) for place in scores]),
+                "scores": torch.tensor(list(scores.values()), dtype=torch.float64),
+            }
+
+
+def score(own_loss: float, loss: float, length: float) -> float:
+    """``(L_i(th_i) - L_i(th_n)) / ||th_n - th_i||``; 0 for the same model and for losses that are no numbers."""
+    gain = (own_loss - loss) / length if length > 0 else 0.0
+    return gain if math.isfinite(gain) else 0.0
+
+
+def first_order_weights(scores: Sequence[float]) -> list[float]:
+    """``max(s_n, 0)`` divided by their sum; all 0 if no model helps."""
+    positive = [max(score, 0.0) for score in scores]
+    total = sum(positive)
+    return [value / total if total > 0 else 0.0 for value in positive]

@@ -1,0 +1,169 @@
+"""FedLAMA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from fedlightning.hooks import FederatedCallback, Job, Plan
+from fedlightning.layers import partition
+from fedlightning.messages import Message, Update
+from fedlightning.server import Server
+from fedlightning.tensors import State, distance, select
+
+
+class FedLAMA(FederatedCallback):
+    r"""Layer-wise adaptive model aggregation: layers on which the clients agree are averaged less often.
+
+    Lee, Zhang, Avestimehr, "Layer-wise adaptive model aggregation for scalable federated learning", AAAI 2023.
+
+    Layer ``l`` is averaged every ``tau_l`` rounds, ``tau_l`` in ``{tau, phi tau}``; in between it stays as each client
+    trained it. Up: the layers due. Down: the layers averaged since the client's last visit. State: the model at each
+    client; ``tau_l`` and ``d_l`` at the server. Everything is averaged every ``phi tau`` rounds and in the last one.
+
+    * whenever ``l`` is averaged to ``u_l``: ``d_l = sum_i p_i ||u_l - x_il||^2 / (tau_l dim_l)`` over trainable parameters;
+    * every ``phi tau`` rounds, when all have just been averaged: with the layers in ascending order of ``d``, let ``delta =
+      sum d dim`` and ``lambda = sum dim`` of the first ones as shares of the whole; the layers up to where ``delta``
+      crosses ``1 - lambda`` get ``phi tau``, the others ``tau``.
+
+    One unit of the paper's intervals is one round. Participants are drawn anew only when all is averaged (paper).
+    The global model holds the newest average of every layer.
+
+    Args:
+        phi: factor of the long interval (paper: 2, 4, 8). 1 is FedAvg every ``tau`` rounds.
+        tau: base interval in rounds (paper: 6 to 10 local steps, which a round of local epochs has anyway).
+        cut: the layers with the long interval end with the ``"crossing"`` layer (the authors' code) or where the two curves
+            are ``"nearest"``.
+        weighting: ``"samples"`` or ``"uniform"``, of the mean and of ``d``.
+    """
+
+    def __init__(
+        self,
+        phi: int = 2,
+        tau: int = 1,
+        cut: Literal["crossing", "nearest"] = "crossing",
+        weighting: str | None = None,
+    ) -> None:
+        for name, value in (("phi", phi), ("tau", tau)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"FedLAMA got {name}={value!r}; intervals are whole numbers of rounds from 1 on.")
+        if cut not in ("crossing", "nearest"):
+            raise ValueError(f"FedLAMA got cut={cut!r}. Use 'crossing' (the authors' code) or 'nearest'.")
+        self.phi = phi
+        self.tau = tau
+        self.cut = cut
+        self.weighting = weighting
+
+    # -- when ----------------------------------------------------------------------------------------------------------
+    def _own(self, server: Server) -> dict[str, Any]:
+        """The state: at first every layer has the base interval."""
+        layers = partition(server.module)
+        fresh = {
+            "tau": dict.fromkeys(layers, self.tau),
+            "d": dict.fromkeys(layers, 0.0),
+            "averaged": dict.fromkeys(layers, -1),  # the round in which the server last averaged a layer
+            "seen": {},  # the round in which a client last trained
+        }
+        return {**fresh, **server.state.get(self.key, {})}
+
+    def _all_due(self, server: Server) -> bool:
+        done = server.round + 1
+        return done % (self.phi * self.tau) == 0 or done == server.max_rounds
+
+    def _due(self, server: Server) -> list[str]:
+        intervals = self._own(server)["tau"]
+        return [layer for layer, tau in intervals.items() if self._all_due(server) or (server.round + 1) % tau == 0]
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """The layers that are averaged at the end of this round."""
+        layers = partition(module)
+        return [name for layer in self._due(server) for name in layers[layer]]
+
+    def plan_round(self, server: Server) -> Plan:
+        """Participants stay the same until everything has been averaged."""
+        clients = self._own(server).get("participants") or server.participants()
+        server.state[self.key] = self._own(server) | {"participants": [] if self._all_due(server) else clients}
+        yield [Job(client, down=self._news(server, client)) for client in clients]
+
+    def _news(self, server: Server, client: str) -> tuple[str, ...]:
+        """What has been averaged since the client's last visit; its other layers go on from where they are."""
+        own, layers = self._own(server), partition(server.module)
+        seen = own["seen"].get(client, -1)
+        new = {name for layer, when in own["averaged"].items() if when >= seen for name in layers[layer]}
+        return tuple(name for name in server.shared_names(without=self) if name in new)
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Also for evaluation: only what is new to the client."""
+        message.state = select(server.models[job.model], self._news(server, job.client))
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """The newest average of every layer."""
+        complete = len(server.shared_names(without=self)) == len(server.kinds)
+        return server.module_with(server.model) if complete else None
+
+    # -- discrepancy ---------------------------------------------------------------------------------------------------
+    def on_update(self, server: Server, update: Update) -> None:
+        """Stream ``sum_i p_i ||x_il - w_l||^2`` with the old ``w_l``; the mean's own distance is taken off at the end."""
+        own = self._own(server)
+        own["seen"] = {**own["seen"], update.client: server.round}
+        weight = server.weight(update)
+        sums = dict(own.get("sums", {}))
+        for layer, names in self._trainable(server, update.state).items():
+            apart = distance(server.model, select(update.state, names)) ** 2
+            total, weights = sums.get(layer, (0.0, 0.0))
+            sums[layer] = (total + weight * apart, weights + weight)
+        server.state[self.key] = own | {"sums": sums}
+
+    def on_reduced(self, server: Server, state: State) -> State:
+        """``d_l``, and every ``phi tau`` rounds the new intervals."""
+        own = self._own(server)
+        sums, d, averaged = own.pop("sums", {}), dict(own["d"]), dict(own["averaged"])
+        layers = self._trainable(server, state)
+        sizes = {layer: sum(state[name].numel() for name in names) for layer, names in layers.items()}
+        for layer, names in layers.items():
+            total, weights = sums.get(layer, (0.0, 0.0))
+            if weights > 0:
+                spread = total / weights - distance(server.model, select(state, names)) ** 2
+                d[layer] = max(spread, 0.0) / (own["tau"][layer] * sizes[layer])
+        for layer in self._due(server):
+            averaged[layer] = server.round
+        tau = dict(own["tau"])
+        if (server.round + 1) % (self.phi * self.tau) == 0:
+            order = list(sizes)
+            long = less_critical([d[layer] for layer in order], [sizes[layer] for layer in order], self.cut)
+            tau = dict.fromkeys(tau, self.tau) | {order[index]: self.phi * self.tau for index in long}
+        server.state[self.key] = own | {"d": d, "averaged": averaged, "tau": tau}
+        return state
+
+    def _trainable(self, server: Server, state: Any) -> dict[str, list[str]]:
+        """The trainable parameters in ``state`` by layer, tied ones once."""
+        parameters = {name for name, _ in server.module.named_parameters()}
+        wanted = parameters.intersection(server.trainable).intersection(state)
+        found = {layer: [n for n in names if n in wanted] for layer, names in partition(server.module).items()}
+        return {layer: names for layer, names in found.items() if names}
+
+
+def less_critical(d: Sequence[float], sizes: Sequence[int], cut: str) -> list[int]:
+    """Which layers get the long interval.
+
+    Args:
+        d: discrepancy per layer and parameter; where all are 0 they count as equal.
+        sizes: parameters per layer.
+        cut: ``"crossing"`` or ``"nearest"``.
+    """
+    d = d if any(d) else [1.0] * len(d)
+    order = sorted(range(len(d)), key=lambda index: d[index])  # ties by index
+    mass, total = sum(value * size for value, size in zip(d, sizes, strict=True)), sum(sizes)
+    delta = share = 0.0
+    gaps: list[float] = []
+    for index in order:
+        delta += d[index] * sizes[index] / mass
+        share += sizes[index] / total
+        gaps.append(delta - (1.0 - share))
+        if cut == "crossing" and gaps[-1] > 0:
+            break
+    count = len(gaps) if cut == "crossing" else min(range(len(gaps)), key=lambda j: abs(gaps[j])) + 1
+    return order[:count]

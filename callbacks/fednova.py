@@ -1,0 +1,150 @@
+"""FedNova."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.optim import Optimizer
+
+from fedlightning.callbacks.fedprox import FedProx
+from fedlightning.client import Client
+from fedlightning.hooks import FederatedCallback, Job, Setup
+from fedlightning.messages import Message, Update, Wire
+from fedlightning.server import GLOBAL, Server
+from fedlightning.tensors import State
+
+
+class FedNova(FederatedCallback):
+    r"""Normalised averaging: clients may take different numbers of steps without pulling the mean their way.
+
+    Wang, Liu, Liang, Joshi, Poor, "Tackling the objective inconsistency problem in heterogeneous federated
+    optimization", NeurIPS 2020.
+
+    A client's change is ``w_i - w^t = -sum_k a_k g_k``, a weighted sum of the gradients it saw, with ``A_i = sum_k a_k``.
+
+    * Down: ``w^t`` (and FedProx's ``mu`` where it is in the list). Up: ``w_i`` and ``A_i``, which say ``d_i = (w^t -
+      w_i) / A_i``. State: each client's last ``A_i``.
+    * Server, on trainable parameters: ``w^{t+1} = w^t - (sum_i p_i A_i) sum_i p_i d_i``. Buffers are averaged.
+
+    ``A_i`` is counted along with the steps that really happen: ``c <- rho c + 1 - mu A, A <- A + eta_k c`` (rho:
+    momentum, with torch's dampening and Nesterov; mu: FedProx, whose pull is part of the gradient here and so goes
+    through the momentum). ``A_i`` contains the learning rate, so schedules are weighted rightly; a constant ``eta``
+    cancels. Weight decay counts as part of the gradient. With plain SGD ``A_i = eta tau_i``. Adam has no such ``a``: it
+    is counted like plain SGD, with a warning.
+
+    Server momentum (an option in the paper): add ``FedAvgM`` to the list; any server optimizer fits.
+
+    Args:
+        weighting: ``"samples"`` (the paper's ``p_i``) or ``"uniform"``.
+    """
+
+    def __init__(self, weighting: str | None = None) -> None:
+        self.weighting = weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse what has no one sum of gradients; warn where ``a`` is a guess."""
+        name = type(setup.template).__name__
+        if not setup.module.automatic_optimization:
+            raise ValueError(f"FedNova counts the steps of one optimizer, but {name} optimizes manually. Use FedAvg.")
+        other = next((callback for callback in setup.callbacks if callback.claims("reduce")), None)
+        if other is not None:
+            raise ValueError(f"FedNova averages normalised changes, but {other.key} combines the updates. Remove one.")
+        for optimizer in setup.optimizers:
+            if type(optimizer).__name__ != "SGD":
+                setup.warn(
+                    f"FedNova knows how SGD weights its gradients; {type(optimizer).__name__} is treated as plain SGD, "
+                    "normalised by its number of steps."
+                )
+            elif len({group.get("momentum", 0.0) for group in optimizer.param_groups}) > 1:
+                raise ValueError(
+                    f"FedNova has one count for all parameters, but {name} has groups of differing momentum."
+                )
+
+    def wire(self, module: nn.Module) -> Wire:
+        """``mu`` down, ``A_i`` up."""
+        return Wire(down={"mu": "scalar"}, up={"a": "scalar"})
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Say how strong the proximal term is."""
+        if job.model != GLOBAL:
+            raise ValueError(
+                "FedNova normalises the changes of one global model; this federation has several. Use FedAvg."
+            )
+        prox = server.callbacks.find(FedProx)
+        if prox is not None:
+            message.extras[self.key] = {"mu": prox.mu}
+
+    # -- client: count A_i -----------------------------------------------------------------------------------------
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count from here on; momentum starts anew with the optimizer."""
+        client = self.client
+        if client.phase.federated:
+            counter = client.scratch.setdefault(self.key, {"a": 0.0})
+            counter["c"] = None
+            counter["hook"] = trainer.optimizers[0].register_step_post_hook(lambda opt, *_: self._stepped(client, opt))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop counting."""
+        if self.client.phase.federated:
+            self.client.scratch[self.key].pop("hook").remove()
+
+    def _stepped(self, client: Client, optimizer: Optimizer) -> None:
+        """A step that really happened, if anything that travels took part in it."""
+        travels = {id(parameter) for name, parameter in client.module.named_parameters() if name in client.received}
+        for group in optimizer.param_groups:
+            if any(id(parameter) in travels and parameter.grad is not None for parameter in group["params"]):
+                counter = client.scratch[self.key]
+                mu = float(client.message.extras.get(self.key, {}).get("mu", 0.0))
+                counter["a"], counter["c"] = count_step(counter["a"], counter["c"], group, mu)
+                return
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """``A_i``; kept, since a plan may collect the update later."""
+        if client.steps:
+            client.state[self.key] = {"a": client.scratch[self.key]["a"]}
+        if update.state and self.key in client.state:
+            update.extras[self.key] = {"a": client.state[self.key]["a"]}
+
+    # -- server ------------------------------------------------------------------------------------------------------
+    def on_update(self, server: Server, update: Update) -> None:
+        """Add ``p_i d_i`` and ``p_i A_i``, per name, over the clients that sent it."""
+        a, weight = float(update.extras.get(self.key, {}).get("a", 0.0)), server.weight(update)
+        if a <= 0.0 or weight == 0.0:
+            return
+        sums: dict[str, State | dict[str, float]] = server.state.setdefault(self.key, {"d": {}, "a": {}, "weight": {}})
+        trainable = set(server.trainable)
+        for name in update.state:
+            if name in trainable:
+                d = (server.model[name].double() - update.state[name].double()) / a
+                for label, term in (("d", d), ("a", a), ("weight", 1.0)):
+                    sums[label][name] = sums[label].get(name, 0.0) + weight * term  # type: ignore[operator, assignment]
+
+    def on_reduced(self, server: Server, state: State) -> State:
+        """``w^t - tau_eff sum_i p_i d_i``."""
+        sums = server.state.pop(self.key, {"d": {}})
+        normalised = {}
+        for name, d in sums["d"].items():
+            total, old = sums["weight"][name], server.model[name]
+            normalised[name] = (old.double() - (sums["a"][name] / total) * (d / total)).to(old.dtype)
+        return {**state, **normalised}
+
+
+def count_step(a: float, c: float | None, group: Mapping[str, Any], mu: float = 0.0) -> tuple[float, float]:
+    """One optimizer step's share of ``A``: what a client whose raw gradients are all 1 would have moved by now.
+
+    Args:
+        a: ``A`` so far; c: the momentum buffer, ``None`` before the first step.
+        group: the optimizer's parameter group (``lr``, and for SGD ``momentum``, ``dampening``, ``nesterov``).
+        mu: proximal strength: the pull ``mu (w - w^t)`` is part of the gradient.
+
+    Returns:
+        ``A`` and the buffer after the step.
+    """
+    rho = float(group.get("momentum", 0.0))
+    gradient = 1.0 - mu * a
+    c = gradient if c is None else rho * c + (1.0 - float(group.get("dampening", 0.0))) * gradient
+    step = gradient + rho * c if group.get("nesterov") else c
+    return a + float(group["lr"]) * step, c

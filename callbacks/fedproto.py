@@ -1,0 +1,184 @@
+"""FedProto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from fedlightning.callbacks.prototypes import ClassMeans, fill_head, pack, unpack
+from fedlightning.callbacks.representations import features_at_start, head_path, labels_of, rows
+from fedlightning.client import Client
+from fedlightning.hooks import FederatedCallback, Job, Plan, Setup, Stage
+from fedlightning.messages import Message, Update, Wire
+from fedlightning.server import Server
+from fedlightning.wrappers import FeatureTap
+
+
+class FedProto(FederatedCallback):
+    r"""Prototypes travel, models do not: clients agree on where the classes lie in the space of representations.
+
+    Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: federated prototype learning across heterogeneous clients", AAAI
+    2022.
+
+    Down and up: one vector per class, the mean representation ``C_j`` (down: of all, up: of the client's classes). No
+    weight of a model ever travels, so clients may have models of their own with one width of representation. State: the
+    whole model at each client; the global prototypes at the server.
+
+    * client: ``loss = task + lam R`` with ``R = (1/(B d)) sum_b ||z_b - C_{y_b}||^2``; samples of a class without global
+      prototype contribute 0 (so the first round has no term);
+    * ``C_ij``: mean of ``z`` over the client's samples of class ``j``;
+    * server: ``C_j`` = mean over the clients that reported ``j``; a class that nobody reported keeps its prototype.
+
+    Args:
+        lam: weight of R (paper: 1).
+        head: path of the submodule that turns representations into predictions; ``None``: the last layer.
+        proto_pass: ``"after"``: one more pass in eval mode after training; ``"during"``: representations of the last
+            epoch's training steps (the authors' code).
+        predictor: ``"head"``: the model's own predictions; ``"nearest"``: the class with the nearest global prototype
+            (the head must be an ``nn.Linear`` with bias: it is given the prototypes as its weights).
+        restrict: nearest prototypes of the client's own classes only.
+        weighting: ``"uniform"`` over the owners of a class (the authors' code) or ``"samples"`` (counts then go up too).
+    """
+
+    def __init__(
+        self,
+        lam: float = 1.0,
+        head: str | None = None,
+        proto_pass: Literal["after", "during"] = "after",
+        predictor: Literal["head", "nearest"] = "head",
+        restrict: bool = True,
+        weighting: str = "uniform",
+    ) -> None:
+        if lam < 0:
+            raise ValueError(
+                f"FedProto got lam={lam}; the weight of a loss cannot be negative. Use 0 for local training."
+            )
+        if proto_pass not in ("after", "during"):
+            raise ValueError(f"FedProto got proto_pass={proto_pass!r}. Use 'after' or 'during'.")
+        if predictor not in ("head", "nearest"):
+            raise ValueError(f"FedProto got predictor={predictor!r}. Use 'head' or 'nearest'.")
+        self.lam = lam
+        self.head = head
+        self.proto_pass = proto_pass
+        self.predictor = predictor
+        self.restrict = restrict
+        self.weighting = weighting
+
+    def claims(self, role: str) -> bool:
+        """No loss term without need, no model to swap for the head's own predictions."""
+        unused = {
+            "training_loss": self.lam == 0.0 and self.proto_pass == "after",
+            "personal_module": self.predictor == "head",
+        }
+        return super().claims(role) and not unused.get(role, False)
+
+    def check(self, setup: Setup) -> None:
+        """Refuse batches without labels, and heads that cannot be seen or filled with prototypes."""
+        if features_at_start(setup, self.feature_taps, self.key):
+            labels_of(setup.first_batch(), self.key)
+        path = head_path(setup.module, self.head)
+        head = setup.module.get_submodule(path)
+        if self.predictor == "nearest" and not (isinstance(head, nn.Linear) and head.bias is not None):
+            raise ValueError(
+                f"FedProto(predictor='nearest') writes prototypes into an nn.Linear with bias, but `{path}` of "
+                f"{type(setup.template).__name__} is a {type(head).__name__}. Name the last linear layer as head, or use "
+                "predictor='head'."
+            )
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """No weight travels."""
+        return []
+
+    def wire(self, module: nn.Module) -> Wire:
+        """One vector per class, and which class it is of."""
+        prototypes = {"prototypes": (-1, -1), "classes": (-1,)}
+        return Wire(down=prototypes, up=prototypes | ({"counts": (-1,)} if self.weighting == "samples" else {}))
+
+    def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
+        """The representation: what goes into the head."""
+        return {"z": FeatureTap(module, head_path(module, self.head))}
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Ordinary visits; when all are back, the new prototypes replace the old ones."""
+        yield [Job(client) for client in server.participants()]
+        own = server.state.get(self.key, {})
+        if "sums" in own:
+            new = {label: total / weight for label, (total, weight) in own["sums"].items()}
+            server.state[self.key] = pack(unpack(own) | new)
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """The prototypes of the last round."""
+        own = server.state.get(self.key, {})
+        if "classes" in own:
+            message.extras[self.key] = {"prototypes": own["prototypes"], "classes": own["classes"]}
+
+    def on_update(self, server: Server, update: Update) -> None:
+        """Sum each class over the clients that own it."""
+        extras = update.extras.get(self.key)
+        if not extras:
+            return
+        own = server.state.get(self.key, {})
+        sums = dict(own.get("sums", {}))
+        counts = extras.get("counts", torch.ones_like(extras["classes"])).tolist()
+        for (label, vector), weight in zip(unpack(extras).items(), counts, strict=True):
+            total, weights = sums.get(label, (torch.zeros_like(vector, dtype=torch.float64), 0))
+            if total.shape != vector.shape:
+                raise ValueError(
+                    f"Client '{update.client}' has representations of {len(vector)} numbers, others of {len(total)}. "
+                    "FedProto needs one width for all; set head=... so that it is."
+                )
+            sums[label] = [total + weight * vector, weights + weight]
+        server.state[self.key] = {**own, "sums": sums}
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Means of the epoch that turns out to be the last one."""
+        self.client.scratch[self.key] = ClassMeans()
+
+    def training_loss(
+        self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
+    ) -> Tensor:
+        """``task + lam R``."""
+        z, labels = rows(features["z"]), labels_of(batch, self.key)
+        if self.proto_pass == "during":
+            client.scratch[self.key].add(z.detach(), labels)
+        payload = client.message.extras.get(self.key)
+        if payload is None or self.lam == 0.0:
+            return loss
+        hit = labels[:, None] == payload["classes"].to(z.device)  # (B, classes), at most one in a row
+        of_label = payload["prototypes"].to(z)[hit.int().argmax(1)]
+        target = torch.where(hit.any(1, keepdim=True), of_label, z.detach())
+        return loss + self.lam * (z - target).square().mean()
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """The client's own prototypes."""
+        if not client.steps:
+            return
+        means = client.scratch[self.key]
+        if self.proto_pass == "after":
+            means = ClassMeans()
+            for batch, features in client.feature_pass(self.feature_taps):
+                means.add(rows(features["z"]), labels_of(batch, self.key))
+        payload = pack(means.result())
+        if not torch.isfinite(payload["prototypes"]).all():
+            raise FloatingPointError("its prototypes hold NaN or infinite values; lower the learning rate or lam")
+        if self.weighting == "samples":
+            payload["counts"] = torch.tensor([means.sums[label][1] for label in sorted(means.sums)], dtype=torch.int32)
+        update.extras[self.key] = payload
+        client.state[self.key] = {"classes": sorted(means.sums)}
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """Nearest prototype: ``argmin_j ||z - C_j||^2 = argmax_j 2 C_j z - ||C_j||^2``, a linear head."""
+        payload = client.message.extras.get(self.key)
+        classes = client.state.get(self.key, {}).get("classes")
+        if payload is None or (self.restrict and not classes):
+            return client.module
+        known = {label: c for label, c in unpack(payload).items() if not self.restrict or label in classes}
+        module = client.copy_module()
+        fill_head(module.get_submodule(head_path(module, self.head)), known)
+        return module

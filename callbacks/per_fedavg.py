@@ -1,0 +1,154 @@
+"""Per-FedAvg."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from fedlightning.client import Client
+from fedlightning.hooks import FederatedCallback, Setup, Stage
+from fedlightning.probes import training_loss
+from fedlightning.tensors import State, add, clone, load_state, module_state
+
+
+class PerFedAvg(FederatedCallback):
+    r"""Meta-learning: a global model that is good after one gradient step on a client's own data.
+
+    Fallah, Mokhtari, Ozdaglar, "Personalized federated learning with theoretical guarantees: a model-agnostic
+    meta-learning approach", NeurIPS 2020.
+
+    Down: ``w``. Up: ``w_i``. State: none. Every local step minimises ``f_i(w - alpha grad f_i(w))`` with three
+    independent batches of training data:
+
+    * ``wt = w - alpha grad f(w; D)``, plain SGD whatever the module's optimizer is; ``D`` leaves BatchNorm's statistics
+      alone;
+    * ``r = grad f(wt; D')``: the training loop's own batch, run at ``wt`` (so the logged loss is the one after
+      adaptation);
+    * ``w <- w - beta (r - alpha H r)``, ``H`` the Hessian at ``w`` on ``D''``, by the module's optimizer (SGD, whose
+      learning rate is ``beta``).
+
+    ``H r``: ``"exact"`` by double backward, ``"HF"`` (Hessian-free) as ``[grad f(w + delta r) - grad f(w - delta r)] /
+    (2 delta)``, ``"FO"`` (first order) leaves it out. With ``alpha = 0`` all three are FedAvg.
+
+    Deployed: ``w - alpha grad f_i(w)`` over the client's whole training split (never on test data); the global model is
+    the meta-model ``w``.
+
+    Args:
+        alpha: inner step size. Published settings lie at 0.005-0.01 (pFedMe, FedBABU); default 0.01.
+        variant: ``"HF"`` (default: as good as exact in the paper, without double backward), ``"FO"`` or ``"exact"``.
+        delta: half-width of the Hessian-free difference (ours: 1e-3).
+        adaptation_steps: how many such steps make the deployed model (paper: 1).
+        weighting: ``"uniform"`` (paper) or ``"samples"``.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.01,
+        variant: Literal["HF", "FO", "exact"] = "HF",
+        delta: float = 1e-3,
+        adaptation_steps: int = 1,
+        weighting: str = "uniform",
+    ) -> None:
+        if variant not in ("HF", "FO", "exact"):
+            raise ValueError(
+                f"PerFedAvg got variant={variant!r}. Use 'HF' (Hessian-free), 'FO' (first order) or 'exact'."
+            )
+        if alpha < 0 or delta <= 0 or adaptation_steps < 0:
+            raise ValueError(
+                f"PerFedAvg got alpha={alpha}, delta={delta}, adaptation_steps={adaptation_steps}. Step sizes cannot be "
+                "negative, and delta must be positive."
+            )
+        self.alpha = alpha
+        self.variant = variant
+        self.delta = delta
+        self.adaptation_steps = adaptation_steps
+        self.weighting = weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse manual optimization; warn where the outer step is not plain SGD."""
+        if not setup.module.automatic_optimization:
+            name = type(setup.template).__name__
+            raise ValueError(f"PerFedAvg replaces the gradient of the step, but {name} optimizes manually. Use Ditto.")
+        for optimizer in setup.optimizers:
+            if type(optimizer).__name__ != "SGD":
+                setup.warn(f"PerFedAvg's outer step is SGD's; {type(optimizer).__name__} rescales the meta-gradient.")
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Go to ``wt``, once per optimizer step (an accumulated step sees all its batches there)."""
+        client = self.client
+        if not client.phase.federated or self.alpha == 0.0 or self.key in client.scratch:
+            return
+        _, gradient = client.batch_gradient(client.next_batch("inner"))
+        client.scratch[self.key] = self._shifted(gradient, -self.alpha)
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Back to ``w``, exactly; the gradient there is ``r - alpha H r``."""
+        w = self.client.scratch.pop(self.key, None)
+        if w is None:
+            return
+        load_state(pl_module, w)
+        parameters = {name: p for name, p in pl_module.named_parameters() if p.grad is not None}
+        r = {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None}
+        for name, curvature in self._hessian_times(r).items():
+            if name in r:
+                parameters[name].grad = r[name] - self.alpha * curvature
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave nobody at ``wt``, should training stop between a batch and its step."""
+        load_state(pl_module, self.client.scratch.pop(self.key, {}))
+
+    def _shifted(self, direction: State, size: float) -> State:
+        """Move the module's parameters by ``size * direction``; returns what they were."""
+        before = clone({name: p for name, p in self.client.module.named_parameters() if name in direction})
+        load_state(self.client.module, add(before, direction, alpha=size))
+        return before
+
+    def _hessian_times(self, r: State) -> State:
+        """``H r`` on ``D''``; nothing under first order."""
+        client = self.client
+        if self.variant == "FO":
+            return {}
+        batch = client.next_batch("hessian")
+        if self.variant == "exact":
+            with torch.enable_grad(), client.probing(client.module):
+                product = hessian_times(client.module, batch, r, client.loss_scale)
+        else:
+            gradients = []
+            for sign in (1.0, -1.0):  # the same dropout on both sides
+                w = self._shifted(r, sign * self.delta)
+                gradients.append(client.batch_gradient(batch, repeat=sign < 0)[1])
+                load_state(client.module, w)
+            product = {name: (plus - gradients[1][name]) / (2 * self.delta) for name, plus in gradients[0].items()}
+        overflow = client.loss_scale != 1.0 and not all(bool(torch.isfinite(value).all()) for value in product.values())
+        return {} if overflow else product  # the scaler has judged r already: this step goes on in first order
+
+    # -- what is deployed ----------------------------------------------------------------------------------------------
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """``w - alpha grad f_i(w)`` on training data."""
+        module = client.copy_module()
+        for _ in range(self.adaptation_steps if self.alpha else 0):
+            w = clone(module_state(module))
+            try:
+                gradient = client.gradient(w, split="train")
+            except ValueError:  # a batch of one sample under batch normalisation: there is no gradient to step along
+                break
+            load_state(module, {n: w[n] - self.alpha * g.to(w[n]) for n, g in gradient.items()})
+        return module
+
+
+def hessian_times(module: LightningModule, batch: Any, vector: State, scale: float = 1.0) -> State:
+    """``H vector`` of the batch's training loss by double backward; ``scale`` multiplies the loss on the way (fp16)."""
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad and name in vector}
+    loss = training_loss(module, batch) * scale
+    gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
+    pairs = [(g, vector[n]) for n, g in zip(parameters, gradients, strict=True) if g is not None and g.requires_grad]
+    if not pairs:
+        return {}  # a loss that is linear in every parameter
+    inner = torch.stack([(gradient * along).sum() for gradient, along in pairs]).sum()
+    products = torch.autograd.grad(inner, list(parameters.values()), allow_unused=True)
+    return {name: p / scale for name, p in zip(parameters, products, strict=True) if p is not None}

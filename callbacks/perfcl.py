@@ -1,0 +1,119 @@
+"""PerFCL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fedlightning.callbacks.fenda import FENDA
+from fedlightning.callbacks.representations import contrastive_loss, features_at_start
+from fedlightning.client import Client
+from fedlightning.hooks import Setup
+from fedlightning.messages import Update
+from fedlightning.tensors import clone, module_state
+from fedlightning.wrappers import FeatureTap, feature_taps, global_names
+
+
+class PerFCL(FENDA):
+    r"""FENDA whose two extractors are told apart by two contrastive losses.
+
+    Zhang, Xu, Wei, Wang, Li, Shang, "Doubly contrastive representation learning for federated image recognition",
+    Pattern Recognition 139, 2023.
+
+    Up and down, and the model: as in :class:`FENDA`. State: the local extractor and the head, and the global extractor as
+    the client's last visit left it. With ``con(z, z+, z-) = -log( exp(cos(z, z+)/T) / (exp(cos(z, z+)/T) + exp(cos(z,
+    z-)/T)) )``, frozen teachers in eval mode and ``z_g, z_l`` the features of the extractors in training:
+
+    * ``con_g``: to the *received* global extractor, away from one's own *last* global extractor;
+    * ``con_l``: to one's own *last* local extractor, away from the *received* global extractor;
+    * ``loss = task + mu mean(con_g) + gamma mean(con_l)``.
+
+    A client's first visit has no last extractors and no terms (FL4Health's implementation). The logged loss stays the
+    task's.
+
+    Args:
+        mu: weight of the global term; gamma: of the local one (FL4Health: 1 and 1).
+        temperature: ``T`` of both (FL4Health: 0.5).
+        head, local_extractor, fusion, order, init, local_features, weighting: as in :class:`FENDA`. For the local term both
+            extractors must have features of one width.
+    """
+
+    def __init__(
+        self,
+        mu: float = 1.0,
+        gamma: float = 1.0,
+        temperature: float = 0.5,
+        head: str | None = None,
+        local_extractor: nn.Module | None = None,
+        fusion: Literal["concat", "sum"] = "concat",
+        order: Literal["global_first", "local_first"] = "global_first",
+        init: Literal["copy", "fresh"] = "copy",
+        local_features: int | None = None,
+        weighting: str | None = None,
+    ) -> None:
+        if mu < 0 or gamma < 0:
+            raise ValueError(
+                f"PerFCL got mu={mu}, gamma={gamma}; weights of losses cannot be negative. 0 turns one off."
+            )
+        if not temperature > 0:
+            raise ValueError(f"PerFCL got temperature={temperature}; it divides cosines and must be positive.")
+        super().__init__(head, local_extractor, fusion, order, init, local_features, weighting)
+        self.mu = mu
+        self.gamma = gamma
+        self.temperature = temperature
+
+    @property
+    def _contrasts(self) -> bool:
+        return self.mu > 0 or self.gamma > 0
+
+    def claims(self, role: str) -> bool:
+        """With ``mu = gamma = 0`` it is FENDA."""
+        return super().claims(role) and not (role == "training_loss" and not self._contrasts)
+
+    def check(self, setup: Setup) -> None:
+        """Refuse features of different widths."""
+        super().check(setup)
+        seen = features_at_start(setup, self.feature_taps, self.key) if self._contrasts else {}
+        if self.gamma > 0 and seen and seen["z_g"].shape != seen["z_l"].shape:
+            widths = f"{seen['z_g'].shape[1]} global and {seen['z_l'].shape[1]} local"
+            raise ValueError(
+                f"PerFCL compares the two extractors' features, but there are {widths} ones in a sample. Make "
+                "local_extractor as wide as the global one, or set gamma=0."
+            )
+
+    def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
+        """Both extractors' features."""
+        return dict(zip(("z_g", "z_l"), feature_taps(module), strict=True))
+
+    def on_visit_start(self, client: Client) -> None:
+        """Freeze the teachers: the received global extractor beside the last local one, and the last global one."""
+        previous = client.state.get(self.key, {}).get("previous")
+        if previous is not None and self._contrasts:
+            client.scratch[self.key] = [client.frozen_copy(client.received), client.frozen_copy(previous)]
+
+    def training_loss(
+        self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
+    ) -> Tensor:
+        """``task + mu mean(con_g) + gamma mean(con_l)``."""
+        if self.key not in client.scratch:
+            return loss
+        received, last = (
+            client.features(teacher.to(module.device), batch, self.feature_taps(teacher))
+            for teacher in client.scratch[self.key]
+        )
+        for weight, label, positive, negative in (
+            (self.mu, "z_g", received["z_g"], last["z_g"]),
+            (self.gamma, "z_l", received["z_l"], received["z_g"]),
+        ):
+            if weight > 0:
+                loss = loss + weight * contrastive_loss(features[label], positive, negative, self.temperature)
+        return loss
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Keep the global extractor for the next visit; the local one stays anyway."""
+        if client.steps and self._contrasts:
+            u = module_state(client.module, global_names(client.module))
+            client.state[self.key] = {"previous": clone(u, "cpu")}

@@ -1,0 +1,220 @@
+"""pFedLA and HeurpFedLA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from fedlightning.callbacks.hypernetwork import HyperNetwork
+from fedlightning.callbacks.server_models import ClientModels, combine, parameter_names
+from fedlightning.client import Client
+from fedlightning.hooks import Job, Setup
+from fedlightning.layers import partition
+from fedlightning.messages import Message, Update
+from fedlightning.seeding import isolated
+from fedlightning.server import Server
+from fedlightning.tensors import State, clone, module_state, select
+
+
+class PFedLA(ClientModels):
+    r"""Layer-wise personalised aggregation whose weights a hypernetwork per client learns at the server.
+
+    Ma, Zhang, Guo, Xu, "Layer-wised model aggregation for personalized federated learning", CVPR 2022.
+
+    The server holds every client's last model ``theta_j`` and, per client i, a hypernetwork ``HN_i(e_i; psi_i)`` that
+    gives ``alpha_i[l, j] >= 0`` with ``sum_j alpha_i[l, j] = 1``. In a round
+
+    * down: ``thbar_i[l] = sum_j alpha_i[l, j] theta_j[l]`` for every layer l (stage L1, the deployed model);
+    * the client trains; up: its model, ``theta_i <- thbar_i + D``;
+    * ``(e_i, psi_i) <- (e_i, psi_i) + eta_hn J' D`` with ``J = d thbar_i / d(e_i, psi_i)``.
+
+    ``D`` (after minus before) points to where the client's loss falls, so the step is *added*: public code subtracts
+    and ascends. ``J' D`` is the gradient of ``sum_l sum_j alpha_i[l, j] <theta_j[l], D[l]>``, so one number per layer and
+    client is all that the hypernetwork needs of the models; inner products are over trainable parameters, in float64.
+    Running statistics are mixed with the weights of the layer they belong to; integers, and buffers outside every
+    layer, are the client's own.
+
+    State, all at the server: ``theta_j`` (O(N * model) memory) and N hypernetworks. Absent clients keep both. A client
+    that never took part counts with ``w^0``.
+
+    Args:
+        hn_lr: ``eta_hn`` (5e-3 in the unofficial repository, 0.01 in PLayer-FL's). 0 keeps the first weights.
+        embedding: size of ``e_i`` (100).
+        hidden: width of the three-layer perceptron (100).
+        normalise: ``"softmax"`` (PLayer-FL's repository) or ``"relu"``: rectified and divided by their sum, even where
+            all are zero (unofficial repository). Either way the first weights are near ``1/N``.
+    """
+
+    def __init__(
+        self,
+        hn_lr: float = 5e-3,
+        embedding: int = 100,
+        hidden: int = 100,
+        normalise: Literal["softmax", "relu"] = "softmax",
+    ) -> None:
+        if hn_lr < 0:
+            raise ValueError(f"{self.key} got hn_lr={hn_lr}; the hypernetwork would climb. Use a positive rate, or 0.")
+        if embedding < 1 or hidden < 1:
+            raise ValueError(f"{self.key} got embedding={embedding} and hidden={hidden}; both are sizes of at least 1.")
+        if normalise not in ("softmax", "relu"):
+            raise ValueError(f"{self.key} got normalise={normalise!r}. Use 'softmax' or 'relu'.")
+        self.hn_lr = hn_lr
+        self.embedding = embedding
+        self.hidden = hidden
+        self.normalise = normalise
+
+    # -- hypernetworks -------------------------------------------------------------------------------------------------
+    def network(self, server: Server, client: str) -> HyperNetwork:
+        """``HN_i`` as it began: random weights of its own."""
+        with isolated(server.runner.settings.seed, self.key, client):
+            shape = len(layers_of(server)), len(server.clients)
+            return HyperNetwork(self.embedding, self.hidden, shape, self.normalise)
+
+    def psi(self, server: Server, client: str) -> State:
+        """``(e_i, psi_i)``."""
+        stored: State | None = server.state.get(self.key, {}).get("psi", {}).get(client)
+        return clone(module_state(self.network(server, client))) if stored is None else stored
+
+    def weights(self, server: Server, client: str) -> Tensor:
+        """``alpha_i``: a row per layer, a column per client."""
+        with torch.no_grad():
+            return self.alpha(server, client, self.psi(server, client))
+
+    def alpha(self, server: Server, client: str, psi: Mapping[str, Tensor]) -> Tensor:
+        """``HN_i(e_i; psi_i)``, differentiable in ``psi``."""
+        result: Tensor = functional_call(self.network(server, client), dict(psi), ())
+        return result
+
+    def rows(self, server: Server, client: str) -> Tensor:
+        """The weights that ``thbar_i`` is made with."""
+        return self.weights(server, client)
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def personalised(self, server: Server, client: str, models: Mapping[str, State]) -> State:
+        """``thbar_i``."""
+        mixed = dict(models[client])
+        for layer, row in zip(layers_of(server), self.rows(server, client).tolist(), strict=True):
+            own = select(mixed, layer)
+            parts = ((weight, select(model, layer)) for weight, model in zip(row, models.values(), strict=True))
+            mixed |= combine(own, parts)
+        return mixed
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """``thbar_i`` in the place of the global model."""
+        if job.client in server.clients:
+            message.state = select(self.personalised(server, job.client, self.models(server)), message.state)
+
+    def gradient(self, server: Server, client: str, models: Mapping[str, State], trained: State) -> State:
+        """``J' D`` with respect to every entry of ``psi``."""
+        before = self.personalised(server, client, models)
+        names = parameter_names(server, trained)
+        change = {name: trained[name].double() - before[name].double() for name in names}
+        layers = [[name for name in layer if name in change] for layer in layers_of(server)]
+        inner = torch.tensor(
+            [[_inner(w, change, layer) for w in models.values()] for layer in layers], dtype=torch.float64
+        )
+        psi = {name: value.requires_grad_() for name, value in clone(self.psi(server, client)).items()}
+        with torch.enable_grad():
+            objective = (self.alpha(server, client, psi) * inner)[self.mixed(server, client)].sum()
+            return dict(zip(psi, torch.autograd.grad(objective, list(psi.values())), strict=True))
+
+    def mixed(self, server: Server, client: str) -> list[int]:
+        """The layers in which ``thbar_i`` depends on ``alpha_i``."""
+        return list(range(len(layers_of(server))))
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """A step of every participant's hypernetwork, all from the models at the round's start; then ``theta_i``."""
+        models = self.models(server)
+        psi = dict(server.state.get(self.key, {}).get("psi", {}))
+        for update in updates:
+            if update.steps and update.state:
+                slope = self.gradient(server, update.client, models, update.state)
+                old = self.psi(server, update.client)
+                psi[update.client] = {name: value + self.hn_lr * slope[name] for name, value in old.items()}
+        super().reduce(server, updates)
+        server.state[self.key]["psi"] = psi
+        return {}
+
+
+class HeurpFedLA(PFedLA):
+    """pFedLA that saves traffic: the layers a client relies on itself for most are not sent. See :class:`PFedLA`.
+
+    The k layers with the largest ``alpha_i[l, i]`` stay as the client trained them (``thbar_i[l] = theta_i[l]``): they
+    do not travel down, and the hypernetwork gets no gradient through them. All layers still go up, since others mix
+    them. State at the client: its last model.
+
+    Args:
+        keep_layers: k, less than the number of layers (the paper tunes it; default 1).
+        hn_lr, embedding, hidden, normalise: as in pFedLA.
+    """
+
+    def __init__(
+        self,
+        keep_layers: int = 1,
+        hn_lr: float = 5e-3,
+        embedding: int = 100,
+        hidden: int = 100,
+        normalise: Literal["softmax", "relu"] = "softmax",
+    ) -> None:
+        super().__init__(hn_lr, embedding, hidden, normalise)
+        self.keep_layers = keep_layers
+
+    def check(self, setup: Setup) -> None:
+        """Refuse to keep everything."""
+        super().check(setup)
+        count = len([layer for layer in partition(setup.module) if layer])
+        if not 0 <= self.keep_layers < count:
+            raise ValueError(
+                f"HeurpFedLA got keep_layers={self.keep_layers}; {type(setup.template).__name__} has {count} layers. "
+                "Keep fewer than all, or use Local()."
+            )
+
+    def kept(self, server: Server, client: str) -> list[int]:
+        """The layers that stay; none before the client has a model of its own."""
+        if client not in server.state.get(self.key, {}).get("models", {}):
+            return []
+        travelling = set(server.shared_names())
+        itself = self.weights(server, client)[:, server.clients.index(client)].tolist()
+        layers = [index for index, layer in enumerate(layers_of(server)) if travelling.intersection(layer)]
+        return sorted(layers, key=lambda layer: -itself[layer])[: self.keep_layers]
+
+    def rows(self, server: Server, client: str) -> Tensor:
+        """All weight on itself in the layers that stay."""
+        rows = self.weights(server, client).clone()
+        rows[self.kept(server, client)] = torch.eye(len(server.clients), dtype=rows.dtype)[server.clients.index(client)]
+        return rows
+
+    def mixed(self, server: Server, client: str) -> list[int]:
+        """All but those that stay."""
+        kept = self.kept(server, client)
+        return [layer for layer in super().mixed(server, client) if layer not in kept]
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """``thbar_i`` without what stays."""
+        super().on_broadcast(server, job, message)
+        if job.client in server.clients:
+            stays = {name for index in self.kept(server, job.client) for name in layers_of(server)[index]}
+            message.state = {name: value for name, value in message.state.items() if name not in stays}
+
+    def on_receive(self, client: Client, message: Message) -> None:
+        """What did not come is the client's own."""
+        message.state = client.state.get(self.key, {}).get("theta", {}) | message.state
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Keep ``theta_i``: what a client sends does not stay by itself."""
+        if client.steps:
+            own = clone(module_state(client.module, client.message.returns), "cpu")
+            client.state[self.key] = {"theta": own}
+
+
+def _inner(model: State, change: State, names: list[str]) -> float:
+    return sum(float((model[name].double() * change[name]).sum()) for name in names)
+
+
+def layers_of(server: Server) -> list[list[str]]:
+    """The entries of each layer; those outside every layer are in none."""
+    return [names for layer, names in partition(server.module).items() if layer]

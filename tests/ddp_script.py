@@ -1,0 +1,74 @@
+"""Run by tests/test_ddp.py, once with one process and once with two: a federation whose clients train with DDP."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.helpers import Toy, make_trainer, toy_data
+
+from fedlightning.callbacks import FLIU, SCAFFOLD, FedProx, GlobalCheckpoint, LocalCheckpoint
+
+RUNS = {
+    "scaffold": [SCAFFOLD(), FedProx(0.1), LocalCheckpoint(), GlobalCheckpoint()],
+    "keep": [FLIU(gamma=0.5)],
+    "fails": [],
+}
+
+
+class Fails(Toy):
+    """A client whose inputs are too large has a problem in every process."""
+
+    def training_step(self, batch, batch_idx):
+        if batch[0].max() > 100:
+            raise ValueError("a problem of this site")
+        return super().training_step(batch, batch_idx)
+
+
+def main(root: Path, devices: int) -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    written = []
+
+    def hear(event: str, args: tuple) -> None:
+        if event == "open" and str(args[0]).startswith(str(root)) and isinstance(args[1], str) and args[1][0] in "wax":
+            written.append(str(args[0]))
+
+    sys.addaudithook(hear)
+    for name, callbacks in RUNS.items():
+        torch.manual_seed(0)
+        module = Fails("momentum") if name == "fails" else Toy("momentum" if name == "keep" else "sgd")
+        trainer = make_trainer(
+            root,
+            callbacks,
+            name=name,
+            devices=devices,
+            strategy="ddp" if devices > 1 else "auto",
+            optimizer_state="keep" if name == "keep" else "reset",
+            max_rounds=2,
+            participation=3,
+        )
+        data = toy_data((16, 32, 24), batch_size=8 // devices)
+        if name == "fails":
+            data.tensors["1"]["train"][0][:, 0] = 1000.0
+        trainer.fit(module, datamodule=data)
+        trainer.test()
+        torch.save(
+            {
+                "model": trainer.server.model,
+                "state": trainer.server.state,
+                "rows": [vars(row) for row in trainer.rows],
+                "run": str(trainer.run.path),
+                "steps": {client: trainer.store.get(client).steps for client in "012"},
+                "visits": {client: trainer.store.get(client).visits for client in "012"},
+                "written": [path for path in written if Path(path).name != f"{name}-{rank}.pt"],
+            },
+            root.parent / f"{root.name}-{name}-{rank}.pt",
+        )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

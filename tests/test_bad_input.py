@@ -1,0 +1,178 @@
+"""What cannot work is refused in a sentence that names the thing, the value, the rule and the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from tests.helpers import Toy, federate, make_trainer, toy_data
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedlightning import FederatedTrainer, load
+from fedlightning.arguments import ConfigurationError
+from fedlightning.callbacks import FedAdam, FedBN, FedPer, FedProx
+from fedlightning.loops.synchronous import FederationError
+
+ARGUMENTS = [
+    ({"local_epochs": 2, "local_steps": 5}, "local_epochs=2 and local_steps=5 are both set.*remove one"),
+    ({"max_epochs": 3}, "max_epochs=3 has no meaning in a federation. Use max_rounds and local_epochs"),
+    ({"min_epochs": 3}, "min_epochs=3 .* Use local_epochs"),
+    ({"max_steps": 30}, "max_steps=30 .* Use max_rounds and local_steps"),
+    ({"min_steps": 30}, "min_steps=30 .* Use local_steps"),
+    ({"enable_checkpointing": True}, "enable_checkpointing=True .* LocalCheckpoint and GlobalCheckpoint"),
+    ({"max_rounds": 0}, "max_rounds=0 must be a whole number of at least 1"),
+    ({"max_rounds": 2.5}, "max_rounds=2.5 must be a whole number"),
+    ({"local_epochs": -1}, "local_epochs=-1 must be"),
+    ({"local_steps": 0}, "local_steps=0 must be"),
+    ({"local_steps": True}, "local_steps=True must be"),
+    ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0 must be"),
+    ({"evaluate_every": -1}, "evaluate_every=-1 must be a whole number; 0 switches it off"),
+    ({"save_state": "always"}, "save_state='always' must be"),
+    ({"participation": 0.0}, r"participation=0.0 must be a share in \(0, 1\]"),
+    ({"participation": 1.5}, "participation=1.5 must be"),
+    ({"participation": 0}, "participation=0 must be"),
+    ({"participation": "half"}, "participation='half' must be"),
+    ({"lr_decay": 0}, "lr_decay=0 must be a positive factor"),
+    ({"lr_decay": "slow"}, "lr_decay='slow' must be"),
+    ({"optimizer_state": "new"}, r"optimizer_state='new' is unknown. Choose one of \[None, 'reset', 'keep'\]"),
+    ({"float_buffers": "mean"}, "float_buffers='mean' is unknown. Choose one of .*'average'"),
+    ({"engine": "warp"}, "engine='warp' is unknown. Choose one of .*'sequential'"),
+    ({"stages": ["G", "L3"]}, r"stages holds 'L3'. Known: \['G', 'L1', 'L2'\]"),
+    ({"evaluate_data": ["global"]}, r"evaluate_data holds 'global'. Known: \['local', 'pooled'\]"),
+    ({"callbacks": [FedProx]}, r"callbacks holds .*FedProx.*Pass instances"),
+    ({"callbacks": ["fedprox"]}, "callbacks holds 'fedprox', which is not a callback"),
+    ({"max_time": "1h"}, "max_time='1h' is not of the form 'DD:HH:MM:SS'"),
+    ({"max_time": 3600}, "max_time=3600 is not of the form"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), ARGUMENTS, ids=[str(next(iter(a.items()))) for a, _ in ARGUMENTS])
+def test_arguments(arguments, sentence):
+    with pytest.raises(ConfigurationError, match=sentence):
+        FederatedTrainer(**arguments)
+
+
+def test_an_unknown_argument_is_pythons_business():
+    with pytest.raises(TypeError, match="max_round"):
+        FederatedTrainer(max_round=3)
+
+
+def test_several_wrong_callbacks():
+    with pytest.raises(ValueError, match="FedAdam and Other both claim 'server_step'"):
+        FederatedTrainer(callbacks=[FedAdam(), type("Other", (FedAdam,), {})()])
+
+
+class Plain(LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.zeros(4, 6), torch.zeros(4).long()))
+
+
+LOADER = DataLoader(TensorDataset(torch.zeros(4, 6), torch.zeros(4).long()), batch_size=2)
+DATA = [
+    ({"datamodule": Plain()}, r"Plain does not know which client has which samples. Wrap it: Partitioned\("),
+    ({}, r"fit\(\) got no data. Pass datamodule=Partitioned"),
+    ({"datamodule": toy_data(), "train_dataloaders": {"a": LOADER}}, "a datamodule and train_dataloaders. Pass one"),
+    ({"train_dataloaders": {}}, "train_dataloaders is empty. Give one loader per client"),
+    (
+        {"train_dataloaders": {"a": LOADER}, "val_dataloaders": {"b": LOADER}},
+        "val_dataloaders has client 'b', train_dataloaders has not",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), DATA)
+def test_data(given, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        make_trainer(tmp_path).fit(Toy(), **given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (Toy, r"got the class Toy, not an instance. Pass Toy\(...\)"),
+        (nn.Linear(6, 3), "got a Linear as model. Pass a LightningModule"),
+        (None, "got a NoneType as model"),
+    ],
+)
+def test_models(model, sentence, tmp_path):
+    with pytest.raises(ConfigurationError, match=sentence):
+        make_trainer(tmp_path).fit(model, datamodule=toy_data())
+
+
+class NoOptimizer(Toy):
+    def configure_optimizers(self):
+        return None
+
+
+def test_nothing_to_optimise(tmp_path):
+    with pytest.raises(ValueError, match=r"NoOptimizer.configure_optimizers returns nothing.*Return an optimizer"):
+        federate(NoOptimizer(), toy_data(), root=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "sentence"),
+    [
+        ([FedPer(personal=["net.9"])], r"'?net\.9'?"),
+        ([FedBN()], "FedBN.*has no BatchNorm layer"),
+        ([FedPer(num_layers=2)], "FedPer leaves nothing to share"),
+    ],
+)
+def test_algorithms_that_cannot_work_are_refused_before_anything_is_written(callbacks, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        federate(Toy(), toy_data(), callbacks, root=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_labels_out_of_range():
+    data = toy_data([8, 8])
+    for client in data.tensors.values():
+        client["train"] = (client["train"][0], client["train"][1] + 3)
+    with pytest.raises(FederationError, match=r"client '0' failed: IndexError: Target \d is out of bounds.*1 more"):
+        federate(Toy(), data)
+
+
+def test_a_loader_of_the_wrong_shape_names_client_and_cause():
+    loaders = {"a": DataLoader(TensorDataset(torch.zeros(4, 5), torch.zeros(4).long()))}
+    with pytest.raises(FederationError, match=r"client 'a' failed: RuntimeError: mat1 and mat2 shapes"):
+        make_trainer(None).fit(Toy(), train_dataloaders=loaders)
+
+
+def test_methods_before_fit():
+    trainer = make_trainer(None)
+    for method in (trainer.test, trainer.validate, trainer.predict, lambda: trainer.client(0)):
+        with pytest.raises(RuntimeError, match=r"no federation yet. Call fit\(\)"):
+            method()
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint at .*none.ckpt. A run exports"):
+        load(tmp_path / "none.ckpt")
+    with pytest.raises(FileNotFoundError, match="nothing to resume"):
+        make_trainer(tmp_path).fit(Toy(), datamodule=toy_data(), resume="last")
+    with pytest.raises(FileNotFoundError, match="nothing to resume"):
+        make_trainer(tmp_path).fit(Toy(), datamodule=toy_data(), resume=tmp_path / "federation" / "version_7")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("logger", ["csv", ["csv"], [True]])
+def test_loggers(logger, tmp_path):
+    with pytest.raises(ValueError, match="is no logger. Pass True, False or instances"):
+        make_trainer(tmp_path, logger=logger).fit(Toy(), datamodule=toy_data())
+    assert not list(tmp_path.iterdir())
+
+
+def test_local_steps_beyond_the_data_go_round():
+    trainer = federate(Toy(), toy_data([8]), local_steps=5, max_rounds=1)
+    assert trainer.store.get("0").steps == 5
+
+
+def test_existing_runs_are_not_mixed(tmp_path):
+    """A fixed version that is there already: two runs in one metrics.csv would be neither."""
+    federate(Toy(), toy_data(), root=tmp_path, version="mine", max_rounds=1)
+    before = (tmp_path / "federation" / "mine" / "metrics.csv").read_bytes()
+    with pytest.raises(ValueError, match=r"mine.*resume"):
+        federate(Toy(), toy_data(), root=tmp_path, version="mine", max_rounds=1)
+    assert (tmp_path / "federation" / "mine" / "metrics.csv").read_bytes() == before
