@@ -3,20 +3,26 @@
 from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks.ditto import Ditto
 from fedlightning.callbacks.fedala import FedALA
 from fedlightning.callbacks.fedamp import FedAMP, HeurFedAMP
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
+from fedlightning.callbacks.fedbabu import FedBABU
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fednova import FedNova
 from fedlightning.callbacks.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedlightning.callbacks.fedprox import FedProx
+from fedlightning.callbacks.fedrep import FedRep
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
 from fedlightning.callbacks.ifca import IFCA, HypCluster
 from fedlightning.callbacks.l2gd import L2GD
-from fedlightning.callbacks.partial import FedBN, FedPer, Local
+from fedlightning.callbacks.local_adaptation import LocalAdaptation
+from fedlightning.callbacks.lora import FedIT, FFALoRA
+from fedlightning.callbacks.mapper import MAPPER
+from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.pfedla import PFedLA
 from fedlightning.callbacks.pfedme import PFedMe
@@ -26,20 +32,29 @@ from fedlightning.callbacks.sensitivity import FederationSensitivity, Sensitivit
 
 __all__ = [
     "APFL",
-    "Central",
     "FENDA",
     "FLIU",
+    "IFCA",
+    "L2GD",
+    "MAPPER",
+    "SCAFFOLD",
+    "Central",
+    "Ditto",
+    "FFALoRA",
     "FedALA",
     "FedAMP",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedBABU",
     "FedBN",
     "FedFomo",
+    "FedIT",
     "FedNova",
     "FedPer",
     "FedProx",
+    "FedRep",
     "FedSGD",
     "FedYogi",
     "FederationSensitivity",
@@ -47,15 +62,14 @@ __all__ = [
     "HeurFedAMP",
     "HeurpFedLA",
     "HypCluster",
-    "IFCA",
-    "L2GD",
+    "LGFedAvg",
     "Local",
+    "LocalAdaptation",
     "LocalCheckpoint",
     "PFedLA",
     "PFedMe",
     "PLayerFL",
     "PLayerFLRandom",
     "PerFedAvg",
-    "SCAFFOLD",
     "Sensitivity",
 ]

@@ -30,7 +30,7 @@ class ParameterMixture:
         kept = client.state.get(options.key, {})
         self.alpha = float(kept.get("alpha", options.alpha))
         self.next_alpha: float | None = None
-        self.kept_optimizer = kept.get("optimizer")
+        self.kept_optimizer, self.kept_rates = kept.get("optimizer"), kept.get("rates")
         self.twin = self.fresh()
         if "v" in kept:
             load_state(self.twin, kept["v"])
@@ -167,8 +167,9 @@ class LogitMixture(ParameterMixture):
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Put ``v`` beside a view of ``w``."""
         super().start(trainer, module)
-        self.own_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self.first_lr = trainer.optimizers[0].param_groups[0]["lr"]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        goes_on = self.client.keeps_optimizers and self.kept_rates is not None
+        self.rates = self.kept_rates if goes_on else [trainer.optimizers[0].param_groups[0]["lr"], *rates]
         self.view = mix_logits(self.client.copy_module(), self.twin, self.alpha)
         self.view.trainer = trainer
         own = dict(module.named_parameters())
@@ -194,10 +195,15 @@ class LogitMixture(ParameterMixture):
         """A personal model of another kind keeps its own learning rate and takes the relative schedule."""
         if self.options.personal is None:
             return super().follow_schedule(main)
-        factor = main.param_groups[0]["lr"] / self.first_lr if self.first_lr else 1.0
-        for group, lr in zip(self.optimizer.param_groups, self.own_lrs, strict=True):
+        first, *own = self.rates
+        factor = main.param_groups[0]["lr"] / first if first else 1.0
+        for group, lr in zip(self.optimizer.param_groups, own, strict=True):
             group["lr"] = lr * factor
         return None
+
+    def state(self) -> dict[str, Any]:
+        """What the client keeps; with the learning rates that both began with, where optimizers go on."""
+        return {**super().state(), **({"rates": self.rates} if self.client.keeps_optimizers else {})}
 
     def deployed(self, module: LightningModule) -> LightningModule:
         """``module`` (holding ``w``) whose ``forward`` gives the mixture."""

@@ -17,7 +17,8 @@ class Central(FederatedCallback):
 
     def check(self, setup: Setup) -> None:
         """Refuse company: there are no clients to federate."""
-        others = [callback.key for callback in setup.callbacks if callback.claims("shared_names")]
+        roles = ("shared_names", "personal_module")
+        others = [callback.key for callback in setup.callbacks if any(map(callback.claims, roles))]
         if others:
             raise ValueError(
                 f"Central trains one model on pooled data, so {others[0]} has no clients to act on. Run them one by one."

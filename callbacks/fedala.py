@@ -23,8 +23,9 @@ class FedALA(FederatedCallback):
     Zhang, Hua, Wang, Song, Xue, Ma, Guan, "FedALA: adaptive local aggregation for personalized federated learning",
     AAAI 2023.
 
-    Down: ``Th``. Up: ``w_i``; the server averages as in FedAvg. State at each client: ``th`` (the top layers as it trained
-    them last) and ``W`` in [0, 1], of their shape. Before training (stage L1), lower layers are ``Th``'s, and the top p
+    Down: ``Th``. Up: ``w_i``; the server averages as in FedAvg. State at each client: ``th`` (the top layers as it
+    trained them last) and ``W`` in [0, 1], of their shape. Before training (stage L1), lower layers are ``Th``'s; for
+    the top p layers
 
     * ``th^ = th + (Th - th) * W``;
     * on batches of a random part of the local data: ``W <- clip(W - eta_W grad_th^ L * (Th - th), 0, 1)``.

@@ -8,7 +8,7 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.callbacks.server_models import refuse_global_steps
+from fedlightning.callbacks.server_models import another_start, refuse_global_steps
 from fedlightning.client import Client
 from fedlightning.hooks import WEIGHTINGS, FederatedCallback, Job, Plan, Setup
 from fedlightning.messages import Message, Update, Wire
@@ -23,11 +23,11 @@ class IFCA(FederatedCallback):
 
     Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning", NeurIPS 2020.
 
-    Down: all K centres ``theta_j``. Client: ``j* = argmin_j F_i(theta_j)``, the mean *training* loss over all its data in
-    eval mode (a tie: the lowest j), chosen anew in every round. Then
+    Down: all K centres ``theta_j``. Client: ``j* = argmin_j F_i(theta_j)``, the mean *training* loss over all its data
+    in eval mode (a tie: the lowest j), chosen anew in every round. Then
 
-    * option 2 (model averaging): local training from ``theta_{j*}``; up ``w_i`` and ``j*``; each centre becomes the mean of
-      its clients' models, and stays as it is if nobody chose it;
+    * option 2 (model averaging): local training from ``theta_{j*}``; up ``w_i`` and ``j*``; each centre becomes the
+      mean of its clients' models, and stays as it is if nobody chose it;
     * option 1 (gradient averaging): up the gradient ``g_i`` of ``F_i`` at ``theta_{j*}``, nothing is trained;
       ``theta_j <- theta_j - gamma (1/m) sum_i s_ij g_i`` with m the participants of the round, not of the cluster.
 
@@ -66,9 +66,7 @@ class IFCA(FederatedCallback):
         if init != "random" and not (isinstance(init, int | float) and 0 <= init < math.inf):
             raise ValueError(f"{self.key} got init={init!r}. Use 'random', or the standard deviation of noise.")
         if deploy_split not in ("train", "val"):
-            raise ValueError(
-                f"{self.key} got deploy_split={deploy_split!r}. Use 'train' or 'val'; test data choose nothing."
-            )
+            raise ValueError(f"{self.key} got deploy_split={deploy_split!r}. Use 'train' or 'val', never test.")
         self.num_clusters = num_clusters
         self.option = option
         self.server_lr = server_lr
@@ -92,8 +90,8 @@ class IFCA(FederatedCallback):
             )
         elif equal(module_state(setup.module), another_start(setup.module, self.init, 0, self.key)):
             raise ValueError(
-                f"{self.key} cannot initialise {type(setup.template).__name__} anew: no submodule has reset_parameters(). "
-                f"Use {self.key}(init=0.1): noise on its parameters."
+                f"{self.key} cannot initialise {type(setup.template).__name__} anew: no submodule has "
+                f"reset_parameters(). Use {self.key}(init=0.1): noise on its parameters."
             )
 
     def wire(self, module: nn.Module) -> Wire:
@@ -124,7 +122,7 @@ class IFCA(FederatedCallback):
         """Option 1: gradients at the chosen centres, one step of each centre."""
         updates = yield [Job(client, work=0, tag=GRADIENT) for client in server.participants()]
         sent = [update for update in updates if update.error is None and "gradient" in update.extras.get(self.key, {})]
-        weights = [WEIGHTINGS[self.weighting](update.num_samples) for update in sent]
+        weights = [WEIGHTINGS[str(self.weighting)](update.num_samples) for update in sent]
         for update, weight in zip(sent, weights, strict=True):
             key, gradient = centre(update.extras[self.key]["cluster"]), update.extras[self.key]["gradient"]
             server.models[key] = add(server.models[key], gradient, alpha=-self.server_lr * weight / sum(weights))

@@ -23,7 +23,7 @@ class FedIT(FederatedCallback):
     built alike everywhere and never travels. Adapted layers compute ``W0 x + (alpha / r) B A x``, with ``A`` random and
     ``B = 0``, so the federation begins with exactly the network that was given. Server: ``A = sum_i p_i A_i`` and
     ``B = sum_i p_i B_i``, each by itself. That is biased: ``mean(B) mean(A)`` is not ``mean(B A)``, the mean of what
-    the clients learned; :class:`FFALoRA` and ``weighting`` by few, similar clients avoid or lessen it.
+    the clients learned; :class:`FFALoRA` avoids it.
 
     Normalisation statistics of the frozen network stay as they are. ``fedlightning.wrappers.unmix(module)`` merges the
     adapters into the layers and gives the plain module back.
@@ -51,8 +51,8 @@ class FedIT(FederatedCallback):
     ) -> None:
         if r < 1 or alpha <= 0 or not 0.0 <= dropout < 1.0:
             raise ValueError(
-                f"{self.key} got r={r}, alpha={alpha}, dropout={dropout}. An adapter needs a rank of at least 1, a positive "
-                "scale and a dropout in [0, 1)."
+                f"{self.key} got r={r}, alpha={alpha}, dropout={dropout}. An adapter needs a rank of at least 1, a "
+                "positive scale and a dropout in [0, 1)."
             )
         self.r = r
         self.alpha = alpha
@@ -93,8 +93,9 @@ class FFALoRA(FedIT):
 
     Sun, Li, Li, Ding, "Improving LoRA in privacy-preserving federated learning", ICLR 2024.
 
-    Half of FedIT's traffic, and an exact mean: with one ``A`` for all, ``mean(B_i) A = mean(B_i A)``. ``A`` is drawn from
-    the federation's seed, alike for everybody, so it never travels. Arguments: see :class:`FedIT` (for its defaults too).
+    Half of FedIT's traffic, and an exact mean: with one ``A`` for all, ``mean(B_i) A = mean(B_i A)``. ``A`` is drawn
+    from the federation's seed, alike for everybody, so it never travels. It moves less per step than FedIT: try a
+    larger learning rate. Arguments and defaults: those of :class:`FedIT`.
     """
 
     train_a = False

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedlightning.client import detached_copy
 from fedlightning.hooks import FederatedCallback, Setup
 from fedlightning.messages import Update
+from fedlightning.seeding import isolated
 from fedlightning.server import Server
-from fedlightning.tensors import State, WeightedMean, select
+from fedlightning.tensors import State, WeightedMean, clone, entry_kinds, module_state, select
 
 
 class ClientModels(FederatedCallback):
@@ -61,6 +65,28 @@ def refuse_global_steps(callback: FederatedCallback, setup: Setup) -> None:
                 f"{other.key} works on the one model that the clients' mean gives, but {callback.key} keeps several "
                 f"models on the server. Remove {other.key} or {callback.key}."
             )
+
+
+def another_start(module: LightningModule, init: float | Literal["random"], *address: object) -> State:
+    """The state of ``module`` initialised anew, or with noise on its parameters; what is frozen stays.
+
+    Args:
+        module: whose; it does not change.
+        init: ``"random"``: ``reset_parameters()`` of every submodule that trains; or the noise's standard deviation.
+        address: of the randomness.
+    """
+    kinds, old = entry_kinds(module), module_state(module)
+    fresh = detached_copy(module)
+    with isolated(*address), torch.no_grad():
+        for child in fresh.modules():
+            trained = [parameter for parameter in child.parameters(recurse=False) if parameter.requires_grad]
+            if init != "random":
+                for parameter in trained:
+                    parameter.add_(torch.randn_like(parameter), alpha=init)
+            elif trained:
+                for name in ("reset_parameters", "_reset_parameters"):
+                    getattr(child, name, lambda: None)()
+    return clone({name: old[name] if kinds[name] == "frozen" else value for name, value in module_state(fresh).items()})
 
 
 def parameter_names(server: Server, state: Mapping[str, Tensor]) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,20 @@ from fedlightning.datamodules.views import IndexView, Indices, collate_rows
 from fedlightning.seeding import generator
 
 SPLITS = ("train", "val", "test")
+
+
+def in_order(clients: Iterable[str]) -> list[str]:
+    """Clients in the one order that sums, unions and files follow: by name, numbers by value.
+
+    >>> in_order(["site10", "b", "site9", "3", "21"])
+    ['3', '21', 'b', 'site9', 'site10']
+    """
+
+    def key(client: str) -> list[tuple[bool, int, str]]:
+        parts = [part for part in re.split(r"(\d+)", client) if part]
+        return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+    return sorted(clients, key=key)
 
 
 class FederatedDataModule(LightningDataModule, ABC):
@@ -184,7 +199,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         return self._loader(str(client), split, self.indices(client, split))
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        held = [self.indices(client, split) for client in self.client_ids]
+        held = [self.indices(client, split) for client in in_order(self.client_ids)]
         return self._loader("pooled", split, np.concatenate(held) if held else np.zeros(0, np.int64))
 
     def _loader(self, client: str, split: str, indices: Indices) -> DataLoader[Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, DataLoader
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
 from fedlightning.datamodules.sampling import AddressedSampler
 
 
@@ -50,7 +50,7 @@ class LoaderDataModule(FederatedDataModule):
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
         """One loader over the union of the clients' datasets, with the first loader's batch size and collate function."""
-        loaders = [self._loaders[split][client] for client in self.client_ids if client in self._loaders[split]]
+        loaders = [self._loaders[split][client] for client in in_order(self.client_ids) if client in self._loaders[split]]
         if not loaders:
             return None
         union: ConcatDataset[Any] = ConcatDataset([loader.dataset for loader in loaders])

@@ -12,20 +12,21 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from fedlightning.client import detached_copy
 from fedlightning.quiet import quiet
 from fedlightning.tensors import load_state, module_state
 
 
-def export(path: Path, module: LightningModule, template: type[LightningModule], extra: dict[str, Any]) -> None:
+def export(path: Path, module: LightningModule, template: LightningModule, extra: dict[str, Any]) -> None:
     """Save ``module`` as Lightning saves it, so that ``MyModule.load_from_checkpoint`` opens it.
 
-    A wrapped module (FENDA's dual extractor) is another class than the user's; it is pickled along under
-    ``"fedlightning"``, and :func:`load` opens it.
+    A wrapped module is another class than the user's (FENDA's dual extractor) or holds other entries (adapters put into
+    it); it is pickled along under ``"fedlightning"``, and :func:`load` opens it.
 
     Args:
         path: the file, replaced atomically.
         module: detached from any trainer.
-        template: the user's class.
+        template: the user's module, unwrapped.
         extra: plain values to keep under ``"fedlightning"``.
     """
     with quiet():
@@ -41,13 +42,14 @@ def export(path: Path, module: LightningModule, template: type[LightningModule],
         temporary = path.with_name(path.name + ".tmp")
         trainer.save_checkpoint(temporary, weights_only=True)
     module.trainer = None
-    own = {"class": f"{template.__module__}:{template.__qualname__}", **extra}
-    if type(module) is not template:
+    kind = type(template)
+    own = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
+    if type(module) is not kind or not _holds_the_same(module, template):
         try:
             own["wrapped"] = torch.frombuffer(bytearray(pickle.dumps(module)), dtype=torch.uint8)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             warnings.warn(
-                f"{path.name} holds the weights of a wrapped {template.__name__} that cannot be pickled ({error}); "
+                f"{path.name} holds the weights of a wrapped {kind.__name__} that cannot be pickled ({error}); "
                 "fedlightning.load needs the wrapped module to load them into. Use importable classes and functions.",
                 UserWarning,
                 stacklevel=2,
@@ -55,6 +57,14 @@ def export(path: Path, module: LightningModule, template: type[LightningModule],
     checkpoint = torch.load(temporary, map_location="cpu", weights_only=False)
     torch.save(checkpoint | {"fedlightning": own}, temporary)
     os.replace(temporary, path)
+
+
+def _holds_the_same(module: LightningModule, template: LightningModule) -> bool:
+    """Whether the user's class, made again, has a place for every entry of ``module``."""
+    complete = detached_copy(template)
+    complete.configure_model()
+    mine, made = module_state(module), module_state(complete)
+    return mine.keys() == made.keys() and all(value.shape == made[name].shape for name, value in mine.items())
 
 
 def load(path: str | Path, module: LightningModule | None = None, **hparams: Any) -> LightningModule:

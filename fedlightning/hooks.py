@@ -68,8 +68,8 @@ class Phase:
 
     Attributes:
         name: unique in the visit; it is part of the address of the phase's randomness.
-        train: names or module prefixes that train in this phase; the rest is frozen, and modules without a trained
-            parameter stay in eval mode. ``None``: everything.
+        train: state names or module prefixes that train in this phase; the rest is frozen, and modules none of whose
+            entries are named stay in eval mode (name the buffers too). ``None``: everything.
         start: loads the parameters to start from; ``None``: go on from where the last phase ended.
         work: local epochs or steps; ``None``: the message's.
         unit: what ``work`` counts; ``None``: what the trainer counts.
@@ -220,7 +220,8 @@ class FederatedCallback(Callback):
     # -- events, client side -------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
         """Edit what came (``message.state``) before the core loads it over what stayed. Also runs for evaluation, on
-        a copy of the client's state."""
+        a copy of the client's state.
+        """
 
     def on_visit_start(self, client: Client) -> None:
         """The merged model (stage L1) is loaded and training is about to start."""

@@ -293,13 +293,14 @@ def only_training(module: LightningModule, names: tuple[str, ...] | None) -> Ite
     """Freeze all parameters but ``names`` (exact or module prefixes) for a phase.
 
     Frozen parameters get no gradient at all (a stale one would move them through weight decay), and modules none of
-    whose parameters train are put in eval mode, so that the running statistics of a frozen body stay.
+    whose entries are named are put in eval mode, so that the running statistics of a frozen body stay.
     """
     if names is None:
         yield
         return
     parameters = dict(module.named_parameters())
-    chosen = set(expand(names, parameters))
+    entries = list(module_state(module))
+    chosen = set(expand(names, entries))
     was_required = {name: parameter.requires_grad for name, parameter in parameters.items()}
     modes = {child: child.training for child in module.modules()}
     try:
@@ -307,7 +308,7 @@ def only_training(module: LightningModule, names: tuple[str, ...] | None) -> Ite
             parameter.requires_grad_(was_required[name] and name in chosen)
             parameter.grad = None
         for path, child in module.named_modules():
-            own = [name for name in parameters if name.startswith(f"{path}.")] if path else list(parameters)
+            own = [name for name in entries if name.startswith(f"{path}.")]
             if path and own and not any(name in chosen for name in own):
                 child.eval()
         yield

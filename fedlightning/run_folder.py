@@ -52,6 +52,18 @@ class RunFolder:
             self.path = Path(agreed[0])
         os.environ[RUN_FOLDER] = str(self.path)  # processes that DDP starts later inherit it
 
+    def refuse_used(self) -> None:
+        """Refuse to start a new run in a folder that holds one.
+
+        Raises:
+            ValueError: naming the folder.
+        """
+        if (self.path / "metrics.csv").exists() and is_writer():
+            raise ValueError(
+                f"There is a run in {self.path} already. Choose another version, leave version out, or resume it with "
+                f"resume='{self.path}'."
+            )
+
     @property
     def last(self) -> Path:
         """Complete resume state."""

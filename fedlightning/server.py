@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedlightning.datamodules.base import in_order
 from fedlightning.hooks import POOLED, WEIGHTINGS, CallbackList, FederatedCallback, Job
 from fedlightning.layers import expand
 from fedlightning.local import LocalRunner
@@ -19,15 +18,6 @@ from fedlightning.seeding import generator
 from fedlightning.tensors import State, WeightedMean, clone, entry_kinds, load_state, module_state, tied_names
 
 GLOBAL = "global"
-
-
-def in_order(clients: Sequence[str]) -> list[str]:
-    """Clients in the one order that sums, samples and files follow: by name, numbers by value."""
-    return sorted(clients, key=lambda client: [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in _parts(client)])
-
-
-def _parts(client: str) -> list[str]:
-    return [part for part in re.split(r"(\d+)", client) if part]
 
 
 class Server:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import quote
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -16,18 +15,18 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
-from fedlightning import arguments, checkpoints, persistence
+from fedlightning import arguments
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines.sequential import ClientStore, SequentialEngine
-from fedlightning.evaluation import stages as stage_scores
 from fedlightning.evaluation.results import Row, summarise
+from fedlightning.evaluation.stages import deployed_module
+from fedlightning.federation import Federation
 from fedlightning.fit import LocalSettings
-from fedlightning.hooks import CallbackList, FederatedCallback, Job, Setup
-from fedlightning.local import Evaluate, LocalRunner
-from fedlightning.loops.synchronous import run_round
-from fedlightning.messages import Update
+from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.local import LocalRunner
 from fedlightning.quiet import quiet
-from fedlightning.run_folder import RunFolder, config_hash, find_last, is_writer, peak_memory_mb, versions
+from fedlightning.recorder import Recorder
+from fedlightning.run_folder import RunFolder, find_last, is_writer
 from fedlightning.server import Server
 
 
@@ -80,9 +79,6 @@ class FederatedTrainer:
             ``check_val_every_n_epoch=None`` (default) runs no validation inside local training.
         max_epochs, min_epochs, max_steps, min_steps, enable_checkpointing: refused, with their replacement named.
 
-    Attributes:
-        results: rows of ``summary.json`` (a list of dicts); summary: all of it; rows: every score of the run.
-        config: text that the run's folder gets as ``config.yaml`` when training starts (the command line sets it).
     """
 
     def __init__(
@@ -150,19 +146,51 @@ class FederatedTrainer:
         self.max_rounds = 1 if fast_dev_run else max_rounds
         self.stages = tuple(stages if stages is not None else ("G", "L1", "L2"))
         self.evaluate_data = tuple(evaluate_data if evaluate_data is not None else ("local",))
-        self.results: list[dict[str, Any]] = []
-        self.summary: dict[str, Any] = {}
-        self.rows: list[Row] = []
-        self.rounds_done = 0
-        self.final_done = False
-        self.run: RunFolder | None = None
+        self.recorder = Recorder()
+        self.federation: Federation | None = None
         self.config: str | None = None
-        self.loggers: list[Logger] = []
-        self.server: Server | None = None
-        self.store = ClientStore()
-        self._seconds = 0.0
         self._logger_argument = logger
         self._max_time = arguments.parse_time(max_time)
+
+    @property
+    def run(self) -> RunFolder | None:
+        """The run's folder; ``None`` before ``fit`` and where nothing is written."""
+        return self.recorder.run
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every score of the run."""
+        return self.recorder.rows
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """Rows of ``summary.json``: per model, stage, checkpoint, data, split and metric the statistics over clients."""
+        return self.recorder.results
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """All of ``summary.json``."""
+        return self.recorder.summary
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The run's Lightning loggers."""
+        return self.recorder.loggers
+
+    @property
+    def server(self) -> Server | None:
+        """The server, once there is one."""
+        return None if self.federation is None else self.federation.server
+
+    @property
+    def store(self) -> ClientStore:
+        """The clients' records."""
+        return ClientStore() if self.federation is None else self.federation.store
+
+    @property
+    def rounds_done(self) -> int:
+        """Finished rounds."""
+        return 0 if self.federation is None else self.federation.rounds_done
 
     # -- fit -------------------------------------------------------------------------------------------------------
     def fit(
@@ -190,37 +218,25 @@ class FederatedTrainer:
         started = time.monotonic()
         arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
-        with quiet():
-            data.prepare_data()
-            data.setup("fit")
-        self._assemble(model, data, resume)
-        server = self.server
-        assert server is not None
+        federation = self._assemble(model, data, resume)
         if resume is None:
-            self._check(server)
-        if self.config is not None and self.run is not None and is_writer():
-            self.run.write_config(self.config)
+            federation.check()
+        if self.config is not None and self.recorder.run is not None and self.recorder.writes:
+            self.recorder.run.write_config(self.config)
         if resume is None:
-            self.callbacks.event("on_federation_start", server)
-        progress = self._progress(server)
-        before = self._seconds
-        with progress:
-            while self.rounds_done < self.max_rounds:
-                server.round = self.rounds_done
-                progress.round_started(server)
-                self._round(server, progress.client_done)
-                self._seconds = before + time.monotonic() - started
-                self._save(server)
-                progress.round_ended(server, self.rows)
+            self.callbacks.event("on_federation_start", federation.server)
+        with self._progress() as progress:
+            while federation.rounds_done < self.max_rounds:
+                federation.server.round = federation.rounds_done
+                progress.round_started(federation.server)
+                federation.round(progress.client_done)
+                progress.round_ended(federation.server, self.rows)
                 if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():
                     break
-        server.round = max(self.rounds_done - 1, 0)
-        if self.rounds_done == self.max_rounds and not self.final_done:
-            self._final_jobs(server)
-        server.round = self._last_round
-        self.callbacks.event("on_federation_end", server)
-        self._seconds = before + time.monotonic() - started
-        self._finish(server)
+        federation.finish()
+        self._summarise()
+        self.recorder.export(federation.server, federation.store)
+        self.recorder.close()
 
     def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
         """Load what ``run`` saved last, to evaluate it or to predict with it; nothing is trained.
@@ -232,36 +248,23 @@ class FederatedTrainer:
         Raises:
             FileNotFoundError: if the run has no saved state; ValueError: if the state is of another model or data.
         """
-        data = arguments.federated_data(datamodule, None, None, None)
-        with quiet():
-            data.prepare_data()
-            data.setup("test")
-        self._assemble(model, data, run, go_on=False)
-        assert self.server is not None
-        self.server.round = self._last_round
-
-    @property
-    def _last_round(self) -> int:
-        """The server's round number of the newest scores: visits after the last round count as one more."""
-        return max(self.rounds_done - 1 + self.final_done, 0)
+        self._assemble(model, arguments.federated_data(datamodule, None, None, None), run, go_on=False)
 
     def _assemble(
         self, model: LightningModule, data: FederatedDataModule, resume: str | Path | None, go_on: bool = True
-    ) -> None:
+    ) -> Federation:
         a = self.arguments
-        wish = next((c.optimizer_state for c in self.callbacks if getattr(c, "optimizer_state", None)), "reset")
-        root, name = a["default_root_dir"], a["name"]
+        with quiet():
+            data.prepare_data()
+            data.setup("fit" if go_on else "test")
+        run = None
         if resume is not None:
-            path = find_last(root, name) if str(resume) == "last" else Path(resume)
-            self.run = RunFolder(path.parent.parent, path.parent.name, path.name)
+            path = find_last(a["default_root_dir"], a["name"]) if str(resume) == "last" else Path(resume)
+            run = RunFolder(path.parent.parent, path.parent.name, path.name)
         elif not self.fast_dev_run:
-            self.run = RunFolder(root, name, a["version"])
-            if (self.run.path / "metrics.csv").exists() and is_writer():
-                raise arguments.ConfigurationError(
-                    f"There is a run in {self.run.path} already. Choose another version, leave version out, or resume it "
-                    f"with resume='{self.run.path}'."
-                )
-        self.loggers = arguments.loggers(self._logger_argument, self.run) if is_writer() and go_on else []
+            run = RunFolder(a["default_root_dir"], a["name"], a["version"])
+            run.refuse_used()
+        wish = next((c.optimizer_state for c in self.callbacks if getattr(c, "optimizer_state", None)), "reset")
         settings = LocalSettings(
             seed=a["seed"],
             max_rounds=self.max_rounds,
@@ -269,126 +272,34 @@ class FederatedTrainer:
             local_steps=a["local_steps"],
             optimizer_state=a["optimizer_state"] or wish,
             lr_decay=a["lr_decay"],
-            trainer_arguments=arguments.local_trainer(a, self.run),
+            trainer_arguments=arguments.local_trainer(a, run),
             callbacks=self.ordinary_callbacks,
             logger=False,
         )
         runner = LocalRunner(model, self.callbacks, data, settings)
-        self.store = ClientStore()
-        self.server = Server(
+        store = ClientStore()
+        server = Server(
             runner,
             max_rounds=self.max_rounds,
             participation=a["participation"],
             float_buffers=a["float_buffers"],
-            run_dir=self.run.path if self.run is not None and is_writer() else None,
+            run_dir=run.path if run is not None and is_writer() else None,
         )
-        self.engine = SequentialEngine(runner, self.store)
-        self.rows, self.rounds_done, self.final_done, self._seconds = [], 0, False, 0.0
+        loggers = arguments.loggers(self._logger_argument, run) if is_writer() and go_on else []
+        self.recorder = Recorder(run, loggers)
+        self.federation = Federation(
+            server,
+            store,
+            SequentialEngine(runner, store),
+            self.recorder,
+            stages=self.stages,
+            evaluate_data=self.evaluate_data,
+            evaluate_every=a["evaluate_every"],
+            save_every=a["save_state"],
+        )
         if resume is not None:
-            assert self.run is not None
-            self.rounds_done, extra = persistence.load(self.run.last, self.server, self.store)
-            self._seconds = float(extra.get("seconds", 0.0))
-            self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.max_rounds
-            scored = self.rounds_done + self.final_done
-            self.rows = self.run.keep_rounds(scored) if go_on else self.run.read_rows(scored)
-
-    def _check(self, server: Server) -> None:
-        runner = server.runner
-        module = runner.build("server")
-        setup = Setup(
-            module=module,
-            template=runner.template,
-            kinds=server.kinds,
-            callbacks=list(self.callbacks),
-            clients=server.clients,
-            num_samples=server.num_samples,
-            max_rounds=self.max_rounds,
-            local_epochs=runner.settings.local_epochs,
-            local_steps=runner.settings.local_steps,
-            optimizers=arguments.optimizers_of(module),
-            first_batch=runner.first_batch,
-            warn=arguments.warn,
-        )
-        if sum(server.num_samples.values()) == 0:
-            raise ValueError(f"None of the {len(server.clients)} clients has a training sample. Check the partition.")
-        self.callbacks.event("check", setup)
-
-    def _round(self, server: Server, client_done: Callable[[Update], None]) -> None:
-        last = server.round + 1 == self.max_rounds
-        every = self.arguments["evaluate_every"]
-        due = every > 0 and ((server.round + 1) % every == 0 or last)
-        splits = (("val",) if due else ()) + (("test",) if last else ())
-        inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data)
-        updates = run_round(server, self.engine, inside, client_done)
-        for update in updates:
-            if update.error is not None:
-                arguments.warn(f"Round {server.round + 1}: {update.error}.")
-            elif update.steps == 0 and update.skipped:
-                arguments.warn(
-                    f"Round {server.round + 1}: client '{update.client}' took no real step, so its weight is 0: "
-                    f"{update.skipped} had no gradient, or were skipped by the gradient scaler."
-                )
-        rows = stage_scores.update_rows(updates)
-        if due:
-            evaluate = Evaluate(("val",), self.evaluate_data)
-            global_rows = stage_scores.stage_g(server, evaluate) if "G" in self.stages else []
-            rows += global_rows
-            if "L1" in self.stages:
-                rows += stage_scores.stage_l1(server, self.store, evaluate, global_rows)
-        server.scores = {}
-        for row in rows:
-            server.scores.setdefault((row.stage, row.data, row.split, row.metric), {})[row.client] = (
-                row.value,
-                row.num_samples,
-            )
-        self._record(rows)
-        self.callbacks.event("on_round_end", server)
-        self.rounds_done = server.round + 1
-
-    def _record(self, rows: list[Row]) -> None:
-        self.rows += rows
-        if self.run is not None and is_writer():
-            self.run.write_rows(rows)
-        for logger in self.loggers:
-            means = {
-                f"{row['split']}/{row['stage']}/{row['data']}/{row['metric']}": row["mean"]
-                for row in summarise(row for row in rows if row.split != "test")
-                if row["mean"] is not None
-            }
-            if means:
-                logger.log_metrics(means, step=rows[0].round)
-
-    def _save(self, server: Server) -> None:
-        every = self.arguments["save_state"]
-        if self.run is None or not is_writer() or every == 0:
-            return
-        if self.rounds_done % every == 0 or self.rounds_done == self.max_rounds:
-            persistence.save(self.run.last, server, self.store, self.rounds_done, {"seconds": self._seconds, "final": self.final_done})
-
-    def _final_jobs(self, server: Server) -> None:
-        """Visits after the last round; what they change is scored once more, as one round later."""
-        owner = server.callbacks.role("final_jobs")
-        if owner is None:
-            return
-        server.round = self.rounds_done
-        for job in owner.final_jobs(server):
-            message = server.message(replace(job, returns=()))
-            server.bytes_down += message.num_bytes
-            update = next(iter(self.engine.run([message], Evaluate())))
-            server.steps += update.steps
-            if update.error is not None:
-                arguments.warn(f"After the last round: {update.error}.")
-        if "L1" in self.stages and self.arguments["evaluate_every"] > 0:
-            self._record(stage_scores.stage_l1(server, self.store, Evaluate(("val",), self.evaluate_data)))
-        self.final_done = True
-        self._save(server)
-
-    def _finish(self, server: Server) -> None:
-        self._summarise(server)
-        if self.run is not None and is_writer():
-            self._export(server)
-        for logger in self.loggers:
-            logger.finalize("success")
+            self.federation.restore(go_on)
+        return self.federation
 
     # -- evaluation ------------------------------------------------------------------------------------------------
     def validate(self, checkpoint: str = "latest") -> list[dict[str, Any]]:
@@ -403,31 +314,15 @@ class FederatedTrainer:
 
         Returns:
             Rows of ``summary.json``.
+
+        Raises:
+            ValueError: for a checkpoint that the run does not have.
         """
         return self._evaluate("test", checkpoint)
 
     def _evaluate(self, split: str, checkpoint: str) -> list[dict[str, Any]]:
-        server = self._fitted()
-        kept = {k["name"] for k in server.checkpoints.values()}
-        kept |= {k["name"] for client in self.store for k in self.store.get(client).checkpoints.values()}
-        if checkpoint not in {"latest", "all", *kept}:
-            raise ValueError(
-                f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "
-                "Add LocalCheckpoint() or GlobalCheckpoint() to the callbacks to get one."
-            )
-        evaluate = Evaluate((split,), ("local", "pooled"))
-        rows: list[Row] = []
-        if checkpoint in ("latest", "all"):
-            latest = stage_scores.stage_g(server, evaluate)
-            rows += latest + stage_scores.stage_l1(server, self.store, evaluate, latest)
-            rows += [r for r in self.rows if (r.split, r.stage, r.round) == (split, "L2", self.rounds_done)]
-        if checkpoint != "latest":
-            found = stage_scores.checkpoint_rows(server, self.store, evaluate)
-            rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
-        known = {row.address for row in self.rows}
-        new = [row for row in rows if row.address not in known]
-        self._record(new)
-        self._summarise(server)
+        rows = self._fitted().evaluate(split, checkpoint)
+        self._summarise()
         return summarise(rows)
 
     def predict(
@@ -440,10 +335,9 @@ class FederatedTrainer:
             client: whose model; ``None``: the global one.
             checkpoint: ``"latest"``, or the name of a checkpoint to load first.
         """
-        server = self._fitted()
+        data = self._fitted().server.runner.data
         module = self.module(client, checkpoint)
         if dataloaders is None:
-            data = server.runner.data
             dataloaders = data.pooled_dataloader("test") if client is None else data.client_dataloader(client, "test")
         with quiet():
             trainer = Trainer(
@@ -460,59 +354,24 @@ class FederatedTrainer:
 
     def client(self, client: str | int) -> ClientView:
         """The client as it stands: the module it would deploy now (stage L1) and its training samples."""
-        return ClientView(str(client), self.module(str(client)), self._fitted().num_samples[str(client)])
+        return ClientView(str(client), self.module(str(client)), self._fitted().server.num_samples[str(client)])
 
     def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
         """A copy of the global model (``client=None``) or of the model that ``client`` deploys."""
-        return stage_scores.deployed_module(self._fitted(), self.store, client, checkpoint)
+        federation = self._fitted()
+        return deployed_module(federation.server, federation.store, client, checkpoint)
 
-    # -- files -----------------------------------------------------------------------------------------------------
-    def _summarise(self, server: Server) -> None:
-        newest = {row.stage: row.round for row in self.rows if row.checkpoint == "latest" and row.round >= self.rounds_done}
-        final = [row for row in self.rows if row.checkpoint == "latest" and row.round == newest.get(row.stage)]
-        chosen = [row for row in self.rows if row.checkpoint != "latest"]
-        self.results = summarise(row for row in (*final, *chosen) if row.split != "train")
-        config = {key: value for key, value in self.arguments.items() if key not in ("default_root_dir", "version")}
-        callbacks = {callback.key: callback.hyperparameters() for callback in self.callbacks}
-        self.summary = {
-            "results": self.results,
-            "rounds": self.rounds_done,
-            "num_clients": len(server.clients),
-            "num_samples": server.num_samples,
-            "callbacks": callbacks,
-            "model": type(server.runner.template).__name__,
-            "seed": self.arguments["seed"],
-            "bytes_up": server.bytes_up,
-            "bytes_down": server.bytes_down,
-            "local_steps_total": server.steps,
-            "seconds": round(self._seconds, 3),
-            "peak_memory_mb": round(peak_memory_mb(), 1),
-            "versions": versions(),
-            "config_hash": config_hash({**config, "callbacks": callbacks}),
-        }
-        if self.run is not None and is_writer():
-            self.run.write_summary(self.summary)
+    # -- helpers ---------------------------------------------------------------------------------------------------
+    def _summarise(self) -> None:
+        federation = self._fitted()
+        self.recorder.summarise(federation.server, federation.rounds_done, federation.seconds, self.arguments)
 
-    def _export(self, server: Server) -> None:
-        assert self.run is not None
-        folder, template = self.run.path / "checkpoints", type(server.runner.template)
-        (folder / "clients").mkdir(parents=True, exist_ok=True)
-        names = {kept["name"] for kept in server.checkpoints.values()}
-        if names or server.global_module(None) is not None:
-            name = next(iter(names), "latest")
-            checkpoints.export(folder / "global.ckpt", self.module(None, name), template, {"checkpoint": name})
-        for client in server.clients:
-            kept = self.store.get(client).checkpoints
-            name = next((entry["name"] for entry in kept.values()), "latest")
-            path = folder / "clients" / f"{quote(client, safe='')}.ckpt"
-            checkpoints.export(path, self.module(client, name), template, {"client": client, "checkpoint": name})
-
-    def _fitted(self) -> Server:
-        if self.server is None:
+    def _fitted(self) -> Federation:
+        if self.federation is None:
             raise RuntimeError("This FederatedTrainer has no federation yet. Call fit(), or fit(resume=...), first.")
-        return self.server
+        return self.federation
 
-    def _progress(self, server: Server) -> Any:
+    def _progress(self) -> Any:
         from fedlightning.progress import NoProgress, RichProgress
 
         return RichProgress(self.max_rounds) if self.arguments["enable_progress_bar"] and is_writer() else NoProgress()

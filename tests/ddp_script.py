@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from tests.helpers import Toy, make_trainer, toy_data
-
 from fedlightning.callbacks import FLIU, SCAFFOLD, FedProx, GlobalCheckpoint, LocalCheckpoint
+from tests.helpers import Toy, make_trainer, toy_data
 
 RUNS = {
     "scaffold": [SCAFFOLD(), FedProx(0.1), LocalCheckpoint(), GlobalCheckpoint()],
@@ -40,21 +39,25 @@ def main(root: Path, devices: int) -> None:
     sys.addaudithook(hear)
     for name, callbacks in RUNS.items():
         torch.manual_seed(0)
+        resuming = name == "keep"
         module = Fails("momentum") if name == "fails" else Toy("momentum" if name == "keep" else "sgd")
-        trainer = make_trainer(
-            root,
-            callbacks,
-            name=name,
-            devices=devices,
-            strategy="ddp" if devices > 1 else "auto",
-            optimizer_state="keep" if name == "keep" else "reset",
-            max_rounds=2,
-            participation=3,
-        )
+        options = {
+            "root": root,
+            "callbacks": callbacks,
+            "name": name,
+            "devices": devices,
+            "strategy": "ddp" if devices > 1 else "auto",
+            "optimizer_state": "keep" if name == "keep" else "reset",
+            "participation": 3,
+        }
+        trainer = make_trainer(max_rounds=2, **options)
         data = toy_data((16, 32, 24), batch_size=8 // devices)
         if name == "fails":
             data.tensors["1"]["train"][0][:, 0] = 1000.0
         trainer.fit(module, datamodule=data)
+        if resuming:
+            trainer = make_trainer(max_rounds=3, **options)
+            trainer.fit(module, datamodule=data, resume="last")
         trainer.test()
         torch.save(
             {

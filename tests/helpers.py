@@ -45,9 +45,7 @@ class Toy(LightningModule):
         self.net = self.make(hidden, dropout)
 
     def make(self, hidden: int, dropout: float) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(FEATURES, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, CLASSES)
-        )
+        return nn.Sequential(nn.Linear(FEATURES, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -226,9 +224,9 @@ def make_trainer(root: str | Path | None, callbacks: Sequence[Callback] = (), **
 class _Unwritten(FederatedTrainer):
     """Runs without a folder: most tests look at tensors only."""
 
-    def _assemble(self, *args: Any, **kwargs: Any) -> None:
+    def _assemble(self, *args: Any, **kwargs: Any) -> Any:
         self.fast_dev_run = True  # only the folder depends on it once the trainer is made
-        super()._assemble(*args, **kwargs)
+        return super()._assemble(*args, **kwargs)
 
 
 def federate(
@@ -295,7 +293,9 @@ def close(a: Mapping[str, Tensor], b: Mapping[str, Tensor], atol: float = 1e-6, 
     """Assert equality within a tolerance."""
     assert a.keys() == b.keys()
     for name, value in a.items():
-        torch.testing.assert_close(value.double(), b[name].double(), atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value.double(), b[name].double(), atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def differs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:

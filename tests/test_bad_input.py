@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from tests.helpers import Toy, federate, make_trainer, toy_data
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,6 +12,7 @@ from fedlightning import FederatedTrainer, load
 from fedlightning.arguments import ConfigurationError
 from fedlightning.callbacks import FedAdam, FedBN, FedPer, FedProx
 from fedlightning.loops.synchronous import FederationError
+from tests.helpers import Toy, federate, make_trainer, toy_data
 
 ARGUMENTS = [
     ({"local_epochs": 2, "local_steps": 5}, "local_epochs=2 and local_steps=5 are both set.*remove one"),
@@ -148,7 +148,7 @@ def test_methods_before_fit():
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint at .*none.ckpt. A run exports"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*none.ckpt. A run exports"):
         load(tmp_path / "none.ckpt")
     with pytest.raises(FileNotFoundError, match="nothing to resume"):
         make_trainer(tmp_path).fit(Toy(), datamodule=toy_data(), resume="last")
@@ -159,7 +159,7 @@ def test_missing_files(tmp_path):
 
 @pytest.mark.parametrize("logger", ["csv", ["csv"], [True]])
 def test_loggers(logger, tmp_path):
-    with pytest.raises(ValueError, match="is no logger. Pass True, False or instances"):
+    with pytest.raises(ValueError, match=r"is no logger. Pass True, False or instances"):
         make_trainer(tmp_path, logger=logger).fit(Toy(), datamodule=toy_data())
     assert not list(tmp_path.iterdir())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.helpers import close
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +63,7 @@ def test_both_processes_agree(runs, name):
     first, second = runs[2, name, 0], runs[2, name, 1]
     close(first["model"], second["model"], atol=0, rtol=0)
     assert first["run"] == second["run"]
+    assert first["rows"] == second["rows"]  # also what training logged: the second process takes the first one's word
     assert first["steps"] == second["steps"] and first["visits"] == second["visits"]
 
 

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from tests.helpers import NormNet, Toy, differs, federate, global_state, plain_fit, same, toy_data
 
 from fedlightning.callbacks import SCAFFOLD, Central, FedAvg, FedProx, Local
 from fedlightning.tensors import module_state
+from tests.helpers import NormNet, Toy, differs, federate, global_state, plain_fit, same, toy_data
 
 
 def federated(module, data, callbacks=(), **options):

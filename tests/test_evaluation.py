@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from tests.helpers import NormNet, Toy, federate, spied, toy_data
 from torch.nn import functional as F
 from torchmetrics import Accuracy
 
@@ -15,6 +14,7 @@ from fedlightning.callbacks import FLIU, FedPer
 from fedlightning.evaluation.results import COLUMNS, Row, read_rows, summarise, write_rows
 from fedlightning.evaluation.scoring import Scorer
 from fedlightning.tensors import module_state
+from tests.helpers import NormNet, Toy, federate, spied, toy_data
 
 LOADED = {"val": 10, "test": 12}
 
@@ -162,7 +162,7 @@ def test_metric_objects_start_anew_for_every_client():
     trainer = federate(Metrics(), data, max_rounds=2, evaluate_every=1)
     found = values(trainer.rows, stage="G", round=2, metric="val_acc")
     for client in "012":
-        state = {name: value for name, value in trainer.server.model.items()}
+        state = dict(trainer.server.model.items())
         assert found[client, "val_acc"] == pytest.approx(score_by_hand(state, data, client, "val")["val_acc"])
 
 

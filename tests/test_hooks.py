@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tests.helpers import NormNet, Toy, federate, make_trainer, same, spied, toy_data
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import (
@@ -27,6 +26,7 @@ from fedlightning.callbacks import (
 from fedlightning.hooks import ROLES, CallbackList, Job, Phase
 from fedlightning.loops.synchronous import FederationError
 from fedlightning.tensors import module_state
+from tests.helpers import NormNet, Toy, federate, make_trainer, same, spied, toy_data
 
 
 def claiming(role, name):
@@ -324,7 +324,9 @@ class Wrong(FederatedCallback):
 
 
 def test_a_callback_that_breaks_a_visit_is_named_with_its_client():
-    with pytest.raises(FederationError, match=r"client '0' failed: ValueError: .*'net.0.bias' has shape \(1,\).*2 more"):
+    with pytest.raises(
+        FederationError, match=r"client '0' failed: ValueError: .*'net.0.bias' has shape \(1,\).*2 more"
+    ):
         federate(Toy(), toy_data(), [Wrong("receive")])
 
 

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from tests.helpers import NormNet, Toy, federate, toy_data
 from torch import nn
 
 from fedlightning import FederatedCallback
@@ -15,6 +14,7 @@ from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.loops.synchronous import FederationError
 from fedlightning.messages import Message, Update, Wire, check_extras, tree_bytes
 from fedlightning.tensors import module_state
+from tests.helpers import NormNet, Toy, federate, toy_data
 
 
 def test_bytes_of_a_tree():

@@ -8,12 +8,12 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from tests.helpers import NormNet, Toy, close, federate, plain_fit, same, spied, toy_data
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FLIU, SCAFFOLD, FedAdam, FedAvg, FedProx
 from fedlightning.loops.synchronous import FederationError
 from fedlightning.tensors import first_nonfinite
+from tests.helpers import NormNet, Toy, close, federate, plain_fit, same, spied, toy_data
 
 
 def fp16(init_scale=2.0**10, **options):
@@ -21,7 +21,12 @@ def fp16(init_scale=2.0**10, **options):
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
 
 
-PRECISIONS = {"32": dict, "bf16": lambda: {"precision": "bf16-mixed"}, "fp16": fp16, "64": lambda: {"precision": "64-true"}}
+PRECISIONS = {
+    "32": dict,
+    "bf16": lambda: {"precision": "bf16-mixed"},
+    "fp16": fp16,
+    "64": lambda: {"precision": "64-true"},
+}
 PLANS = {
     "plain": {},
     "clip": {"gradient_clip_val": 0.2},
@@ -62,9 +67,7 @@ def test_fedprox_is_its_loss_form(precision, plan):
     module.load_state_dict(reference.state_dict())
     options = PLANS[plan]
     _, spy = spied(module, data, [FedProx(mu=2.0)], max_rounds=1, local_epochs=3, **options, **PRECISIONS[precision]())
-    expected = plain_fit(
-        reference, data, "0", epochs_per_round=3, max_epochs=3, **options, **PRECISIONS[precision]()
-    )
+    expected = plain_fit(reference, data, "0", epochs_per_round=3, max_epochs=3, **options, **PRECISIONS[precision]())
     (update,) = spy.updates
     assert update.steps == (6 if "accumulate_grad_batches" in options else 12)
     assert update.skipped == 0
@@ -154,7 +157,7 @@ class Overflows(Toy):
 @pytest.mark.parametrize("state", ["reset", "keep"])
 def test_a_skipped_step_is_no_step(state):
     raw, data = Raw(), toy_data([32, 24])
-    trainer, spy = spied(
+    _, spy = spied(
         Overflows("sgd"), data, [raw, SCAFFOLD(), FedProx(0.1)], max_rounds=2, optimizer_state=state, **fp16()
     )
     for update in spy.updates:
@@ -169,7 +172,7 @@ def test_a_skipped_step_is_no_step(state):
         # FedProx pulls a little; c and c_i are still zero in round 1
         for name, value in mean.items():
             torch.testing.assert_close(own[name], value, atol=0.05, rtol=0.05)
-    trainer, spy = spied(Overflows("sgd"), data, [SCAFFOLD()], max_rounds=1, **fp16())
+    _trainer, spy = spied(Overflows("sgd"), data, [SCAFFOLD()], max_rounds=1, **fp16())
     assert all(first_nonfinite(update.state) is None for update in spy.updates)
 
 
@@ -178,7 +181,7 @@ def test_without_a_real_step_weight_is_zero_and_the_scale_is_kept():
     module, data = Toy("sgd"), toy_data([16, 16])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer, spy = spied(module, data, [SCAFFOLD()], max_rounds=12, **fp16(init_scale=2.0**30))
+        _trainer, spy = spied(module, data, [SCAFFOLD()], max_rounds=12, **fp16(init_scale=2.0**30))
     steps = [spy.of_round(number)["0"].steps for number in range(12)]
     assert steps[0] == 0 and steps[-1] == 2
     assert steps == sorted(steps)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
-from tests.helpers import NormNet, Toy, make_trainer, same, toy_data
 
 from fedlightning import FederatedCallback, persistence
 from fedlightning.callbacks import (
@@ -31,6 +30,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.run_folder import find_last
 from fedlightning.tensors import module_state
+from tests.helpers import NormNet, Toy, make_trainer, same, toy_data
 
 ROUNDS, STOPPED_IN = 4, 2
 
@@ -211,7 +211,7 @@ def resumed(tmp_path, name="fedavg_keep", resume="last"):
 
 def test_interrupted_before_the_first_save_there_is_nothing_to_resume(tmp_path):
     interrupted(tmp_path, stop=0)
-    with pytest.raises(FileNotFoundError, match="nothing to resume.*Start without resume"):
+    with pytest.raises(FileNotFoundError, match=r"nothing to resume.*Start without resume"):
         resumed(tmp_path)
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.helpers import NormNet, Toy, same
 from torch import nn
 
 from fedlightning import tensors
 from fedlightning.tensors import WeightedMean, entry_kinds, load_state, module_state
+from tests.helpers import NormNet, Toy, same
 
 FLOATS = st.floats(-1e6, 1e6, width=32)
 WEIGHTS = st.integers(1, 10**6)
@@ -141,7 +141,7 @@ def test_loading_copies_into_what_is_named():
 
 
 def test_loading_refuses_unknown_names_and_shapes():
-    with pytest.raises(ValueError, match="'net.9.bias' is not in Toy"):
+    with pytest.raises(ValueError, match=r"'net.9.bias' is not in Toy"):
         load_state(Toy(), {"net.9.bias": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"'net.0.bias' has shape \(1,\), but Toy holds \(8,\)"):
         load_state(Toy(), {"net.0.bias": torch.zeros(1)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -74,13 +75,16 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Iterable[Row], append: bool = True) -> None:
-    """Append ``rows`` to the CSV at ``path`` (with a header when it is new)."""
+    """Append ``rows`` to the CSV at ``path`` (with a header when it is new), or replace it at once by a new one."""
     new = not append or not path.exists()
-    with path.open("w" if new else "a", newline="") as file:
+    written = path if append else path.with_name(path.name + ".tmp")
+    with written.open("w" if new else "a", newline="") as file:
         writer = csv.writer(file)
         if new:
             writer.writerow(COLUMNS)
         writer.writerows(astuple(row) for row in rows)
+    if written != path:
+        os.replace(written, path)
 
 
 def read_rows(path: Path) -> list[Row]:

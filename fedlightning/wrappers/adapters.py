@@ -13,6 +13,7 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from fedlightning.tensors import tied_names
 from fedlightning.wrappers.mixing import AddedParametersMixin, mix, mixins_of
 
 ADAPTER = "default"
@@ -79,11 +80,12 @@ def add_adapters(
         ValueError: there is nothing to adapt, or a target that cannot be.
     """
     peft = _peft()
-    trained = {name for name in head}
+    tied = tied_names(module)
+    trained = {other for name in head for other in tied.get(name, {name})}
     paths = find_linear(module, target_modules, trained)
-    frozen = [parameter for name, parameter in module.named_parameters() if name not in trained]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        if name not in trained:
+            parameter.requires_grad_(False)
     for path in paths:
         holder = nn.Module()
         holder.layer = layer = module.get_submodule(path)

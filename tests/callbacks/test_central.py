@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.helpers import Toy, federate, global_state, same, spied, toy_data
 
 from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedPer, FedProx
 from fedlightning.tensors import module_state
+from tests.helpers import Toy, federate, global_state, same, spied, toy_data
 
 
 def test_every_client_is_scored_with_the_one_model(tmp_path):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers import NormNet, Toy, differs, federate, global_state, same, spied, toy_data
 
 import fedlightning
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FLIU, FedPer, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.checkpoints import load
 from fedlightning.tensors import module_state
+from tests.helpers import NormNet, Toy, differs, federate, global_state, same, spied, toy_data
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 
@@ -177,7 +177,9 @@ def test_testing_scores_each_of_them(finished):
     for row in results:
         assert row["split"] == "test"
         assert set(row["per_client"]) <= {*SIZES, "all"}
-    local = next(r for r in results if (r["checkpoint"], r["data"], r["metric"]) == ("best_local", "local", "test_loss"))
+    local = next(
+        r for r in results if (r["checkpoint"], r["data"], r["metric"]) == ("best_local", "local", "test_loss")
+    )
     for client in SIZES:
         x, y = trainer.server.runner.data.tensors[client]["test"]
         module = trainer.module(client, "best_local").eval()

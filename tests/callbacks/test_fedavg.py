@@ -6,6 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fedlightning.callbacks import FedAvg, FedProx, FedSGD
+from fedlightning.tensors import module_state, select
 from tests.helpers import (
     NormNet,
     PiecesStyle,
@@ -20,11 +25,6 @@ from tests.helpers import (
     spied,
     toy_data,
 )
-from torch import nn
-from torch.nn import functional as F
-
-from fedlightning.callbacks import FedAvg, FedProx, FedSGD
-from fedlightning.tensors import module_state, select
 
 SIZES = (24, 40, 16)
 
@@ -47,7 +47,7 @@ def test_weightings(weighting, weights):
 
 
 def test_weights_are_renormalised_over_the_participants():
-    trainer, spy = spied(Toy(), toy_data(SIZES), participation=2, max_rounds=3)
+    _trainer, spy = spied(Toy(), toy_data(SIZES), participation=2, max_rounds=3)
     sizes = dict(zip("012", SIZES, strict=True))
     seen = set()
     for number, model in enumerate(spy.rounds):
@@ -188,7 +188,7 @@ def test_splitting_a_client_changes_nothing():
 
 
 def test_what_is_not_one_step_is_refused():
-    with pytest.raises(ValueError, match="FedSGD takes one step per round.*local_steps=1.*at least 40"):
+    with pytest.raises(ValueError, match=r"FedSGD takes one step per round.*local_steps=1.*at least 40"):
         federate(Toy(), toy_data(SIZES), [FedSGD()])
     with pytest.warns(UserWarning, match="plain SGD; Adam"):
         federate(Toy("adam"), toy_data(SIZES, batch_size=64), [FedSGD()], local_steps=1, max_rounds=1)

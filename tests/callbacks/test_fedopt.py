@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.helpers import NormNet, Toy, federate, global_state, mean_of, same, spied, toy_data
 
 from fedlightning.callbacks import FedAdam
 from fedlightning.callbacks.fedopt import FedOpt
 from fedlightning.tensors import module_state
+from tests.helpers import NormNet, Toy, federate, global_state, mean_of, same, spied, toy_data
 
 
 def sequence(rounds=30, start=2.0, answer=0.1, **options):
@@ -117,7 +117,10 @@ def test_running_variances_stay_positive():
     module, data = Shrinking("sgd", lr=0.01), toy_data([8, 8], batch_size=8)
     options = {"server_lr": 0.1, "tau": 1e-9}
     good, bad = (
-        [float(model["net.1.running_var"].min()) for model in spied(module, data, [cls(**options)], max_rounds=40)[1].rounds]
+        [
+            float(model["net.1.running_var"].min())
+            for model in spied(module, data, [cls(**options)], max_rounds=40)[1].rounds
+        ]
         for cls in (FedAdam, Everything)
     )
     assert min(good) > 0

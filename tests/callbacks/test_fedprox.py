@@ -6,6 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional as F
+
+from fedlightning.callbacks import FedPer, FedProx
+from fedlightning.tensors import distance, module_state
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -19,10 +23,6 @@ from tests.helpers import (
     spied,
     toy_data,
 )
-from torch.nn import functional as F
-
-from fedlightning.callbacks import FedPer, FedProx
-from fedlightning.tensors import distance, module_state
 
 A = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0]]
 B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
@@ -68,7 +68,7 @@ def by_hand(module, data, client, mu, rounds_state, number, epochs=2):
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
 def test_the_loss_form_by_hand(optimizer):
     module, data = Toy(optimizer, lr=0.05), toy_data()
-    trainer, spy = spied(module, data, [FedProx(mu=0.7)], max_rounds=2, local_epochs=2)
+    _trainer, spy = spied(module, data, [FedProx(mu=0.7)], max_rounds=2, local_epochs=2)
     starts = [module.state_dict(), spy.rounds[0]]
     for update in spy.updates:
         expected = by_hand(module, data, update.client, 0.7, starts[update.round], update.round)
@@ -93,7 +93,7 @@ def test_the_logged_loss_is_the_tasks():
     """At the first epoch's one step the penalty is zero; at later ones it is not, and must not be logged."""
     data = toy_data([16], batch_size=16)
     module = Toy("sgd", lr=0.5)
-    trainer, spy = spied(module, data, [FedProx(mu=1.0)], max_rounds=1, local_epochs=2)
+    _trainer, spy = spied(module, data, [FedProx(mu=1.0)], max_rounds=1, local_epochs=2)
     model = copy.deepcopy(module)
     x, y = data.tensors["0"]["train"]
     F.cross_entropy(model(x), y).backward()

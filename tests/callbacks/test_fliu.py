@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from fedlightning.callbacks import FLIU, FedAvg, FedPer, Local
+from fedlightning.tensors import module_state, select, subtract
 from tests.helpers import (
     NormNet,
     Toy,
@@ -15,9 +19,6 @@ from tests.helpers import (
     spied,
     toy_data,
 )
-
-from fedlightning.callbacks import FLIU, FedAvg, FedPer, Local
-from fedlightning.tensors import module_state, select, subtract
 
 NAMES = ("0", "1", "2")
 
@@ -62,7 +63,7 @@ def test_the_blend_after_a_round():
 def test_the_second_round_starts_from_the_blend():
     module, data = Toy("sgd", lr=0.0), toy_data()
     data.setup("fit")
-    trainer, spy = spied(module, data, [Shaken(), FLIU(gamma=0.25)], max_rounds=2)
+    _trainer, spy = spied(module, data, [Shaken(), FLIU(gamma=0.25)], max_rounds=2)
     first, theta = spy.of_round(0), spy.rounds[0]
     for client, update in spy.of_round(1).items():
         blend = {n: 0.25 * first[client].state[n] + 0.75 * theta[n] for n in theta}
@@ -127,8 +128,18 @@ def test_an_absent_client_keeps_its_model_and_blends_it_with_the_present_one():
         close(l1(trainer)[client], {n: 0.5 * own[n] + 0.5 * theta[n] for n in theta}, atol=1e-6)
 
 
+def test_without_a_real_step_there_is_nothing_new_to_keep():
+    """Every step skipped by the gradient scaler: what the client held was Theta, not a model of its own."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**60)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    with pytest.warns(UserWarning, match="took no real step"):
+        trainer, _spy = spied(Toy("sgd"), toy_data([8, 8]), [FLIU()], max_rounds=1, plugins=plugins)
+    assert trainer.store.get("0").visits == 1
+    assert "FLIU" not in trainer.store.get("0").state
+
+
 def test_looking_at_a_client_does_not_blend_twice():
-    trainer, spy = spied(Toy("adam"), toy_data(), [FLIU(gamma=0.5)], max_rounds=2)
+    trainer, _spy = spied(Toy("adam"), toy_data(), [FLIU(gamma=0.5)], max_rounds=2)
     record = trainer.store.get("0")
     first = l1(trainer)
     second = l1(trainer)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
+from fedlightning.callbacks import FedAvg, FedBN, FedPer, FedProx, Local
+from fedlightning.callbacks.partial import batch_norm_names
+from fedlightning.tensors import module_state, select
 from tests.helpers import (
     NormNet,
     PiecesStyle,
@@ -18,11 +23,6 @@ from tests.helpers import (
     spied,
     toy_data,
 )
-from torch import nn
-
-from fedlightning.callbacks import FedAvg, FedBN, FedPer, FedProx, Local
-from fedlightning.callbacks.partial import batch_norm_names
-from fedlightning.tensors import module_state, select
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 HEAD = {"net.3.weight", "net.3.bias"}
@@ -58,7 +58,7 @@ def test_bases_are_equal_and_heads_differ():
 def test_a_client_trains_its_own_head_on_the_common_body():
     """Round 2 of a client by hand: its head of round 1 on the mean body."""
     module, data = Toy("adam"), toy_data(SIZES)
-    trainer, spy = spied(module, data, [FedPer()], max_rounds=2)
+    _trainer, spy = spied(module, data, [FedPer()], max_rounds=2)
     start = Toy("adam")
     start.load_state_dict({**spy.rounds[0], **spy.records[0]["1"].personal})
     data.client_dataloader("1", "train")
@@ -85,7 +85,7 @@ def test_one_client_is_plain_training():
 
 
 def test_absent_clients_keep_their_heads():
-    trainer, spy = spied(Toy("adam"), toy_data(SIZES), [FedPer()], max_rounds=4, participation=1)
+    _trainer, spy = spied(Toy("adam"), toy_data(SIZES), [FedPer()], max_rounds=4, participation=1)
     for number in range(1, 4):
         for client in SIZES:
             before, after = spy.records[number - 1][client], spy.records[number][client]
@@ -106,7 +106,7 @@ class Ten(Toy):
 
 
 def test_prefixes_are_paths_not_parts_of_names():
-    trainer, spy = spied(Ten("sgd"), toy_data(SIZES), [FedPer(personal=["net.layer1"])], max_rounds=1)
+    _trainer, spy = spied(Ten("sgd"), toy_data(SIZES), [FedPer(personal=["net.layer1"])], max_rounds=1)
     assert set(spy.updates[0].state) == {"net.layer10.weight", "net.layer10.bias"}
 
 
@@ -185,7 +185,7 @@ def test_local_can_be_told_to_start_optimizers_anew():
 
 def test_local_has_no_global_model(tmp_path):
     trainer = federate(Toy(), toy_data(SIZES), [Local(), FedProx(1.0)], root=tmp_path)
-    with pytest.raises(ValueError, match="no global model.*Name a client"):
+    with pytest.raises(ValueError, match=r"no global model.*Name a client"):
         trainer.module()
     assert not {row.stage for row in trainer.rows} & {"G"}
     assert not (trainer.run.path / "checkpoints" / "global.ckpt").exists()

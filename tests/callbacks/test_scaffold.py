@@ -6,6 +6,11 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional as F
+
+from fedlightning import FederatedCallback
+from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedPer
+from fedlightning.tensors import module_state, select
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -18,11 +23,6 @@ from tests.helpers import (
     spied,
     toy_data,
 )
-from torch.nn import functional as F
-
-from fedlightning import FederatedCallback
-from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedPer
-from fedlightning.tensors import module_state, select
 
 A = [[1.0, 2.0, 1.5], [2.0, 1.0, 2.0]]
 B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
@@ -83,7 +83,7 @@ def test_option_2_is_the_mean_of_the_rounds_raw_gradients(make):
     """With a schedule: weighted by the learning rates, since x - y is."""
     raw = RawGradients()
     data = toy_data((24, 40, 8))
-    trainer, spy = spied(make(), data, [raw, SCAFFOLD()], max_rounds=3, local_epochs=2, participation=2)
+    _trainer, spy = spied(make(), data, [raw, SCAFFOLD()], max_rounds=3, local_epochs=2, participation=2)
     for number, records in enumerate(spy.records):
         for client in spy.of_round(number):
             steps = raw.seen[number, client]
@@ -95,7 +95,7 @@ def test_option_2_is_the_mean_of_the_rounds_raw_gradients(make):
 
 def test_option_1_is_the_gradient_at_the_received_model():
     module, data = Toy("momentum"), toy_data()
-    trainer, spy = spied(module, data, [SCAFFOLD(option=1)], max_rounds=2)
+    _trainer, spy = spied(module, data, [SCAFFOLD(option=1)], max_rounds=2)
     for client in "012":
         model = copy.deepcopy(module)
         model.load_state_dict(spy.rounds[0])
@@ -140,7 +140,7 @@ def test_server_learning_rate_moves_parameters_and_averages_buffers():
 
 def test_the_wire_carries_twice_fedavgs_parameters():
     module, data = NormNet("sgd"), toy_data()
-    trainer, spy = spied(module, data, [SCAFFOLD()], max_rounds=2)
+    _trainer, spy = spied(module, data, [SCAFFOLD()], max_rounds=2)
     names = {name for name, _ in module.named_parameters()}
     parameters = sum(4 * p.numel() for p in module.parameters())
     state = sum(t.numel() * t.element_size() for t in module_state(module).values())
@@ -152,7 +152,7 @@ def test_the_wire_carries_twice_fedavgs_parameters():
 
 def test_private_parameters_have_no_variate_and_are_not_corrected():
     module, data = Toy("sgd"), toy_data()
-    trainer, spy = spied(module, data, [FedPer(personal=["net.3"]), SCAFFOLD()], max_rounds=2)
+    _trainer, spy = spied(module, data, [FedPer(personal=["net.3"]), SCAFFOLD()], max_rounds=2)
     names = {"net.0.weight", "net.0.bias"}
     assert all(set(m.extras["SCAFFOLD"]["c"]) == names for m in spy.messages)
     assert all(set(u.extras["SCAFFOLD"]["delta_c"]) == names for u in spy.updates)
@@ -177,7 +177,7 @@ class Sometimes(Toy):
 
 def test_a_parameter_without_gradient_keeps_its_variate():
     """Nothing corrected it, so its standing still says nothing about c."""
-    trainer, spy = spied(Sometimes(), toy_data((24, 40, 7)), [SCAFFOLD()], max_rounds=3)
+    _trainer, spy = spied(Sometimes(), toy_data((24, 40, 7)), [SCAFFOLD()], max_rounds=3)
     own = variates(spy.records[-1])
     assert float(own["0"]["extra.weight"].abs().max()) > 0
     assert float(own["2"]["extra.weight"].abs().max()) == 0

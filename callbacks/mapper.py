@@ -1,0 +1,175 @@
+"""MAPPER."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fedlightning.callbacks.own_models import KeepsModel
+from fedlightning.client import Client
+from fedlightning.hooks import GradientContext, Phase, Setup, Stage
+from fedlightning.tensors import State, clone, entry_kinds, interpolate, load_state, module_state, select
+
+
+class MAPPER(KeepsModel):
+    r"""Model interpolation: each client deploys its best mixture of a local model and the global one.
+
+    Mansour, Mohri, Ro, Suresh, "Three approaches for personalization with applications to federated learning", 2020.
+
+    Down: ``h_c``. Up: ``h_c`` after the client's step (never ``h_l`` or ``lam``). State: ``h_l`` and ``lam`` at each
+    client, ``h_l`` from the first ``h_c`` received. In a visit, with ``h(lam) = lam h_l + (1 - lam) h_c``:
+
+    * for each ``lam`` of the grid, ``h_c`` fixed: ``h_l <- h_l - eta lam grad f_i(h(lam))``, from the ``h_l`` of the
+      last visit and over the visit's local work;
+    * ``(h_l, lam)`` with the least loss of ``h(lam)`` is kept;
+    * ``h_l`` fixed: ``h_c <- h_c - eta (1 - lam) grad f_i(h(lam))``, so many steps; this goes up.
+
+    Server: ``h_c = mean_i(h_c,i)``. Deployed: ``h(lam)`` with the received ``h_c`` (stage L1) or the client's own
+    (L2), with the running statistics that ``h(lam)`` has seen; the global model is ``h_c``. Optimizers are the module's;
+    corrections of other methods (FedProx, SCAFFOLD) act on the step of ``h_c``.
+
+    Args:
+        grid: values of ``lam`` in [0, 1] (the Ditto paper's comparison: 0.25, 0.5, 0.75). A visit costs one local
+            training for each that is not 0.
+        global_steps: steps of ``h_c`` in a visit (paper: 1); ``None``: the visit's local work, as in FedAvg.
+        choose_on: split whose mean training loss decides: ``"train"`` (paper) or ``"val"``.
+        weighting: ``"uniform"`` (paper) or ``"samples"``.
+    """
+
+    def __init__(
+        self,
+        grid: Sequence[float] = (0.25, 0.5, 0.75),
+        global_steps: int | None = 1,
+        choose_on: str = "train",
+        weighting: str = "uniform",
+    ) -> None:
+        if not grid or not all(0.0 <= lam <= 1.0 for lam in grid) or len(set(grid)) < len(grid):
+            raise ValueError(
+                f"MAPPER got grid={grid!r}. Give different shares of the local model in [0, 1], one at least."
+            )
+        if global_steps is not None and global_steps < 1:
+            raise ValueError(
+                f"MAPPER got global_steps={global_steps}; h_c needs one step at least (None: as in FedAvg)."
+            )
+        if choose_on not in ("train", "val"):
+            raise ValueError(f"MAPPER got choose_on={choose_on!r}. Choose on 'train' or 'val'; never on test data.")
+        self.grid = grid
+        self.global_steps = global_steps
+        self.choose_on = choose_on
+        self.weighting = weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse manual optimization: gradients are taken elsewhere than where the optimizer steps."""
+        if not setup.module.automatic_optimization:
+            name = type(setup.template).__name__
+            raise ValueError(f"MAPPER takes gradients at a mixture, but {name} optimizes manually. Use Ditto.")
+
+    # -- one visit -----------------------------------------------------------------------------------------------------
+    def local_phases(self, client: Client) -> Iterable[Phase]:
+        """``h_l`` for each ``lam``, the choice, then ``h_c``."""
+        h_c = client.model_state()
+        h_l = {**h_c, **self.kept(client)}
+        visit = client.scratch[self.key] = _Visit(other=h_c)
+        for lam in self.grid:
+            if lam == 0.0:  # h_l has no gradient, and weight decay must not move it
+                self._weigh(client, lam, h_l)
+                continue
+            visit.share = lam
+            yield Phase(
+                f"local-{lam}",
+                start=h_l,
+                federated=False,
+                terms_of=(self.key,),
+                repeats="fit",
+                keep_as=lambda client, lam=lam: self._weigh(client, lam, client.model_state()),  # type: ignore[misc]
+            )
+        if visit.chosen is None:
+            raise FloatingPointError(
+                f"the loss is not finite at any lam of {list(self.grid)}. Lower the learning rate or clip gradients"
+            )
+        lam, h_l = visit.chosen
+        client.state[self.key] = {"model": h_l, "lam": lam}
+        visit.share, visit.other = 1.0 - lam, h_l
+        yield Phase(work=self.global_steps, unit=None if self.global_steps is None else "steps")
+        if lam == 1.0:  # h_c had no part in it: neither weight decay nor the statistics of h_l may move it
+            load_state(client.module, h_c)
+
+    def _weigh(self, client: Client, lam: float, h_l: State) -> None:
+        """Keep ``(h_l, lam)`` if the mixture's loss is the least so far."""
+        visit = client.scratch[self.key]
+        split = self.choose_on if client.loader(self.choose_on) else "train"
+        loss = client.loss(mixture(client.module, h_l, visit.other, lam), split)
+        if loss < visit.least:
+            visit.least, visit.chosen = loss, (lam, h_l)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The half that is fixed, on the device, beside the half that trains."""
+        visit = self.client.scratch[self.key]
+        visit.pairs = [(p, visit.other[n].to(p.device)) for n, p in pl_module.named_parameters() if p.requires_grad]
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The loss and its gradient are taken at ``h(lam)``."""
+        visit = self.client.scratch[self.key]
+        visit.own = [parameter.detach().clone() for parameter, _ in visit.pairs]
+        if visit.share < 1.0:
+            for parameter, other in visit.pairs:
+                parameter.mul_(visit.share).add_(other, alpha=1.0 - visit.share)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """The optimizer steps from the half that trains."""
+        self.client.scratch[self.key].restore()
+
+    def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """The chain rule: ``lam grad f`` for ``h_l``, ``(1 - lam) grad f`` for ``h_c``."""
+        share = self.client.scratch[self.key].share
+        return gradient if share == 1.0 else share * gradient
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Also after a batch that waits for others (accumulated gradients)."""
+        self.client.scratch[self.key].restore()
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """``h(lam)`` with the ``h_c`` that the client's module holds at ``stage``."""
+        module, own = client.copy_module(), client.state.get(self.key)
+        if own is not None:
+            load_state(module, mixture(module, own["model"], clone(module_state(module)), own["lam"]))
+        return module
+
+
+@dataclass
+class _Visit:
+    """One visit's choice so far, and the mixture that is being trained.
+
+    Attributes:
+        other: the half that is fixed; share: the share of the half that trains.
+        pairs: each parameter that trains and its fixed counterpart; own: the parameters before they were mixed.
+        least, chosen: the least loss so far, and its ``lam`` and ``h_l``.
+    """
+
+    other: State
+    share: float = 1.0
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    own: list[Tensor] = field(default_factory=list)
+    least: float = math.inf
+    chosen: tuple[float, State] | None = None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """From the mixture back to the half that trains, exactly."""
+        for (parameter, _), own in zip(self.pairs, self.own, strict=False):
+            parameter.copy_(own)
+        self.own = []
+
+
+def mixture(module: LightningModule, h_l: State, h_c: State, lam: float) -> State:
+    """``lam h_l + (1 - lam) h_c`` on trainable parameters; the rest is what ``h_l`` was trained with, ``h_c``'s at 0."""
+    names = [name for name, kind in entry_kinds(module).items() if kind == "trainable"]
+    return {**h_l, **interpolate(select(h_l, names), select(h_c, names), lam)} if lam else h_c

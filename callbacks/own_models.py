@@ -1,0 +1,47 @@
+"""What methods share in which a client deploys a model of its own beside the one that travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from fedlightning.arguments import warn
+from fedlightning.client import Client
+from fedlightning.hooks import FederatedCallback, Stage
+from fedlightning.tensors import State, entry_kinds, first_nonfinite, load_state, select
+
+
+class KeepsModel(FederatedCallback):
+    """Base: ``client.state[key]["model"]`` holds a whole model, which never travels and which the client deploys.
+
+    A client that has none yet deploys what it received.
+    """
+
+    def kept(self, client: Client) -> State:
+        """The client's own model; empty if it has none yet."""
+        model: State = client.state.get(self.key, {}).get("model", {})
+        return model
+
+    def keep(self, client: Client, **values: Any) -> None:
+        """Store the module as it is, with plain ``values`` beside it.
+
+        A model that diverged is not stored: the client goes on from the one it had, and its update does not suffer.
+        """
+        state = client.model_state()
+        trainable = [name for name, kind in entry_kinds(client.module).items() if kind == "trainable"]
+        bad = first_nonfinite(select(state, trainable))
+        if bad is None:
+            client.state[self.key] = {"model": state, **values}
+            return
+        warn(
+            f"Round {client.round + 1}: '{bad}' of the own model of client '{client.id}' holds NaN or infinite values "
+            f"after training, so the client keeps the one it had. Lower the learning rate or {self.key}'s strength, or clip "
+            "gradients (gradient_clip_val)."
+        )
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """The client's own model."""
+        module = client.copy_module()
+        load_state(module, self.kept(client))
+        return module

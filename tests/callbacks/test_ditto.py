@@ -1,0 +1,241 @@
+"""Ditto: sheet entry 13."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.helpers import (
+    NormNet,
+    Quadratic,
+    Toy,
+    close,
+    differs,
+    federate,
+    global_state,
+    mean_of,
+    quadratic_data,
+    same,
+    spied,
+    toy_data,
+)
+from torch.nn import functional as F
+
+from fedlightning.callbacks import Ditto, FedBN, FedPer, FedProx, Local
+from fedlightning.tensors import distance, module_state
+
+SIZES = {"0": 24, "1": 40, "2": 16}
+A = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0]]
+B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
+
+
+def v_of(trainer, client):
+    return module_state(trainer.module(client))
+
+
+MAKES = [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")]
+
+
+# -- (a) the server's trajectory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("options", [{"local_epochs": 2}, {"local_steps": 3, "optimizer_state": "keep"}])
+def test_the_global_model_is_fedavgs_for_any_strength(make, options):
+    module, data = make(), toy_data(SIZES)
+    _, plain = spied(module, data, max_rounds=3, participation=2, **options)
+    for lam in (0.0, 1.0, 30.0):
+        _, spy = spied(module, data, [Ditto(lam=lam)], max_rounds=3, participation=2, **options)
+        for theirs, ours in zip(plain.rounds, spy.rounds, strict=True):
+            same(ours, theirs)
+        assert [update.steps for update in spy.updates] == [update.steps for update in plain.updates]
+
+
+def test_the_global_model_is_that_of_the_method_beside_it():
+    """FedProx acts on w only: v has one pull, its own."""
+    module, data = Toy("sgd"), toy_data(SIZES)
+    options = {"max_rounds": 2, "local_epochs": 2}
+    both = federate(module, data, [FedProx(mu=2.0), Ditto(lam=0.5)], **options)
+    same(global_state(both), global_state(federate(module, data, [FedProx(mu=2.0)], **options)))
+    with_prox, without = (
+        federate(module, data, [*cb, Ditto(lam=0.5)], max_rounds=1, local_epochs=2) for cb in ([FedProx(2.0)], [])
+    )
+    same(v_of(with_prox, "1"), v_of(without, "1"))
+
+
+def test_the_server_averages_global_models_never_personal_ones():
+    """The defect of public code: a server that averages v."""
+    module, data = Toy("adam"), toy_data(SIZES)
+    trainer, spy = spied(module, data, [Ditto(lam=0.1)], max_rounds=2, local_epochs=2)
+    same(global_state(trainer), mean_of(spy.of_round(1), SIZES))
+    for client, update in spy.of_round(1).items():
+        assert differs(update.state, v_of(trainer, client))
+
+
+# -- (b) lam = 0 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("how", ["keep", "reset"])
+def test_without_strength_it_is_training_alone(make, how):
+    module, data = make(), toy_data(SIZES)
+    options = {"max_rounds": 3, "local_epochs": 2, "optimizer_state": how}
+    ours, local = (federate(module, data, [cb], **options) for cb in (Ditto(lam=0.0), Local()))
+    for client in SIZES:
+        same(v_of(ours, client), v_of(local, client))
+
+
+# -- (c) the personal objective --------------------------------------------------------------------------------------
+
+
+def test_quadratics_reach_the_proximal_point():
+    """``v = (A + lam I)^-1 (A b + lam w^t)``: the anchor is the model received, not the one aggregated afterwards."""
+    data = quadratic_data(A, B)
+    for lam in (0.3, 2.0):
+        module = Quadratic(lr=0.25)
+        with torch.no_grad():
+            module.w.fill_(0.5)
+        trainer, spy = spied(module, data, [Ditto(lam=lam)], max_rounds=2, local_epochs=150)
+        for client, a, b in zip("01", torch.tensor(A).double(), torch.tensor(B).double(), strict=True):
+            first, second = (spy.records[number][client].state["Ditto"]["model"]["w"] for number in (0, 1))
+            torch.testing.assert_close(first, (a * b + lam * 0.5) / (a + lam), atol=1e-7, rtol=0)
+            torch.testing.assert_close(second, (a * b + lam * spy.rounds[0]["w"]) / (a + lam), atol=1e-7, rtol=0)
+            same(v_of(trainer, client), {"w": second})
+        assert differs(spy.rounds[0], spy.rounds[1]) or spy.rounds[0]["w"].allclose(spy.rounds[1]["w"])
+
+
+def test_the_stronger_the_nearer():
+    module, data = Toy("sgd"), toy_data(SIZES)
+    away = []
+    for lam in (0.0, 0.5, 4.0):
+        trainer, _ = spied(module, data, [Ditto(lam=lam)], max_rounds=1, local_epochs=4)
+        away.append(sum(distance(v_of(trainer, client), module_state(module)) for client in SIZES))
+    assert away == sorted(away, reverse=True) and away[0] > 1.2 * away[-1]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_the_loss_form_by_hand(optimizer):
+    """Two rounds of one client's v in plain torch, on the federation's batches."""
+    module, data, lam = Toy(optimizer, lr=0.05), toy_data(SIZES), 0.7
+    trainer, spy = spied(module, data, [Ditto(lam=lam)], max_rounds=2, local_epochs=2)
+    v = copy.deepcopy(module)
+    for number, received in enumerate([module_state(module), spy.rounds[0]]):
+        optimizer_of_v = v.configure_optimizers()
+        loader = data.client_dataloader("1", "train")
+        loader.sampler.start(seed=0, round=number, epochs_per_round=2)
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            for x, y in loader:
+                pull = sum((p - received[name]).square().sum() for name, p in v.named_parameters())
+                optimizer_of_v.zero_grad()
+                (F.cross_entropy(v(x), y) + 0.5 * lam * pull).backward()
+                optimizer_of_v.step()
+    close(v_of(trainer, "1"), module_state(v), atol=3e-6)
+
+
+# -- (d), (e), state ---------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_v_travels():
+    module, data = NormNet("adam"), toy_data(SIZES)
+    ours, spy = spied(module, data, [Ditto()], max_rounds=2)
+    plain, theirs = spied(module, data, max_rounds=2)
+    for a, b in zip((*spy.messages, *spy.updates), (*theirs.messages, *theirs.updates), strict=True):
+        same(a.state, b.state)
+        assert a.extras == b.extras == {}
+    assert (ours.server.bytes_up, ours.server.bytes_down) == (plain.server.bytes_up, plain.server.bytes_down)
+
+
+def test_no_personal_work_leaves_v_at_the_start():
+    module, data = Toy("adam"), toy_data(SIZES)
+    trainer = federate(module, data, [Ditto(work=0)], max_rounds=2)
+    for client in SIZES:
+        same(v_of(trainer, client), module_state(module))
+    assert differs(global_state(trainer), module_state(module))
+
+
+def test_personal_work_is_its_own():
+    """``work`` epochs of v beside one of w."""
+    module, data = Toy("sgd"), toy_data(SIZES)
+    ours = federate(module, data, [Ditto(lam=0.0, work=3)], max_rounds=1)
+    local = federate(module, data, [Local()], max_rounds=1, local_epochs=3)
+    same(v_of(ours, "1"), v_of(local, "1"))
+    same(global_state(ours), global_state(federate(module, data, max_rounds=1)))
+
+
+def test_absent_clients_rest_and_newcomers_deploy_the_global_model():
+    trainer, spy = spied(Toy("adam"), toy_data(SIZES), [Ditto()], max_rounds=4, participation=1)
+    for number in range(1, 4):
+        for client in set(SIZES) - set(spy.of_round(number)):
+            assert spy.records[number][client] is spy.records[number - 1][client] or not spy.records[number][client].visits
+    for client in SIZES:
+        if not trainer.store.get(client).visits:
+            same(v_of(trainer, client), global_state(trainer))
+
+
+def test_v_has_running_statistics_of_its_own():
+    module, data = NormNet("sgd"), toy_data(SIZES)
+    trainer, spy = spied(module, data, [Ditto(lam=0.0)], max_rounds=1, local_epochs=2)
+    other, other_spy = spied(module, data, [Ditto(lam=5.0)], max_rounds=1, local_epochs=2)
+    for client in SIZES:
+        own, pulled = v_of(trainer, client), v_of(other, client)
+        assert int(own["net.1.num_batches_tracked"]) > 0
+        assert differs({"m": own["net.1.running_mean"]}, {"m": pulled["net.1.running_mean"]})
+        same(spy.of_round(0)[client].state, other_spy.of_round(0)[client].state)
+
+
+def test_what_is_deployed_is_scored(tmp_path):
+    trainer = federate(Toy("adam"), toy_data(SIZES), [Ditto()], root=tmp_path, max_rounds=2)
+    stages = {row.stage for row in trainer.rows}
+    assert stages == {"G", "L1", "L2"}
+    last = {(r.stage, r.client): r.value for r in trainer.rows if (r.split, r.metric, r.round) == ("val", "val_loss", 2)}
+    for client in SIZES:
+        assert last["L1", client] == pytest.approx(last["L2", client], abs=1e-6)  # v does not change by receiving
+        assert last["L1", client] != pytest.approx(last["G", client], abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"optimizer_state": "keep"}, {"optimizer_state": "reset"}])
+def test_resumed_is_uninterrupted(tmp_path, options):
+    module, data = NormNet("adam"), toy_data(SIZES)
+    whole = federate(module, data, [Ditto()], root=tmp_path / "a", max_rounds=3, **options)
+    from tests.helpers import make_trainer
+
+    cut = make_trainer(tmp_path / "b", [Ditto()], max_rounds=3, max_time={"seconds": 0}, **options)
+    cut.fit(module, datamodule=data)
+    assert cut.rounds_done == 1
+    again = make_trainer(tmp_path / "b", [Ditto()], max_rounds=3, **options)
+    again.fit(module, datamodule=data, resume="last")
+    same(global_state(again), global_state(whole))
+    for client in SIZES:
+        same(v_of(again, client), v_of(whole, client))
+
+
+def test_a_personal_model_that_diverges_does_not_disturb_the_global_one():
+    module, data = Toy("sgd", lr=0.1), toy_data(SIZES)
+    with pytest.warns(UserWarning, match=r"own model of client '0' holds NaN.*Lower the learning rate or Ditto's"):
+        trainer = federate(module, data, [Ditto(lam=1e12)], max_rounds=2, local_epochs=3)
+    same(global_state(trainer), global_state(federate(module, data, max_rounds=2, local_epochs=3)))
+    for client in SIZES:
+        assert all(value.isfinite().all() for value in v_of(trainer, client).values())
+
+
+@pytest.mark.parametrize("other", [FedPer(personal=["net.3"]), FedBN()])
+def test_beside_partial_sharing_only_what_travels_pulls(other):
+    module, data = NormNet("sgd"), toy_data(SIZES)
+    with_ditto = federate(module, data, [other, Ditto(lam=1.0)], max_rounds=2)
+    same(global_state(with_ditto), global_state(federate(module, data, [other], max_rounds=2)))
+
+
+def test_other_precision():
+    trainer = federate(NormNet("adam"), toy_data(SIZES), [Ditto()], max_rounds=2, precision="bf16-mixed")
+    assert all(value.dtype != torch.bfloat16 for value in v_of(trainer, "0").values())
+
+
+def test_wrong_use():
+    with pytest.raises(ValueError, match=r"Ditto got lam=-1.*Use 0 for training alone"):
+        Ditto(lam=-1)
+    with pytest.raises(ValueError, match=r"Ditto got work=-2"):
+        Ditto(work=-2)
+    with pytest.warns(UserWarning, match=r"Ditto\(lam=30.0\) pulls by lr \* lam = 3 .*Use lam below 20"):
+        federate(Toy(lr=0.1), toy_data(SIZES), [Ditto(lam=30.0)], max_rounds=1)
