@@ -66,9 +66,10 @@ class ParameterMixture:
             self.gradients = {}
         if self.alpha == 0.0 and not self.moves_alpha:
             return  # v does not move, and neither will a in this visit
-        follow(self.module, self.twin)
+        if self.options.personal is None:
+            follow(self.module, self.twin)
         try:
-            gradients, derivative = self.mixture_gradient(batch)
+            gradients, derivative = self.mixture_gradient(batch, batch_idx)
         except NoLossError:
             return  # the step skips this batch, for w too
         for name, gradient in gradients.items():
@@ -82,13 +83,13 @@ class ParameterMixture:
             self.next_alpha = min(max(self.alpha - lr * slope, 0.0), 1.0)
             self.moves_alpha = False
 
-    def mixture_gradient(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+    def mixture_gradient(self, batch: Any, batch_idx: int) -> tuple[dict[str, Tensor], Tensor]:
         """``a grad f(vbar)`` by name, and ``df/da = <v - w, grad f(vbar)>``."""
         own = dict(self.module.named_parameters())
         v = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.copy_(self.alpha * v[name] + (1 - self.alpha) * own[name])
-        _, at_mixture = self.client.batch_gradient(batch, self.twin, update_buffers=True)
+        _, at_mixture = self.client.batch_gradient(batch, self.twin, update_buffers=True, batch_idx=batch_idx)
         for name, parameter in self.parameters.items():
             parameter.copy_(v[name])
         wide = torch.float32 if self.module.device.type == "mps" else torch.float64
@@ -168,8 +169,8 @@ class LogitMixture(ParameterMixture):
         """Put ``v`` beside a view of ``w``."""
         super().start(trainer, module)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        goes_on = self.client.keeps_optimizers and self.kept_rates is not None
-        self.rates = self.kept_rates if goes_on else [trainer.optimizers[0].param_groups[0]["lr"], *rates]
+        kept = self.kept_rates if self.client.keeps_optimizers else None
+        self.rates: list[float] = kept or [trainer.optimizers[0].param_groups[0]["lr"], *rates]
         self.view = mix_logits(self.client.copy_module(), self.twin, self.alpha)
         self.view.trainer = trainer
         own = dict(module.named_parameters())
@@ -182,13 +183,15 @@ class LogitMixture(ParameterMixture):
         super().stop()
         self.view.trainer = None
 
-    def mixture_gradient(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
+    def mixture_gradient(self, batch: Any, batch_idx: int) -> tuple[dict[str, Tensor], Tensor]:
         """``df(h)/dv`` by name, and ``df/da = <df/dh, h_v - h_w>``, with ``h = a h_v + (1 - a) h_w``."""
         follow(self.module, self.view)
-        self.view.personal_alpha.fill_(self.alpha)
+        self.view.get_buffer("personal_alpha").fill_(self.alpha)
         scale = self.client.loss_scale
         with torch.enable_grad(), self.client.probing(self.view, update_buffers=True):
-            gradients, derivative, _ = personal_gradients(self.view, lambda: scale * training_loss(self.view, batch))
+            gradients, derivative, _ = personal_gradients(
+                self.view, lambda: scale * training_loss(self.view, batch, batch_idx)
+            )
         return {name: gradient / scale for name, gradient in gradients.items()}, derivative / scale
 
     def follow_schedule(self, main: Optimizer) -> None:

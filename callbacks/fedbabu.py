@@ -29,7 +29,8 @@ class FedBABU(AdaptsAtEnd):
         num_layers: the last K layers are the head; used when ``head`` is ``None``.
         epochs: epochs of fine-tuning after the last round (authors: 5); 0: the global model is deployed.
         part: what is fine-tuned: ``"all"`` (authors), ``"head"`` or ``"body"``.
-        lr_factor: factor on the module's learning rate in fine-tuning (authors: 1e-3, where their schedule ends).
+        lr_factor: factor on the module's learning rate in fine-tuning (authors: 1e-3 after training that began at 0.1).
+            Features that grew under a fixed head make the head's gradients large: with 1 fine-tuning can diverge.
         weighting: ``"uniform"`` (authors) or ``"samples"``.
     """
 
@@ -39,7 +40,7 @@ class FedBABU(AdaptsAtEnd):
         num_layers: int = 1,
         epochs: int = 5,
         part: Part = "all",
-        lr_factor: float = 1.0,
+        lr_factor: float = 0.01,
         weighting: str = "uniform",
     ) -> None:
         self._set(epochs, part, head, num_layers, lr_factor)

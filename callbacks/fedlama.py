@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from fedlightning.callbacks.server_models import parameter_names
 from fedlightning.hooks import FederatedCallback, Job, Plan
 from fedlightning.layers import partition
 from fedlightning.messages import Message, Update
@@ -24,10 +25,10 @@ class FedLAMA(FederatedCallback):
     trained it. Up: the layers due. Down: the layers averaged since the client's last visit. State: the model at each
     client; ``tau_l`` and ``d_l`` at the server. Everything is averaged every ``phi tau`` rounds and in the last one.
 
-    * whenever ``l`` is averaged to ``u_l``: ``d_l = sum_i p_i ||u_l - x_il||^2 / (tau_l dim_l)`` over trainable parameters;
-    * every ``phi tau`` rounds, when all have just been averaged: with the layers in ascending order of ``d``, let ``delta =
-      sum d dim`` and ``lambda = sum dim`` of the first ones as shares of the whole; the layers up to where ``delta``
-      crosses ``1 - lambda`` get ``phi tau``, the others ``tau``.
+    * when ``l`` is averaged to ``u_l``: ``d_l = sum_i p_i ||u_l - x_il||^2 / (tau_l dim_l)`` over trainable parameters;
+    * every ``phi tau`` rounds, when all have just been averaged: with the layers in ascending order of ``d``, let
+      ``delta = sum d dim`` and ``lambda = sum dim`` of the first ones as shares of the whole; the layers up to where
+      ``delta`` crosses ``1 - lambda`` get ``phi tau``, the others ``tau``.
 
     One unit of the paper's intervals is one round. Participants are drawn anew only when all is averaged (paper).
     The global model holds the newest average of every layer.
@@ -35,8 +36,8 @@ class FedLAMA(FederatedCallback):
     Args:
         phi: factor of the long interval (paper: 2, 4, 8). 1 is FedAvg every ``tau`` rounds.
         tau: base interval in rounds (paper: 6 to 10 local steps, which a round of local epochs has anyway).
-        cut: the layers with the long interval end with the ``"crossing"`` layer (the authors' code) or where the two curves
-            are ``"nearest"``.
+        cut: the layers with the long interval end with the ``"crossing"`` one (the authors' code) or where the two
+            curves are ``"nearest"``.
         weighting: ``"samples"`` or ``"uniform"``, of the mean and of ``d``.
     """
 
@@ -106,7 +107,7 @@ class FedLAMA(FederatedCallback):
 
     # -- discrepancy ---------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
-        """Stream ``sum_i p_i ||x_il - w_l||^2`` with the old ``w_l``; the mean's own distance is taken off at the end."""
+        """Stream ``sum_i p_i ||x_il - w_l||^2`` with the old ``w_l``; the mean's own distance comes off at the end."""
         own = self._own(server)
         own["seen"] = {**own["seen"], update.client: server.round}
         weight = server.weight(update)
@@ -138,10 +139,9 @@ class FedLAMA(FederatedCallback):
         server.state[self.key] = own | {"d": d, "averaged": averaged, "tau": tau}
         return state
 
-    def _trainable(self, server: Server, state: Any) -> dict[str, list[str]]:
+    def _trainable(self, server: Server, state: State) -> dict[str, list[str]]:
         """The trainable parameters in ``state`` by layer, tied ones once."""
-        parameters = {name for name, _ in server.module.named_parameters()}
-        wanted = parameters.intersection(server.trainable).intersection(state)
+        wanted = set(parameter_names(server, state))
         found = {layer: [n for n in names if n in wanted] for layer, names in partition(server.module).items()}
         return {layer: names for layer, names in found.items() if names}
 

@@ -16,9 +16,9 @@ class FedLP(FederatedCallback):
     Zhu, Shi, Luo, Wang, Peng, Fan, Letaief, "FedLP: layer-wise pruning mechanism for communication-efficient federated
     learning", ICC 2023 (the homogeneous scheme).
 
-    Down: ``w^t``. Up: the layers ``l`` with ``b_il = 1``, where ``b_il ~ Bernoulli(q_i)`` is drawn anew for each client,
-    round and layer. Server, per layer: ``w_l = sum_i b_il p_i w_il / sum_i b_il p_i``; a layer that nobody sent keeps its
-    value. A layer is an operation with its bias and its normalisation, and they share one draw. No state.
+    Down: ``w^t``. Up: the layers ``l`` with ``b_il = 1``, where ``b_il ~ Bernoulli(q_i)`` is drawn anew for each
+    client, round and layer. Server, per layer: ``w_l = sum_i b_il p_i w_il / sum_i b_il p_i``; a layer that nobody sent
+    keeps its value. A layer is an operation with its bias and its normalisation, and they share one draw. No state.
 
     Args:
         q: probability that a layer is sent (paper: 0.1 to 0.7; default 0.7, as in the PLayer-FL comparison), or one for

@@ -23,7 +23,7 @@ class FedNova(FederatedCallback):
     Wang, Liu, Liang, Joshi, Poor, "Tackling the objective inconsistency problem in heterogeneous federated
     optimization", NeurIPS 2020.
 
-    A client's change is ``w_i - w^t = -sum_k a_k g_k``, a weighted sum of the gradients it saw, with ``A_i = sum_k a_k``.
+    A client's change is a weighted sum of the gradients it saw: ``w_i - w^t = -sum_k a_k g_k``, ``A_i = sum_k a_k``.
 
     * Down: ``w^t`` (and FedProx's ``mu`` where it is in the list). Up: ``w_i`` and ``A_i``, which say ``d_i = (w^t -
       w_i) / A_i``. State: each client's last ``A_i``.
@@ -60,7 +60,7 @@ class FedNova(FederatedCallback):
                 )
             elif len({group.get("momentum", 0.0) for group in optimizer.param_groups}) > 1:
                 raise ValueError(
-                    f"FedNova has one count for all parameters, but {name} has groups of differing momentum."
+                    f"FedNova has one count for all, but {name} has groups of differing momentum. Give them one."
                 )
 
     def wire(self, module: nn.Module) -> Wire:
@@ -70,9 +70,7 @@ class FedNova(FederatedCallback):
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Say how strong the proximal term is."""
         if job.model != GLOBAL:
-            raise ValueError(
-                "FedNova normalises the changes of one global model; this federation has several. Use FedAvg."
-            )
+            raise ValueError("FedNova normalises the changes of one global model, but there are several. Use FedAvg.")
         prox = server.callbacks.find(FedProx)
         if prox is not None:
             message.extras[self.key] = {"mu": prox.mu}
@@ -120,7 +118,7 @@ class FedNova(FederatedCallback):
             if name in trainable:
                 d = (server.model[name].double() - update.state[name].double()) / a
                 for label, term in (("d", d), ("a", a), ("weight", 1.0)):
-                    sums[label][name] = sums[label].get(name, 0.0) + weight * term  # type: ignore[operator, assignment]
+                    sums[label][name] = sums[label].get(name, 0.0) + weight * term  # type: ignore[assignment]
 
     def on_reduced(self, server: Server, state: State) -> State:
         """``w^t - tau_eff sum_i p_i d_i``."""

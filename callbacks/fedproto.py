@@ -28,8 +28,8 @@ class FedProto(FederatedCallback):
     weight of a model ever travels, so clients may have models of their own with one width of representation. State: the
     whole model at each client; the global prototypes at the server.
 
-    * client: ``loss = task + lam R`` with ``R = (1/(B d)) sum_b ||z_b - C_{y_b}||^2``; samples of a class without global
-      prototype contribute 0 (so the first round has no term);
+    * client: ``loss = task + lam R`` with ``R = (1/(B d)) sum_b ||z_b - C_{y_b}||^2``; samples of a class without a
+      global prototype contribute 0 (so the first round has no term);
     * ``C_ij``: mean of ``z`` over the client's samples of class ``j``;
     * server: ``C_j`` = mean over the clients that reported ``j``; a class that nobody reported keeps its prototype.
 
@@ -41,7 +41,7 @@ class FedProto(FederatedCallback):
         predictor: ``"head"``: the model's own predictions; ``"nearest"``: the class with the nearest global prototype
             (the head must be an ``nn.Linear`` with bias: it is given the prototypes as its weights).
         restrict: nearest prototypes of the client's own classes only.
-        weighting: ``"uniform"`` over the owners of a class (the authors' code) or ``"samples"`` (counts then go up too).
+        weighting: ``"uniform"`` over the owners of a class (the authors' code) or ``"samples"`` (counts go up too).
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class FedProto(FederatedCallback):
         if self.predictor == "nearest" and not (isinstance(head, nn.Linear) and head.bias is not None):
             raise ValueError(
                 f"FedProto(predictor='nearest') writes prototypes into an nn.Linear with bias, but `{path}` of "
-                f"{type(setup.template).__name__} is a {type(head).__name__}. Name the last linear layer as head, or use "
-                "predictor='head'."
+                f"{type(setup.template).__name__} is a {type(head).__name__}. Name the last linear layer as head, or "
+                "use predictor='head'."
             )
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
@@ -176,7 +176,7 @@ class FedProto(FederatedCallback):
         """Nearest prototype: ``argmin_j ||z - C_j||^2 = argmax_j 2 C_j z - ||C_j||^2``, a linear head."""
         payload = client.message.extras.get(self.key)
         classes = client.state.get(self.key, {}).get("classes")
-        if payload is None or (self.restrict and not classes):
+        if payload is None or classes is None:
             return client.module
         known = {label: c for label, c in unpack(payload).items() if not self.restrict or label in classes}
         module = client.copy_module()

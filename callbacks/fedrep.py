@@ -66,7 +66,7 @@ class FedRep(FedPer):
             yield Phase("head", tuple(head), work=self.head_epochs, unit="epochs", federated=False)
         if client.message.tag != FINAL and self.body_epochs != 0:
             body = tuple(other_names(client.module, head))
-            yield Phase(train=body, work=self.body_epochs, unit=self.body_epochs and "epochs")
+            yield Phase(train=body, work=self.body_epochs, unit=None if self.body_epochs is None else "epochs")
 
     def final_jobs(self, server: Server) -> list[Job]:
         """Heads on the final representation."""

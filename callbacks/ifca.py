@@ -30,6 +30,7 @@ class IFCA(FederatedCallback):
       mean of its clients' models, and stays as it is if nobody chose it;
     * option 1 (gradient averaging): up the gradient ``g_i`` of ``F_i`` at ``theta_{j*}``, nothing is trained;
       ``theta_j <- theta_j - gamma (1/m) sum_i s_ij g_i`` with m the participants of the round, not of the cluster.
+      A round is one step of gradient descent, so it takes hundreds of rounds.
 
     State: the K centres, centre 0 as the server's ``"global"`` model, and who chose what last (for stage G). A client
     deploys the centre that fits its data best; with one cluster this is FedAvg. Traffic down is K models.

@@ -9,7 +9,7 @@ from fedlightning.client import Client
 from fedlightning.hooks import FederatedCallback, Job, Plan, Setup
 from fedlightning.messages import Message, Update, Wire
 from fedlightning.server import Server
-from fedlightning.tensors import clone, interpolate, module_state
+from fedlightning.tensors import entry_kinds, interpolate, select
 
 
 class L2GD(FederatedCallback):
@@ -25,19 +25,20 @@ class L2GD(FederatedCallback):
     ``eta`` is the learning rate of the module's optimizer (plain SGD), so ``a = eta N (1 - p)`` and the step does not
     shrink with the number of clients. Stochastic gradients are the loader's batches.
 
-    Only a local step followed by an aggregation step communicates, so a **round** is: m aggregation steps in a row (they
-    leave ``xbar`` alone: the distance to it shrinks by ``(1 - theta)^m``), k local steps, send ``x_i``. ``m >= 1`` and
-    ``k >= 1`` come from the coin: on average ``1/(1 - p)`` and ``1/p``. That is why the trainer must count
-    ``local_steps``; its value is not used.
+    Only a local step followed by an aggregation step communicates, so a **round** is m aggregation steps in a row (they
+    leave ``xbar`` alone: the distance to it shrinks by ``(1 - theta)^m``), then k local steps, then ``x_i`` is sent.
+    ``m >= 1`` and ``k >= 1`` come from the coin: on average ``1/(1 - p)`` and ``1/p``. That is why the trainer must
+    count ``local_steps``; its value is not used.
 
-    Down: ``xbar, m``. Up: ``x_i``. State: ``x_i`` and the learning rate at each client; the next m at the server. L1 and
-    the deployed model: ``x_i`` after the aggregation steps; the global model is ``xbar``. The method is one for full
-    participation: absent clients miss the steps of a round, and ``xbar`` is the mean of those who came.
+    Down: ``xbar, m``. Up: ``x_i``. State: ``x_i`` and the learning rate at each client, the next m at the server. L1
+    and the deployed model: ``x_i`` after the aggregation steps; the global model is ``xbar``. The method is meant for
+    full participation: absent clients miss the steps of a round, and ``xbar`` is the mean of those who came.
 
     Args:
         lam: how much clients are alike in the end: 0 is training alone, infinity one model (paper: a parameter of the
             problem; default 1).
-        p: probability of aggregation, in (0, 1) (ours: 0.1, ten local steps a round on average). ``theta <= 1`` is needed.
+        p: probability of aggregation, in (0, 1) (ours: 0.1, ten local steps a round on average). ``theta <= 1`` is
+            needed.
         weighting: ``"uniform"`` (paper): it alone keeps ``xbar`` the mean of the ``x_i``.
     """
 
@@ -45,9 +46,7 @@ class L2GD(FederatedCallback):
         if lam < 0:
             raise ValueError(f"L2GD got lam={lam}; a penalty cannot be negative. Use 0 for training alone.")
         if not 0.0 < p < 1.0:
-            raise ValueError(
-                f"L2GD got p={p}; a coin needs 0 < p < 1. For p=0 use Local(), for p=1 nothing is trained."
-            )
+            raise ValueError(f"L2GD got p={p}; a coin needs 0 < p < 1. Use Local() for p=0; p=1 trains nothing.")
         self.lam = lam
         self.p = p
         self.weighting = weighting
@@ -63,8 +62,8 @@ class L2GD(FederatedCallback):
             theta = self.theta(max(float(group["lr"]) for group in optimizer.param_groups))
             if theta > 1.0:
                 raise ValueError(
-                    f"L2GD(lam={self.lam}, p={self.p}) would step past the mean: lr * lam * (1 - p) / p = {theta:.3g}, and 1 "
-                    "is the mean itself. Lower lam or the learning rate, or raise p."
+                    f"L2GD(lam={self.lam}, p={self.p}) would step past the mean: theta = lr * lam * (1 - p) / p = "
+                    f"{theta:.3g}, and 1 is the mean itself. Lower lam or the learning rate, or raise p."
                 )
             if type(optimizer).__name__ != "SGD" or optimizer.defaults.get("momentum"):
                 setup.warn(
@@ -111,5 +110,6 @@ class L2GD(FederatedCallback):
     def on_send(self, client: Client, update: Update) -> None:
         """Keep ``x_i`` and the learning rate it moved with."""
         if client.steps:
-            x = clone(module_state(client.module, client.received), "cpu")
+            moving = [name for name, kind in entry_kinds(client.module).items() if kind != "frozen"]
+            x = select(client.model_state(), set(moving) & set(client.received))
             client.state[self.key] = {"x": x, "lr": client.lr_sum / client.steps}

@@ -32,13 +32,17 @@ class MAPPER(KeepsModel):
     * ``h_l`` fixed: ``h_c <- h_c - eta (1 - lam) grad f_i(h(lam))``, so many steps; this goes up.
 
     Server: ``h_c = mean_i(h_c,i)``. Deployed: ``h(lam)`` with the received ``h_c`` (stage L1) or the client's own
-    (L2), with the running statistics that ``h(lam)`` has seen; the global model is ``h_c``. Optimizers are the module's;
-    corrections of other methods (FedProx, SCAFFOLD) act on the step of ``h_c``.
+    (L2), with the running statistics that ``h(lam)`` has seen; the global model is ``h_c``. Optimizers are the
+    module's; corrections of other methods (FedProx, SCAFFOLD) act on the step of ``h_c``.
+
+    ``h_c`` learns only from what ``h_l`` has left, so from a random start it stays weak for long. Start from a model
+    that FedAvg trained for some rounds: ``trainer.fit(fedavg_trainer.module(), ...)``.
 
     Args:
         grid: values of ``lam`` in [0, 1] (the Ditto paper's comparison: 0.25, 0.5, 0.75). A visit costs one local
             training for each that is not 0.
-        global_steps: steps of ``h_c`` in a visit (paper: 1); ``None``: the visit's local work, as in FedAvg.
+        global_steps: steps of ``h_c`` in a visit (paper: 1); default ``None``: the visit's local work, as in FedAvg,
+            since one step a round would need thousands of rounds.
         choose_on: split whose mean training loss decides: ``"train"`` (paper) or ``"val"``.
         weighting: ``"uniform"`` (paper) or ``"samples"``.
     """
@@ -46,7 +50,7 @@ class MAPPER(KeepsModel):
     def __init__(
         self,
         grid: Sequence[float] = (0.25, 0.5, 0.75),
-        global_steps: int | None = 1,
+        global_steps: int | None = None,
         choose_on: str = "train",
         weighting: str = "uniform",
     ) -> None:
@@ -170,6 +174,6 @@ class _Visit:
 
 
 def mixture(module: LightningModule, h_l: State, h_c: State, lam: float) -> State:
-    """``lam h_l + (1 - lam) h_c`` on trainable parameters; the rest is what ``h_l`` was trained with, ``h_c``'s at 0."""
+    """``lam h_l + (1 - lam) h_c`` on trainable parameters; the rest is ``h_l``'s, or ``h_c``'s at 0."""
     names = [name for name, kind in entry_kinds(module).items() if kind == "trainable"]
     return {**h_l, **interpolate(select(h_l, names), select(h_c, names), lam)} if lam else h_c

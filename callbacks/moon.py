@@ -16,13 +16,13 @@ from fedlightning.wrappers import FeatureTap
 
 
 class MOON(FederatedCallback):
-    r"""Model-contrastive learning: representations are drawn to the global model's and away from the client's last ones.
+    r"""Model-contrastive learning: representations are drawn to the global model's, away from the client's last ones.
 
     Li, He, Song, "Model-contrastive federated learning", CVPR 2021.
 
-    Down: ``w^t``. Up: ``w_i``. State: the model that the client sent last. On every batch, with the representations ``z``
-    of the model in training, ``z_g`` of the received ``w^t`` and ``z_p`` of the last local model (both frozen, in eval
-    mode):
+    Down: ``w^t``. Up: ``w_i``. State: the model that the client sent last. On every batch, with the representations
+    ``z`` of the model in training, ``z_g`` of the received ``w^t`` and ``z_p`` of the last local model (both frozen, in
+    eval mode):
 
     * ``con = -log( exp(cos(z, z_g)/T) / (exp(cos(z, z_g)/T) + exp(cos(z, z_p)/T)) )``, ``loss = task + mu mean(con)``.
 
@@ -33,7 +33,8 @@ class MOON(FederatedCallback):
     Args:
         mu: strength; the paper tunes it in {0.1, 1, 5, 10}. Default 1 (the authors' code).
         temperature: ``T`` (paper: 0.5).
-        head: path of the submodule that turns representations into predictions (``"net.fc"``); ``None``: the last layer.
+        head: path of the submodule that turns representations into predictions (``"net.fc"``); ``None``: the last
+            layer.
         weighting: ``"samples"`` (paper) or ``"uniform"``.
     """
 

@@ -36,8 +36,8 @@ class KeepsModel(FederatedCallback):
             return
         warn(
             f"Round {client.round + 1}: '{bad}' of the own model of client '{client.id}' holds NaN or infinite values "
-            f"after training, so the client keeps the one it had. Lower the learning rate or {self.key}'s strength, or clip "
-            "gradients (gradient_clip_val)."
+            f"after training, so the client keeps the one it had. Lower the learning rate or {self.key}'s strength, or "
+            "clip gradients (gradient_clip_val)."
         )
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:

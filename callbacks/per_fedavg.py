@@ -53,13 +53,11 @@ class PerFedAvg(FederatedCallback):
         weighting: str = "uniform",
     ) -> None:
         if variant not in ("HF", "FO", "exact"):
-            raise ValueError(
-                f"PerFedAvg got variant={variant!r}. Use 'HF' (Hessian-free), 'FO' (first order) or 'exact'."
-            )
+            raise ValueError(f"PerFedAvg got variant={variant!r}. Use 'HF', 'FO' (first order) or 'exact'.")
         if alpha < 0 or delta <= 0 or adaptation_steps < 0:
             raise ValueError(
-                f"PerFedAvg got alpha={alpha}, delta={delta}, adaptation_steps={adaptation_steps}. Step sizes cannot be "
-                "negative, and delta must be positive."
+                f"PerFedAvg got alpha={alpha}, delta={delta}, adaptation_steps={adaptation_steps}. Step sizes "
+                "cannot be negative, and delta must be positive."
             )
         self.alpha = alpha
         self.variant = variant

@@ -23,9 +23,9 @@ class PerFCL(FENDA):
     Zhang, Xu, Wei, Wang, Li, Shang, "Doubly contrastive representation learning for federated image recognition",
     Pattern Recognition 139, 2023.
 
-    Up and down, and the model: as in :class:`FENDA`. State: the local extractor and the head, and the global extractor as
-    the client's last visit left it. With ``con(z, z+, z-) = -log( exp(cos(z, z+)/T) / (exp(cos(z, z+)/T) + exp(cos(z,
-    z-)/T)) )``, frozen teachers in eval mode and ``z_g, z_l`` the features of the extractors in training:
+    Up and down, and the model: as in :class:`FENDA`. State: the local extractor and the head, and the global extractor
+    as the client's last visit left it. With ``con(z, z+, z-) = -log( exp(cos(z, z+)/T) / (exp(cos(z, z+)/T) +
+    exp(cos(z, z-)/T)) )``, frozen teachers in eval mode and ``z_g, z_l`` the features of the extractors in training:
 
     * ``con_g``: to the *received* global extractor, away from one's own *last* global extractor;
     * ``con_l``: to one's own *last* local extractor, away from the *received* global extractor;
@@ -37,8 +37,8 @@ class PerFCL(FENDA):
     Args:
         mu: weight of the global term; gamma: of the local one (FL4Health: 1 and 1).
         temperature: ``T`` of both (FL4Health: 0.5).
-        head, local_extractor, fusion, order, init, local_features, weighting: as in :class:`FENDA`. For the local term both
-            extractors must have features of one width.
+        head, local_extractor, fusion, order, init, local_features, weighting: as in :class:`FENDA`. For the local term
+            both extractors must have features of one width.
     """
 
     def __init__(

@@ -60,8 +60,8 @@ class PFedMe(FederatedCallback):
             )
         if not 0.0 < personal_lr * lam < 2.0:
             raise ValueError(
-                f"PFedMe got personal_lr={personal_lr} and lam={lam}: theta's step diverges unless 0 < personal_lr * lam "
-                f"< 2. Use a personal_lr below {2 / lam:.3g}."
+                f"PFedMe got personal_lr={personal_lr} and lam={lam}: theta diverges unless 0 < personal_lr * lam < 2. "
+                f" Use a personal_lr below {2 / lam:.3g}."
             )
         self.lam = lam
         self.inner_steps = inner_steps
@@ -89,8 +89,9 @@ class PFedMe(FederatedCallback):
                 )
             elif rate * self.lam >= 2.0:
                 raise ValueError(
-                    f"PFedMe(lam={self.lam}) makes w step by lr * lam = {rate * self.lam:.3g} of its way to theta, and 2 or "
-                    f"more diverges. Lower the learning rate of {name} below {2 / self.lam:.3g}, or lam."
+                    f"PFedMe(lam={self.lam}) makes w step by lr * lam = {rate * self.lam:.3g} of its way to "
+                    f"theta, and 2 or more diverges. Use a learning rate below {2 / self.lam:.3g} in {name}, or a "
+                    "smaller lam."
                 )
 
     def plan_round(self, server: Server) -> Plan:

@@ -22,7 +22,7 @@ Taps = Callable[[LightningModule], Mapping[str, FeatureTap]]
 
 
 def labels_of(batch: Any, owner: str) -> Tensor:
-    """The class labels of a batch, shape ``(B,)``: ``batch[1]`` of a tuple or list, or a dict's entry called like a label.
+    """The class labels of a batch, shape ``(B,)``: ``batch[1]`` of a tuple or list, or a dict's entry of such a name.
 
     Args:
         batch: as the loader gives it; owner: the algorithm that asks, for the message.
@@ -40,8 +40,8 @@ def labels_of(batch: Any, owner: str) -> Tensor:
         found = found[:, 0]
     if not isinstance(found, Tensor) or found.ndim != 1:
         raise ValueError(
-            f"{owner} needs one class label a sample, and a batch is a {what} here. Let the loader give (x, y, ...), or a "
-            f"dict with one of {', '.join(LABEL_KEYS)}."
+            f"{owner} needs one class label a sample, and a batch is a {what} here. Let the loader give (x, y, ...) or "
+            f"a dict with one of {', '.join(LABEL_KEYS)}."
         )
     return found.long()
 

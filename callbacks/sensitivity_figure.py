@@ -33,7 +33,8 @@ def draw(
     f = found.cumulative
     base = next((value for value in f if value > 0), 1.0)
     layers = range(1, count + 1)
-    cumulative.semilogy(layers, [value / base if value > 0 else math.nan for value in f], "o-", color=BLUE)
+    cumulative.plot(layers, [value / base if value > 0 else math.nan for value in f], "o-", color=BLUE)
+    cumulative.set_yscale("log" if f[-1] > 10 * base else "linear")
     cumulative.set_title("cumulative sensitivity $F_l / F_1$", fontsize=10)
     cumulative.set_xlim(0.4, count + 0.6)
     _layer_ticks(cumulative, layers, names)

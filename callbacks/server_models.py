@@ -78,7 +78,7 @@ def another_start(module: LightningModule, init: float | Literal["random"], *add
     kinds, old = entry_kinds(module), module_state(module)
     fresh = detached_copy(module)
     with isolated(*address), torch.no_grad():
-        for child in fresh.modules():
+        for child in reversed(list(fresh.modules())):  # as constructors do: what contains comes after what it contains
             trained = [parameter for parameter in child.parameters(recurse=False) if parameter.requires_grad]
             if init != "random":
                 for parameter in trained:

@@ -2,8 +2,8 @@
 
     python examples/quickstart.py [--rounds 15] [--out runs/quickstart]
 
-Data: scikit-learn's 1797 handwritten digits, split over 10 clients by Dirichlet(0.5) label skew. Every method trains the
-same small CNN for the same number of local steps. The table shows test accuracy; the figure, each client's own.
+Data: scikit-learn's 1797 handwritten digits, split over 10 clients by Dirichlet(0.5) label skew. Every method trains
+the same small CNN for the same number of local steps. The table shows test accuracy; the figure, each client's own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from fedlightning import FederatedTrainer  # first: it repairs torchvision beside a CPU build of torch
+
+# isort: split
+from lightning.pytorch import Callback, seed_everything
+from torch.optim import SGD
+
 from fedlightning.callbacks import (
     APFL,
     FENDA,
@@ -24,13 +29,10 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     Local,
     LocalCheckpoint,
-
 )
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, describe, plot_partition
 from fedlightning.evaluation.comparison import Comparison
 from fedlightning.models import Classifier, DigitsCNN
-from lightning.pytorch import Callback, seed_everything
-from torch.optim import SGD
 
 METHODS: dict[str, list[Callback]] = {
     "Local": [Local()],
@@ -40,7 +42,6 @@ METHODS: dict[str, list[Callback]] = {
     "APFL": [APFL()],
     "FENDA": [FENDA(head="net.fc")],
     "FLIU": [FLIU()],
-
 }
 
 

@@ -159,7 +159,12 @@ class Client:
             return clone(probes.mean_gradient(module, self._batches(split), self.precision, *seed), "cpu")
 
     def batch_gradient(
-        self, batch: Any, module: LightningModule | None = None, update_buffers: bool = False, repeat: bool = False
+        self,
+        batch: Any,
+        module: LightningModule | None = None,
+        update_buffers: bool = False,
+        repeat: bool = False,
+        batch_idx: int = 0,
     ) -> tuple[Tensor, State]:
         """Loss and gradient of one batch on the device, at the present parameters of ``module``; leaves no trace.
 
@@ -168,11 +173,14 @@ class Client:
             module: another module than the client's own (a personal twin).
             update_buffers: let the running statistics of ``module`` move, because it really trains.
             repeat: draw the same random numbers (dropout) as the probe before: for differences of gradients.
+            batch_idx: what ``training_step`` is told of the batch's place in its epoch.
         """
         module = self.module if module is None else module
         self.scratch["probes"] = self.scratch.get("probes", 0) + (not repeat)
         seed = self._address("probe", self.scratch["probes"])
-        return probes.batch_gradient(module, batch, self.precision, *seed, update_buffers=update_buffers)
+        return probes.batch_gradient(
+            module, batch, self.precision, *seed, update_buffers=update_buffers, batch_idx=batch_idx
+        )
 
     def batch_loss(self, batch: Any, module: LightningModule | None = None) -> Tensor:
         """Training loss of one batch on the device, without gradients; leaves no trace."""
@@ -225,7 +233,7 @@ class Client:
         return self._runner.build(self.id)
 
     def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
-        """A teacher: a copy of the module at ``state`` (default: as it is), in eval mode, without gradients, on its device."""
+        """A teacher: a copy of the module at ``state`` (default: as it is) on its device, in eval mode, without gradients."""
         teacher = self.copy_module()
         if state is not None:
             load_state(teacher, state)
@@ -234,7 +242,7 @@ class Client:
     def features(
         self, module: LightningModule, batch: Any, taps: Mapping[str, FeatureTap]
     ) -> dict[str, Tensor]:
-        """What ``taps`` (made on ``module``) catch when ``module`` runs its step on ``batch``; no gradient, no trace."""
+        """What ``taps`` (made on ``module``) catch when it runs its step on ``batch``; no gradient, no trace."""
         with torch.no_grad(), self.probing(module), ExitStack() as stack:
             for tap in taps.values():
                 stack.enter_context(tap)
@@ -244,16 +252,22 @@ class Client:
     def feature_pass(
         self, taps: Callable[[LightningModule], Mapping[str, FeatureTap]], split: str = "train"
     ) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-        """One pass of the present model over ``split`` in eval mode: each batch and what ``taps(module)`` catch in it."""
+        """One pass of the present model over ``split`` in eval mode: each batch and what ``taps(module)`` catch."""
         with self._at(None) as module:
             was_training = module.training
             module.eval()
             try:
                 for batch in self._batches(split):
-                    batch = probes.move_batch(module, batch)
+                    batch = probes.move_batch(module, self.precision.convert_input(batch))
                     yield batch, self.features(module, batch, taps(module))
             finally:
                 module.train(was_training)
+
+    def normalisation_statistics(self, split: str = "train") -> tuple[State, int]:
+        """Means over the batches of ``split`` of BatchNorm layers' batch statistics, and how many batches; no trace."""
+        with self._at(None) as module:
+            seed = self._address("statistics", split)
+            return probes.normalisation_statistics(module, self._batches(split), self.precision, *seed)
 
     @property
     def keeps_optimizers(self) -> bool:

@@ -316,10 +316,11 @@ def _release(trainer: Trainer) -> None:
     strategy, fit_loop = trainer.strategy, trainer.fit_loop
     strategy.optimizers, strategy.lr_scheduler_configs = [], []
     strategy.model = strategy._lightning_module = None
-    for loop in (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+    loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops:
         loop._data_source.instance = None
     trainer._data_connector._datahook_selector = None
-    trainer.callbacks.clear()
+    getattr(trainer, "callbacks", []).clear()
 
 
 def _resumable(checkpoint: dict[str, Any] | None, module: LightningModule) -> dict[str, Any] | None:

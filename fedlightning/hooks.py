@@ -218,6 +218,11 @@ class FederatedCallback(Callback):
         return state
 
     # -- events, client side -------------------------------------------------------------------------------------
+    def on_build(self, client: Client, message: Message) -> None:
+        """``client.module`` is as it was built and nothing is loaded yet: give it the shape of what came (a sub-model).
+        Also runs for evaluation.
+        """
+
     def on_receive(self, client: Client, message: Message) -> None:
         """Edit what came (``message.state``) before the core loads it over what stayed. Also runs for evaluation, on
         a copy of the client's state.
@@ -256,6 +261,7 @@ class FederatedCallback(Callback):
         """The round as a generator of job lists: ``updates = yield jobs`` as often as it needs.
 
         The updates that come back are light: their model entries have been folded in already.
+        An empty list makes the new models out of what has come so far, for jobs that are to see them.
         """
         raise NotImplementedError
 

@@ -175,7 +175,7 @@ def partition(module: nn.Module) -> dict[str, list[str]]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if first[id(parameter)] in layer_of:
             layer_of.setdefault(name, layer_of[first[id(parameter)]])
-    groups: dict[str, list[str]] = {layer.name: [] for layer in layers} | {"": []}
+    groups: dict[str, list[str]] = {name: [] for name in (*(layer.name for layer in layers), "")}
     for name in module.state_dict():
         groups[layer_of.get(name, "")].append(name)
     return {group: names for group, names in groups.items() if names}

@@ -114,6 +114,7 @@ class LocalRunner:
         for callback in self.callbacks:
             callback._client = client
         try:
+            self.callbacks.event("on_build", client, client.message)
             load_state(client.module, client.record.personal)
             self.callbacks.event("on_receive", client, client.message)
             load_state(client.module, client.message.state)
@@ -182,7 +183,7 @@ class LocalRunner:
         self.callbacks.event("on_send", client, update)
         private = sorted(set(update.state) - set(message.returns))
         if private:
-            raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays here")
+            raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
         shapes = {name: value.shape for name, value in state.items()}
         for callback in self.callbacks:
             check_extras(callback.key, update.extras.get(callback.key, {}), callback.wire(client.module).up, shapes)

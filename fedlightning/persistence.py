@@ -39,7 +39,8 @@ def save(folder: Path, server: Server, store: ClientStore, rounds_done: int, ext
     if old is None:  # what clients start with that have not been visited yet
         write_atomically(folder / TEMPLATE, module_state(server.runner.template))
     files: dict[str, str] = dict(old["clients"]) if old else {}
-    stamp = f"{rounds_done:06d}" + ("-final" if extra.get("final") else "")  # no file that a manifest names is rewritten
+    # no file that a manifest names is ever rewritten
+    stamp = f"{rounds_done:06d}" + ("-final" if extra.get("final") else "")
     for client in sorted(store.changed):
         name = f"client-{quote(client, safe='')}-{stamp}.pt"
         write_atomically(folder / name, vars(store.get(client)))

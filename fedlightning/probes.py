@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State
@@ -87,7 +88,12 @@ def loss_scale(precision: Precision) -> float:
 
 
 def batch_gradient(
-    module: LightningModule, batch: Any, precision: Precision, *seed: object, update_buffers: bool = False
+    module: LightningModule,
+    batch: Any,
+    precision: Precision,
+    *seed: object,
+    update_buffers: bool = False,
+    batch_idx: int = 0,
 ) -> tuple[Tensor, State]:
     """Loss and gradient of one batch (already on the device) at the module's present parameters, by name.
 
@@ -96,7 +102,7 @@ def batch_gradient(
     """
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     with torch.enable_grad(), probing(module, precision, *seed, update_buffers=update_buffers):
-        loss = training_loss(module, batch)
+        loss = training_loss(module, batch, batch_idx)
         factor = loss_scale(precision)
         gradients = torch.autograd.grad(loss * factor, list(trainable.values()), allow_unused=True)
     return loss.detach(), {
@@ -112,9 +118,46 @@ def mean_gradient(module: LightningModule, batches: Iterable[Any], precision: Pr
     count = 0
     for index, batch in enumerate(batches):
         size = extract_batch_size(batch) or 1
-        _, gradients = batch_gradient(module, move_batch(module, precision.convert_input(batch)), precision, *seed, index)
+        batch = move_batch(module, precision.convert_input(batch))
+        _, gradients = batch_gradient(module, batch, precision, *seed, index, batch_idx=index)
         for name, gradient in gradients.items():
             term = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * size
             total[name] = total[name] + term if name in total else term
         count += size
     return {name: value / count for name, value in total.items()}
+
+
+def normalisation_statistics(
+    module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object
+) -> tuple[State, int]:
+    """Means over ``batches`` of every BatchNorm layer's batch mean and variance, by buffer name, and how many batches.
+
+    All but those layers is in eval mode. A batch of one sample has no variance and is left out. No trace.
+    """
+    layers = {
+        path: layer
+        for path, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+    }
+    modes = {child: child.training for child in module.modules()}
+    momenta = {path: layer.momentum for path, layer in layers.items()}
+    count = 0
+    try:
+        module.eval()
+        with frozen_buffers(module), torch.no_grad():
+            for layer in layers.values():
+                layer.train()
+                layer.reset_running_stats()
+                layer.momentum = None  # cumulative
+            for index, batch in enumerate(batches):
+                if extract_batch_size(batch) > 1:
+                    with probing(module, precision, *seed, index, update_buffers=True):
+                        training_loss(module, move_batch(module, precision.convert_input(batch)), index)
+                    count += 1
+            names = ("running_mean", "running_var")
+            return {f"{path}.{name}": getattr(layers[path], name).cpu() for path in layers for name in names}, count
+    finally:
+        for path, layer in layers.items():
+            layer.momentum = momenta[path]
+        for child, mode in modes.items():
+            child.training = mode

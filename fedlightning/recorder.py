@@ -39,8 +39,8 @@ class Recorder:
 
     def record(self, rows: list[Row]) -> None:
         """Add scores; those that are there already (a repeated test) are not added twice."""
-        known = set(self.rows)
-        rows = [row for row in rows if row not in known]
+        known = {row.address for row in self.rows}
+        rows = [row for row in rows if row.address not in known]
         self.rows += rows
         if self.run is not None and is_writer():
             self.run.write_rows(rows)
@@ -84,7 +84,7 @@ class Recorder:
         """Write the models to use as native Lightning checkpoints: the selected ones, else the latest."""
         if self.run is None or not is_writer():
             return
-        folder, template = self.run.path / "checkpoints", type(server.runner.template)
+        folder, template = self.run.path / "checkpoints", server.runner.template
         (folder / "clients").mkdir(parents=True, exist_ok=True)
         names = [kept["name"] for kept in server.checkpoints.values()]
         if names or server.global_module(None) is not None:

@@ -144,5 +144,5 @@ def config_hash(config: Any) -> str:
 
 def _stable(value: Any) -> str:
     """A text that is the same in every process: an object's own ``str`` may hold its address in memory."""
-    own = type(value).__repr__ is not object.__repr__ or type(value).__str__ is not object.__str__
-    return str(value) if own else f"{type(value).__module__}.{type(value).__qualname__}"
+    text = str(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}" if f"{id(value):x}" in text else text

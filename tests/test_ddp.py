@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
         for devices in (1, 2)
     }
     for process in started.values():
-        output, _ = process.communicate(timeout=150)
+        output, _ = process.communicate(timeout=400)
         assert process.returncode == 0, output[-4000:]
     return {
         (devices, name, rank): torch.load(root / f"{devices}-{name}-{rank}.pt", weights_only=False)

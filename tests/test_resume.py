@@ -70,7 +70,7 @@ RUNS = {
     "fedbn": lambda: (NormNet("adam"), [FedBN()], {"float_buffers": "local"}),
     "local": lambda: (Toy("adam"), [Local()], {}),
     "central": lambda: (Toy("adam"), [Central()], {}),
-    "checkpoints": lambda: (Toy("sgd", lr=2.0), [GlobalCheckpoint(), LocalCheckpoint(), FedAdam(server_lr=1.0)], {}),
+    "checkpoints": lambda: (Toy("sgd"), [GlobalCheckpoint(mode="max"), LocalCheckpoint(mode="max"), FedAdam()], {}),
 }
 
 
@@ -167,7 +167,7 @@ def root(tmp_path_factory):
         trainer.fit(module, datamodule=data)
         trainer.test()
         torch.save(everything(trainer), root / "whole" / f"{name}.pt")
-    output, _ = done.communicate(timeout=120)
+    output, _ = done.communicate(timeout=400)
     assert done.returncode == 0, output
     return root
 

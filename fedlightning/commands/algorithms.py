@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.catalogue import ALGORITHMS, Algorithm, find, list_algorithms
@@ -56,7 +57,7 @@ def show_list(console: Console, names: Sequence[str]) -> None:
         table.add_column(no_wrap=True, min_width=16)
         table.add_column()
         for row in rows:
-            table.add_row(f"  {row.name}", row.sentence)
+            table.add_row(f"  {row.name}", escape(row.sentence))
         console.print(table)
         console.print()
     console.print("More about one: fedlightning algorithms NAME", highlight=False)
@@ -65,7 +66,7 @@ def show_list(console: Console, names: Sequence[str]) -> None:
 def show_algorithm(console: Console, row: Algorithm) -> None:
     """Everything about one algorithm."""
     console.print(row.name, style="bold")
-    console.print(row.sentence, highlight=False)
+    console.print(escape(row.sentence), highlight=False)
     console.print()
     facts = Table.grid(padding=(0, 2))
     facts.add_column(no_wrap=True)
@@ -82,7 +83,7 @@ def show_algorithm(console: Console, row: Algorithm) -> None:
         ("class", row.class_path),
         ("YAML", row.config),
     ):
-        facts.add_row(name, text)
+        facts.add_row(name, escape(text))
     console.print(facts, highlight=False)
     options = row.options()
     console.print()
@@ -93,5 +94,5 @@ def show_algorithm(console: Console, row: Algorithm) -> None:
     for column in ("option", "default", "meaning"):
         table.add_column(column, no_wrap=column != "meaning")
     for option in options:
-        table.add_row(option.name, option.default, option.help)
+        table.add_row(option.name, escape(option.default), escape(option.help))
     console.print(table, highlight=False)

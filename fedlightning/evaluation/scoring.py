@@ -55,7 +55,7 @@ class Scorer:
         return self.trainer.precision_plugin
 
     def convert(self, module: LightningModule) -> LightningModule:
-        """Bring a module to a "true" precision of the run, as Lightning does for a fit: states keep it between visits."""
+        """Bring a module to the run's "true" precision, as Lightning does for a fit: states keep it between visits."""
         if isinstance(self.precision, DoublePrecision | HalfPrecision):
             self.precision.convert_module(module)
         return module

@@ -47,6 +47,9 @@ def run_round(
     jobs = next(plan, None)
     while jobs is not None:
         light = []
+        if not jobs:
+            aggregation.finish()
+            aggregation = Aggregation(server)
         for job, update in zip(jobs, engine.run(_messages(server, jobs), evaluate), strict=True):
             server.bytes_up += update.num_bytes
             server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one

@@ -98,7 +98,7 @@ def add_adapters(
     wrapped.adapted_paths = tuple(paths)
     wrapped.trained_names = tuple(name for name in module.state_dict() if name in trained)
     wrapped.slowed_modules = tuple(_without_fast_path(module))
-    return module
+    return module.train(module.training)
 
 
 def adapter_names(module: nn.Module) -> list[str]:
@@ -137,8 +137,8 @@ def find_linear(module: nn.Module, targets: Sequence[str] | None, head: Iterable
         return linear
     chosen: set[str] = set()
     for target in targets:
-        found = [path for path in linear if path == target or path.endswith(f".{target}")]
-        if any(f".{path}.".endswith(f".{target}.out_proj.") or target == f"{path}.out_proj" for path in hidden):
+        found = [path for path in linear if _ends_in(path, target)]
+        if not found and any(_ends_in(f"{path}.out_proj", target) for path in hidden):
             raise ValueError(
                 f"'{target}' of {name} is inside nn.MultiheadAttention, which uses its weights without calling it: an "
                 f"adapter there would never act. Choose among {linear}."
@@ -151,6 +151,10 @@ def find_linear(module: nn.Module, targets: Sequence[str] | None, head: Iterable
             )
         chosen.update(found)
     return [path for path in linear if path in chosen]
+
+
+def _ends_in(path: str, target: str) -> bool:
+    return path == target or path.endswith(f".{target}")
 
 
 def _put(module: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -23,8 +23,8 @@ def follow(module: LightningModule, twin: LightningModule) -> None:
         child.training = modes.get(name, child.training)
     own = vars(twin)
     for name, value in vars(module).items():
-        if name in _INTERNALS:
-            continue
+        if name in _INTERNALS or callable(getattr(type(module), name, None)):
+            continue  # under DDP Lightning leaves the module's own bound forward on the instance
         if isinstance(value, (list, dict, set)):
             items = value.values() if isinstance(value, dict) else value
             if not any(isinstance(item, nn.Module) for item in items):

@@ -207,7 +207,9 @@ def uses_forward(module: LightningModule, batch: Any) -> bool:
     probe = mix(deepcopy(module), _SpyMixin)
     with suppress(RuntimeError):  # not attached to a Trainer: neither is the copy
         probe.trainer = module.trainer
-    arguments = [batch] + ([0] if "batch_idx" in inspect.signature(probe.training_step).parameters else [])
+    wanted = inspect.signature(probe.training_step).parameters.values()
+    takes_index = len(wanted) >= 2 or any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in wanted)
+    arguments = [batch, 0] if takes_index else [batch]
     try:
         with isolated("uses-forward"), muted(probe), torch.no_grad():
             probe.training_step(*arguments)

@@ -185,13 +185,16 @@ def test_alpha_moves_under_accumulation(mix):
 # -- what it must not change -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("callback", [APFL(alpha=0.0), APFL(), APFL(alpha=1.0), APFL(mix="logits")], ids=str)
+@pytest.mark.parametrize("options", [{"alpha": 0.0}, {}, {"alpha": 1.0}, {"mix": "logits"}], ids=str)
 @pytest.mark.parametrize("make", [lambda: Toy("momentum", dropout=0.4), lambda: NormNet("adam")])
-def test_the_server_follows_fedavg_bit_for_bit(callback, make):
+def test_the_server_follows_fedavg_bit_for_bit(options, make):
     """Entry 14 (d), with dropout and batch statistics, and what it logs."""
     module, data = make(), toy_data(SIZES)
-    options = {"max_rounds": 3, "gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "participation": 2}
-    (plain, a), (ours, b) = (spied(module, data, [cb], **options) for cb in (FedAvg(), callback))
+    callback, run = (
+        APFL(**options),
+        {"max_rounds": 3, "gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "participation": 2},
+    )
+    (plain, a), (ours, b) = (spied(module, data, [cb], **run) for cb in (FedAvg(), callback))
     for x, y in zip(a.rounds, b.rounds, strict=True):
         same(x, y)
     assert [u.metrics for u in a.updates] == [u.metrics for u in b.updates]
@@ -211,6 +214,13 @@ def test_a_share_of_zero_is_the_global_model(mix, make):
         assert torch.equal(expected, found)
     if mix == "params":
         same(module_state(trainer.module("0")), global_state(trainer))
+
+
+def test_an_adaptive_share_of_zero_does_not_let_weight_decay_at_v():
+    """The derivative is taken on the first batch, but a step of size zero is none, whatever the optimizer does."""
+    module = Toy("adamw")
+    trainer = federate(module, toy_data(SIZES), [APFL(alpha=0.0, alpha_lr=0.0)], max_rounds=2)
+    same(own(trainer)["v"], module_state(module))
 
 
 @pytest.mark.parametrize("make", [lambda: Toy("adamw"), lambda: NormNet("momentum"), lambda: PiecesStyle("steplr")])
@@ -359,6 +369,21 @@ def test_fp16_is_near_fp32(mix, scale):
     assert all(torch.isfinite(value).all() for value in own(runs[1])["v"].values())
 
 
+class Steep(Toy):
+    """Its gradients are 64 times those of the module's own: under fp16 they overflow where the others do not."""
+
+    def forward(self, x):
+        return 64 * self.net(x)
+
+
+def test_a_step_where_only_v_overflows_is_a_step_of_w_only():
+    personal, data = Steep(), toy_data({"0": 80})
+    half = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**15))]}
+    trainer, spy = spied(Toy(), data, [APFL(mix="logits", personal=personal, adaptive=False)], max_rounds=1, **half)
+    assert spy.updates[0].steps > 0
+    same(own(trainer)["v"], module_state(personal))
+
+
 def test_a_personal_model_that_diverges_is_a_failed_client():
     class Explodes(Toy):
         def __init__(self, *args):
@@ -371,8 +396,14 @@ def test_a_personal_model_that_diverges_is_a_failed_client():
 
 
 class Wide(Toy):
+    """Another network with attributes of the same names."""
+
     def __init__(self, lr=0.03, hidden=20):
         super().__init__("momentum", lr=lr, hidden=hidden)
+
+    def forward(self, x):
+        assert self.optimizer_name == "momentum"
+        return self.net(x)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
@@ -406,6 +437,7 @@ class Stateful(NetStyle):
         self.net[2].eval()
 
     def on_train_epoch_start(self):
+        self.forward = self.forward  # as Lightning does under DDP: a bound method on the instance
         self.temperature = torch.tensor(2.0)
         self.seen = []
 

@@ -6,6 +6,10 @@ import copy
 
 import pytest
 import torch
+from torch.nn import functional as F
+
+from fedlightning.callbacks import Ditto, FedBN, FedPer, FedProx, Local
+from fedlightning.tensors import distance, module_state
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -14,16 +18,13 @@ from tests.helpers import (
     differs,
     federate,
     global_state,
+    make_trainer,
     mean_of,
     quadratic_data,
     same,
     spied,
     toy_data,
 )
-from torch.nn import functional as F
-
-from fedlightning.callbacks import Ditto, FedBN, FedPer, FedProx, Local
-from fedlightning.tensors import distance, module_state
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 A = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0]]
@@ -92,17 +93,16 @@ def test_without_strength_it_is_training_alone(make, how):
 def test_quadratics_reach_the_proximal_point():
     """``v = (A + lam I)^-1 (A b + lam w^t)``: the anchor is the model received, not the one aggregated afterwards."""
     data = quadratic_data(A, B)
-    for lam in (0.3, 2.0):
-        module = Quadratic(lr=0.25)
+    for lam in (0.3, 1.5):
+        module = Quadratic(lr=0.35)
         with torch.no_grad():
             module.w.fill_(0.5)
-        trainer, spy = spied(module, data, [Ditto(lam=lam)], max_rounds=2, local_epochs=150)
+        trainer, spy = spied(module, data, [Ditto(lam=lam)], max_rounds=2, local_epochs=90)
         for client, a, b in zip("01", torch.tensor(A).double(), torch.tensor(B).double(), strict=True):
             first, second = (spy.records[number][client].state["Ditto"]["model"]["w"] for number in (0, 1))
             torch.testing.assert_close(first, (a * b + lam * 0.5) / (a + lam), atol=1e-7, rtol=0)
             torch.testing.assert_close(second, (a * b + lam * spy.rounds[0]["w"]) / (a + lam), atol=1e-7, rtol=0)
             same(v_of(trainer, client), {"w": second})
-        assert differs(spy.rounds[0], spy.rounds[1]) or spy.rounds[0]["w"].allclose(spy.rounds[1]["w"])
 
 
 def test_the_stronger_the_nearer():
@@ -168,7 +168,9 @@ def test_absent_clients_rest_and_newcomers_deploy_the_global_model():
     trainer, spy = spied(Toy("adam"), toy_data(SIZES), [Ditto()], max_rounds=4, participation=1)
     for number in range(1, 4):
         for client in set(SIZES) - set(spy.of_round(number)):
-            assert spy.records[number][client] is spy.records[number - 1][client] or not spy.records[number][client].visits
+            assert (
+                spy.records[number][client] is spy.records[number - 1][client] or not spy.records[number][client].visits
+            )
     for client in SIZES:
         if not trainer.store.get(client).visits:
             same(v_of(trainer, client), global_state(trainer))
@@ -189,7 +191,9 @@ def test_what_is_deployed_is_scored(tmp_path):
     trainer = federate(Toy("adam"), toy_data(SIZES), [Ditto()], root=tmp_path, max_rounds=2)
     stages = {row.stage for row in trainer.rows}
     assert stages == {"G", "L1", "L2"}
-    last = {(r.stage, r.client): r.value for r in trainer.rows if (r.split, r.metric, r.round) == ("val", "val_loss", 2)}
+    last = {
+        (r.stage, r.client): r.value for r in trainer.rows if (r.split, r.metric, r.round) == ("val", "val_loss", 2)
+    }
     for client in SIZES:
         assert last["L1", client] == pytest.approx(last["L2", client], abs=1e-6)  # v does not change by receiving
         assert last["L1", client] != pytest.approx(last["G", client], abs=1e-4)
@@ -199,8 +203,6 @@ def test_what_is_deployed_is_scored(tmp_path):
 def test_resumed_is_uninterrupted(tmp_path, options):
     module, data = NormNet("adam"), toy_data(SIZES)
     whole = federate(module, data, [Ditto()], root=tmp_path / "a", max_rounds=3, **options)
-    from tests.helpers import make_trainer
-
     cut = make_trainer(tmp_path / "b", [Ditto()], max_rounds=3, max_time={"seconds": 0}, **options)
     cut.fit(module, datamodule=data)
     assert cut.rounds_done == 1

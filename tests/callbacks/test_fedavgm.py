@@ -76,7 +76,7 @@ def test_two_rounds_by_hand():
 
 
 def test_running_variances_stay_positive():
-    trainer, spy = spied(NormNet("sgd", lr=0.01), toy_data([8, 8]), [FedAvgM(beta=0.95)], max_rounds=25)
+    _, spy = spied(NormNet("sgd", lr=0.01), toy_data([8, 8]), [FedAvgM(beta=0.95)], max_rounds=25)
     assert min(float(state["net.1.running_var"].min()) for state in spy.rounds) > 0
 
 

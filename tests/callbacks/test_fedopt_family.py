@@ -125,7 +125,7 @@ def test_a_server_optimizer_is_alone(cls):
 
 def test_adagrad_has_no_beta2_and_says_its_options():
     assert set(FedAdagrad().hyperparameters()) == {"server_lr", "beta1", "tau", "v_init", "weighting"}
-    with pytest.raises(ValueError, match="FedAdagrad got beta1=1.0"):
+    with pytest.raises(ValueError, match=r"FedAdagrad got beta1=1\.0"):
         FedAdagrad(beta1=1.0)
     with pytest.raises(ValueError, match=r"FedYogi got server_lr=-1"):
         FedYogi(server_lr=-1)

@@ -102,7 +102,7 @@ def test_one_client_is_plain_training_of_the_wrapped_module():
 
 
 def test_absent_clients_keep_their_parts():
-    trainer, spy = spied(Toy("adam"), toy_data(SIZES), [FENDA("net.3")], max_rounds=4, participation=1)
+    _, spy = spied(Toy("adam"), toy_data(SIZES), [FENDA("net.3")], max_rounds=4, participation=1)
     for number in range(1, 4):
         for client in SIZES:
             if client not in spy.of_round(number):

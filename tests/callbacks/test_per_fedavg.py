@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FedAvg, FedProx, PerFedAvg
 from fedlightning.callbacks.per_fedavg import hessian_times
+from fedlightning.hooks import Phase
 from fedlightning.tensors import clone, module_state
-from tests.helpers import NormNet, Quadratic, Toy, close, differs, federate, global_state, same, toy_data
+from tests.helpers import NormNet, Quadratic, Toy, close, differs, federate, global_state, same, spied, toy_data
 
 VARIANTS = ["exact", "HF", "FO"]
 MATRIX = torch.tensor([[2.0, 0.3, 0.1], [0.3, 1.0, -0.2], [0.1, -0.2, 1.5]], dtype=torch.float64)
@@ -80,8 +81,8 @@ class Smooth(Toy):
     def make(self, hidden, dropout):
         return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
 
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self(batch[0].double()), batch[1])
+    def forward(self, x):
+        return self.net(x.double())
 
 
 def test_hessian_free_error_is_quadratic_in_delta():
@@ -166,8 +167,9 @@ def test_three_independent_batches(variant):
 
 def test_accumulated_batches_are_one_step():
     """Two batches of 8 at one wt are one of 16, on a quadratic (whose batches all say the same)."""
+    data, callback = toy_data([16], batch_size=8), PerFedAvg(0.3, "exact")
     runs = [
-        federate(bowl(), toy_data([16], batch_size=8), [PerFedAvg(0.3, "exact")], max_rounds=1, local_steps=1, **options)
+        federate(bowl(), data, [callback], max_rounds=1, local_steps=1, **options)
         for options in ({}, {"accumulate_grad_batches": 2})
     ]
     close(*map(global_state, runs), atol=1e-12)
@@ -216,13 +218,10 @@ def test_the_deployed_model_is_one_step_on_training_data():
     trainer = federate(module, data, [PerFedAvg(alpha=0.2)], max_rounds=2)
     w = global_state(trainer)
     for client in "012":
-        x, y = data.tensors[client]["train"]
-        model = copy.deepcopy(module)
-        model.load_state_dict(w)
         deployed = module_state(trainer.client(client).module)
         assert all(torch.equal(deployed[n], w[n]) for n in w if "running" in n or "num_" in n)
 
-        moved = {n: deployed[n] - w[n] for n, p in model.named_parameters()}
+        moved = {n: deployed[n] - w[n] for n, _ in module.named_parameters()}
         assert max(float(m.abs().max()) for m in moved.values()) > 1e-4
     plain, free = Toy("sgd"), toy_data()
     trainer = federate(plain, free, [PerFedAvg(alpha=0.2)], max_rounds=1)
@@ -235,9 +234,11 @@ def test_the_deployed_model_is_one_step_on_training_data():
 
 
 def test_test_data_do_not_matter(tmp_path):
-    data, other = toy_data(), toy_data(test=30)
     module = Toy("sgd")
-    runs = [federate(module, d, [PerFedAvg()], root=tmp_path / str(i), max_rounds=2) for i, d in enumerate((data, other))]
+    runs = [
+        federate(module, toy_data(test=size), [PerFedAvg()], root=tmp_path / str(size), max_rounds=2)
+        for size in (12, 30)
+    ]
     for client in "012":
         same(*(module_state(run.client(client).module) for run in runs))
 
@@ -298,3 +299,45 @@ def test_wrong_use_is_refused():
     for options in ({"variant": "hf"}, {"alpha": -1.0}, {"delta": 0.0}):
         with pytest.raises(ValueError, match=f"PerFedAvg got .*{next(iter(options))}="):
             PerFedAvg(**options)
+
+
+class Dropped(Smooth):
+    def make(self, hidden, dropout):
+        return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Dropout(0.5), nn.Linear(hidden, 3))
+
+
+def test_both_sides_of_the_difference_drop_the_same_units():
+    """Else the difference of two masks, divided by 2 delta, would drown the Hessian."""
+    torch.manual_seed(3)
+    module, data = Dropped().double(), toy_data([16])
+    exact, free = (
+        global_state(federate(module, data, [PerFedAvg(0.5, variant)], max_rounds=1, local_steps=2))
+        for variant in ("exact", "HF")
+    )
+    close(exact, free, atol=1e-6)
+
+
+def test_streams_keep_the_loaders_rules():
+    """drop_last: no batch of one sample, which batch normalisation cannot take."""
+    module, data = NormNet("sgd"), toy_data([17], drop_last=True)
+    trainer = federate(module, data, [PerFedAvg()], max_rounds=1, local_epochs=3)
+    assert differs(global_state(trainer), module_state(module))
+
+
+class OwnPhase(FederatedCallback):
+    """An ordinary fit beside the federated one."""
+
+    def local_phases(self, client):
+        return [Phase("own", federated=False, keep_as=self.keep), Phase()]
+
+    def keep(self, client):
+        client.state[self.key] = {"own": client.model_state()}
+
+
+def test_a_phase_that_is_not_federated_is_ordinary_training():
+    module, data = Toy("sgd"), toy_data([24])
+    _, spy = spied(module, data, [OwnPhase(), PerFedAvg(0.3)], max_rounds=1)
+    _, plain = spied(module, data, [OwnPhase()], max_rounds=1)
+    same(*(s.records[0]["0"].state["OwnPhase"]["own"] for s in (spy, plain)))
+    assert differs(spy.rounds[0], plain.rounds[0])
+    same(spy.rounds[0], global_state(federate(module, data, [PerFedAvg(0.3, "HF")], max_rounds=1)))

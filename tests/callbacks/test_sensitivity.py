@@ -242,6 +242,21 @@ def test_fp16_gradients_are_unscaled_and_a_skipped_step_does_not_count():
     assert max(found.result.sensitivity) < 1.0  # scaled ones are 2**20 squared too large
 
 
+def test_gradients_that_a_fused_optimizer_will_unscale_itself_are_divided_by_the_scale():
+    found = FederationSensitivity()
+
+    class Fused(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**7, growth_interval=1000))
+    spy = Spy()
+    fit(net(Fused), [spy, found], plugins=[plugin])
+    assert found.result is not None
+    scaled = brute_force(spy.steps)
+    assert found.result.sensitivity == pytest.approx([term / 2**14 for term in scaled], rel=1e-9)
+
+
 def test_a_run_without_one_finite_gradient_has_no_result():
     found = FederationSensitivity()
     with pytest.warns(UserWarning, match="no finite gradient"):

@@ -20,6 +20,7 @@ class Case:
 
 
 NO_PLAIN_FORM = {"one_client": "its deployed model is another one by definition"}
+ADAPTERS = {"one_client": "it equals plain training of adapters, which tests/callbacks/test_lora.py compares"}
 
 CASES: dict[str, Case] = {
     "FedAvg": Case(c.FedAvg()),
@@ -29,7 +30,28 @@ CASES: dict[str, Case] = {
     "SCAFFOLD": Case(c.SCAFFOLD()),
     "SCAFFOLD option 1": Case(c.SCAFFOLD(option=1, server_lr=0.9), neutral=c.SCAFFOLD(option=1)),
     "FedAdam": Case(c.FedAdam(), skip=NO_PLAIN_FORM),
+    "FedYogi": Case(c.FedYogi(), skip=NO_PLAIN_FORM),
+    "FedAdagrad": Case(c.FedAdagrad(), skip=NO_PLAIN_FORM),
+    "FedAvgM": Case(c.FedAvgM(), neutral=c.FedAvgM(beta=0.0)),
+    "FedNova": Case(c.FedNova()),
+    "PerFedAvg": Case(c.PerFedAvg(alpha=0.1), neutral=c.PerFedAvg(alpha=0.0)),
+    "PerFedAvg FO": Case(c.PerFedAvg(alpha=0.1, variant="FO"), neutral=c.PerFedAvg(alpha=0.0, variant="FO")),
+    "PerFedAvg exact": Case(c.PerFedAvg(alpha=0.1, variant="exact"), neutral=c.PerFedAvg(alpha=0.0, variant="exact")),
+    "PFedMe": Case(c.PFedMe(), skip=NO_PLAIN_FORM),
+    "PFedMe all": Case(c.PFedMe(all_clients=True, server_rate=0.5), skip=NO_PLAIN_FORM),
+    "L2GD": Case(
+        c.L2GD(), skip={"one_client": "the coin decides how many steps there are"}, arguments={"local_steps": 1}
+    ),
     "FedPer": Case(c.FedPer(personal=["head"])),
+    "LGFedAvg": Case(c.LGFedAvg(shared=["head"])),
+    "FedRep": Case(c.FedRep(personal=["head"], head_epochs=2), neutral=c.FedRep(personal=[])),
+    "FedBABU": Case(c.FedBABU(head=["head"], epochs=1), neutral=c.FedBABU(head=[], epochs=0)),
+    "LocalAdaptation": Case(c.LocalAdaptation(), neutral=c.LocalAdaptation(epochs=0)),
+    "LocalAdaptation head": Case(
+        c.LocalAdaptation(part="head", head=["head"], keep_if_better=True), neutral=c.LocalAdaptation(epochs=0)
+    ),
+    "Ditto": Case(c.Ditto(), neutral=c.Ditto(lam=0.0)),
+    "MAPPER": Case(c.MAPPER(), neutral=c.MAPPER(grid=[0.0])),
     "FedBN": Case(c.FedBN(), arguments={"full": True}),
     "Local": Case(c.Local(), skip={"one_client": "its optimizers go on from round to round"}),
     "Central": Case(
@@ -42,6 +64,9 @@ CASES: dict[str, Case] = {
     "APFL": Case(c.APFL(), neutral=c.APFL(alpha=0.0, adaptive=False)),
     "APFL logits": Case(c.APFL(mix="logits"), neutral=c.APFL(alpha=0.0, adaptive=False, mix="logits")),
     "FENDA": Case(c.FENDA(head="head"), skip=NO_PLAIN_FORM),
+    "FedIT": Case(c.FedIT(), skip=ADAPTERS),
+    "FedIT head": Case(c.FedIT(r=2, head=["head"]), skip=ADAPTERS, arguments={"full": True}),
+    "FFALoRA": Case(c.FFALoRA(), skip=ADAPTERS),
     "FLIU": Case(c.FLIU()),
     "FLIU fixed": Case(c.FLIU(gamma=0.5)),
     "PLayerFL": Case(c.PLayerFL(threshold=1.1)),

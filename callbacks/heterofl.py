@@ -1,0 +1,186 @@
+"""HeteroFL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from fedlightning.callbacks.checkpoints import LocalCheckpoint
+from fedlightning.callbacks.representations import head_path
+from fedlightning.callbacks.submodels import limit_labels, narrow_to_labels, scale_in_training
+from fedlightning.client import Client
+from fedlightning.hooks import POOLED, FederatedCallback, Job, Plan, Setup
+from fedlightning.messages import Message, Update, Wire
+from fedlightning.probes import training_loss
+from fedlightning.server import Server
+from fedlightning.tensors import State
+from fedlightning.wrappers.slices import ElementMean, Slices, take
+from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink
+from fedlightning.wrappers.submodel_check import verify
+
+STATISTICS = "statistics"
+
+
+class HeteroFL(FederatedCallback):
+    r"""Clients train the same network at the width they can afford; each entry is averaged over those that hold it.
+
+    Diao, Ding, Tarokh, "HeteroFL: computation and communication efficient federated learning for heterogeneous clients",
+    ICLR 2021.
+
+    Down and up: the client's slice of ``W``: the first ``ceil(r C_l)`` of the ``C_l`` units of every hidden layer
+    (inputs and classes are never cut). No state. The global model has all units; a client deploys its slice.
+
+    * *scaler*: hidden linear and convolutional outputs are divided by ``r`` in training;
+    * *masked loss*: in training the logits of classes that a client has no sample of are 0, and rows of the head are
+      averaged over the clients that have the class;
+    * server: every entry is the mean over the clients whose slice holds it; held by nobody, it keeps its value.
+
+    For chains of Linear, Conv and normalisation layers (and residual sums of them), registered in order; others are
+    refused at start. Beside methods that keep a model at the client, use fixed rates.
+
+    Args:
+        rates: widths in (0, 1]: a list dealt to the clients in turn, or one for each client by id (paper: subsets of 1,
+            1/2, 1/4, 1/8, 1/16; the default is its first three).
+        dynamic: every client draws a width from the list in every round (the paper's dynamic assignment).
+        scaler: divide by the rate in training. masked_loss: leave out absent classes. (Paper: both.)
+        static_bn: after each round the participants run the new global model over their training data, and the means of
+            the batch statistics become its BatchNorm statistics (the paper's static batch normalisation). Without it
+            running statistics are averaged as all else. It costs a pass and the full model down.
+        head: path of the layer that gives the logits; ``None``: the last layer.
+        weighting: ``"uniform"`` (paper) or ``"samples"``.
+    """
+
+    needs_all = True
+
+    def __init__(
+        self,
+        rates: Sequence[float] | dict[str, float] = (1.0, 0.5, 0.25),
+        dynamic: bool = False,
+        scaler: bool = True,
+        masked_loss: bool = True,
+        static_bn: bool = False,
+        head: str | None = None,
+        weighting: str = "uniform",
+    ) -> None:
+        values = list(rates.values()) if isinstance(rates, dict) else list(rates)
+        if not values or not all(0.0 < rate <= 1.0 for rate in values):
+            raise ValueError(f"HeteroFL got rates={rates}; widths are shares of the full model in (0, 1].")
+        if dynamic and isinstance(rates, dict):
+            raise ValueError("HeteroFL(dynamic=True) draws widths from a list, but rates is a table by client.")
+        self.rates = rates
+        self.dynamic = dynamic
+        self.scaler = scaler
+        self.masked_loss = masked_loss
+        self.static_bn = static_bn
+        self.head = head
+        self.weighting = weighting
+
+    def claims(self, role: str) -> bool:
+        """The plan is only needed for the statistics."""
+        return super().claims(role) and not (role == "plan_round" and not self.static_bn)
+
+    def check(self, setup: Setup) -> None:
+        """Refuse modules without sub-models, and callbacks that need every client's model to be of one shape."""
+        table = self.rates if isinstance(self.rates, dict) else None
+        missing = [client for client in setup.clients if table is not None and client not in table]
+        if missing:
+            raise ValueError(f"HeteroFL got no rate for client '{missing[0]}'. Give a list, or one for each client.")
+        cuts, batch = plan_cuts(setup.module, self.head), setup.first_batch()
+        for rate in sorted(set(table.values() if table is not None else self.rates)):
+            if batch is not None and rate < 1.0:
+                verify(setup.module, cuts, first_units(rate), lambda module: training_loss(module, batch))
+        for other in setup.callbacks:
+            wire = other.wire(setup.module)
+            whole = {"parameters", "state", "states"}.intersection(
+                spec for spec in (*wire.down.values(), *wire.up.values()) if isinstance(spec, str)
+            )
+            if other is not self and (whole or other.claims("plan_round")):
+                why = "sends values shaped as the full model" if whole else "plans rounds of its own"
+                raise ValueError(f"{other.key} {why}, but HeteroFL's clients hold parts of it. Remove one of them.")
+            if self.dynamic and isinstance(other, LocalCheckpoint):
+                raise ValueError(
+                    "LocalCheckpoint keeps a client's best model, but under HeteroFL(dynamic=True) its width changes. "
+                    "Use GlobalCheckpoint, or dynamic=False."
+                )
+
+    def wire(self, module: Any) -> Wire:
+        """The rate down; the classes a client has and, for static batch normalisation, statistics up."""
+        return Wire(down={"rate": "scalar"}, up={"classes": (-1,), "statistics": "state", "batches": "scalar"})
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def rate_of(self, server: Server, client: str) -> float:
+        """The client's width in this round."""
+        if isinstance(self.rates, dict):
+            return self.rates[client]
+        number = server.clients.index(client)
+        if not self.dynamic:
+            return float(self.rates[number % len(self.rates)])
+        drawn = torch.randint(len(self.rates), (len(server.clients),), generator=server.rng("rates"))
+        return float(self.rates[int(drawn[number])])
+
+    def slices(self, module: LightningModule, rate: float) -> Slices:
+        """What a client of this rate holds of every entry."""
+        return entry_slices(module, plan_cuts(module, self.head), first_units(rate)) if rate < 1.0 else {}
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Cut the client's slice out of what travels."""
+        whole = job.tag == STATISTICS or job.client == POOLED
+        rate = 1.0 if whole else self.rate_of(server, job.client)
+        message.extras[self.key] = {"rate": rate}
+        message.state = take(message.state, self.slices(server.module, rate))
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Every element: the mean over those who hold it; rows of the head: over those who have the class."""
+        mean = ElementMean()
+        model = server.models[updates[0].model]
+        head = head_path(server.module, self.head)
+        for update in updates:
+            state, slices = update.state, self.slices(server.module, self.rate_of(server, update.client))
+            classes = update.extras.get(self.key, {}).get("classes")
+            if classes is not None:
+                state, slices = narrow_to_labels(state, slices, head, classes)
+            mean.add(state, model, slices, server.weight(update))
+        return mean.result(model)
+
+    def plan_round(self, server: Server) -> Plan:
+        """With ``static_bn``: train, make the new model, and collect the statistics of its layers."""
+        clients = server.participants()
+        yield [Job(client) for client in clients]
+        yield []
+        sums: State = {}
+        batches = 0
+        for update in (yield [Job(client, work=0, returns=(), tag=STATISTICS) for client in clients]):
+            extras = update.extras.get(self.key, {})
+            batches += extras.get("batches", 0)
+            for name, value in extras.get("statistics", {}).items():
+                sums[name] = sums.get(name, torch.zeros_like(value).double()) + extras["batches"] * value.double()
+        if batches:
+            means = {name: (total / batches).to(server.model[name].dtype) for name, total in sums.items()}
+            server.models["global"] = {**server.model, **means}
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def on_build(self, client: Client, message: Message) -> None:
+        """Shrink the module to the client's width; scaler and mask act in training only."""
+        rate = message.extras[self.key]["rate"]
+        if self.dynamic and client.keeps_optimizers:
+            raise ValueError("HeteroFL(dynamic=True) changes a client's shapes: optimizers cannot be kept. Use 'reset'")
+        head = head_path(client.module, self.head)
+        slices = self.slices(client.module, rate)
+        shrink(client.module, slices)
+        if self.scaler and slices:
+            scale_in_training(client.module, head, rate)
+        counts = client.class_counts if self.masked_loss and client.id != POOLED else None
+        owned = None if counts is None else limit_labels(client.module, head, counts)
+        if owned is not None:
+            client.scratch[self.key] = owned
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """The classes that the client has; or the statistics that were asked for."""
+        if client.message.tag == STATISTICS:
+            statistics, batches = client.normalisation_statistics()
+            update.extras[self.key] = {"statistics": statistics, "batches": batches}
+        elif client.steps and self.key in client.scratch:
+            update.extras[self.key] = {"classes": client.scratch[self.key]}

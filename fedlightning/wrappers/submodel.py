@@ -1,0 +1,192 @@
+"""Sub-models: the same network with fewer units per hidden layer, cut out of a larger one.
+
+A *cut* says of one layer whose units arrive at it and whose leave it. From the cuts and a choice of units per layer
+follow the kept indices of every state entry (:func:`entry_slices`) and the smaller module (:func:`shrink`); ``slices``
+holds the arithmetic on their states. Which units are kept is the caller's choice:
+:func:`first_units` (HeteroFL), or others of the same form (a rolling window, a random choice).
+
+For plain chains of linear and convolutional layers with normalisation, and residual sums of them. Whether a module is
+one is not believed but tried, in ``submodel_check``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+
+from fedlightning.layers import ordered_layers
+from fedlightning.tensors import module_state
+from fedlightning.wrappers.heads import Convolution, find_submodule
+from fedlightning.wrappers.mixing import Mixin, mix, user_class
+from fedlightning.wrappers.slices import Slices, mesh
+
+Units = Callable[[str, int], Tensor]
+"""(path of a layer, its number of units) -> the units to keep, as indices."""
+
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one layer is cut.
+
+    Attributes:
+        path: of the layer.
+        arriving, leaving: path of the layer whose units they are; ``None``: all stay (inputs of the network, classes).
+        block: consecutive inputs that belong to one arriving unit (a flattened feature map).
+    """
+
+    path: str
+    arriving: str | None
+    leaving: str | None
+    block: int = 1
+
+
+class SubmodelMixin(Mixin):
+    """On a cut module: marks that its layers are not those its class makes, so that exports keep the whole module."""
+
+
+def first_units(rate: float) -> Units:
+    """The first ``ceil(rate * width)`` units of every layer."""
+    return lambda path, width: torch.arange(math.ceil(rate * width))
+
+
+def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
+    """The cuts of a chain of layers in the order in which they are registered.
+
+    The inputs of the first layer and the outputs of the head are never cut.
+
+    Args:
+        module: any module; it does not change.
+        head: path of the layer that gives the outputs; ``None``: the last layer.
+
+    Raises:
+        ValueError: a layer that cannot be cut, or whose inputs come from no layer before it.
+    """
+    name, owner = head if head is not None else ordered_layers(module)[-1].name, user_class(module).__name__
+    last = find_submodule(module, name)
+    widths: dict[str, int] = {}  # of the layers so far
+    cuts: list[Cut] = []
+    for path, layer in module.named_modules():
+        if isinstance(layer, NORMS) and not parametrize.is_parametrized(layer):
+            source = _source(widths, _width(layer, path, owner))[0] if widths else None
+            cuts.append(Cut(path, source, source))
+        elif isinstance(layer, (nn.Linear, *Convolution)) and not parametrize.is_parametrized(layer):
+            inputs, outputs = _sizes(layer, path, owner)
+            nearest = module.get_submodule(next(reversed(widths))) if widths else None
+            flattens = isinstance(layer, nn.Linear) and isinstance(nearest, Convolution)
+            source, block = _source(widths, inputs, flattens) if widths else (None, 1)
+            if widths and source is None:
+                raise ValueError(
+                    f"`{path}` of {owner} takes {inputs} inputs, and no layer before it gives as many, so its sub-model "
+                    "is unknown. Sub-models are cut from chains of linear and convolutional layers registered in order."
+                )
+            cuts.append(Cut(path, source, None if layer is last else path, block))
+            widths[path] = outputs
+        elif any(p.numel() > 1 for p in layer.parameters(recurse=False)) or parametrize.is_parametrized(layer):
+            raise ValueError(
+                f"`{path or owner}` ({user_class(layer).__name__}) of {owner} cannot be cut into a sub-model: only "
+                "plain Linear, Conv and normalisation layers can. Give every client the full model (rate 1), or build the "
+                "module from such layers."
+            )
+    if name not in widths:
+        raise ValueError(
+            f"The head `{name}` of {owner} is no Linear or convolutional layer. Set head=... to the last one."
+        )
+    leaving = {cut.path: cut.leaving for cut in cuts}
+    return [Cut(c.path, c.arriving and leaving[c.arriving], c.leaving and leaving[c.leaving], c.block) for c in cuts]
+
+
+def _source(widths: Mapping[str, int], wanted: int, flattens: bool = False) -> tuple[str | None, int]:
+    """Which earlier layer's units are ``wanted`` numbers: the nearest of that width, or a flattened convolution."""
+    nearest = next(reversed(widths))
+    if flattens and wanted % widths[nearest] == 0:
+        return nearest, wanted // widths[nearest]
+    return next((path for path in reversed(widths) if widths[path] == wanted), None), 1
+
+
+def _width(norm: nn.Module, path: str, owner: str) -> int:
+    if isinstance(norm, nn.GroupNorm | _NormBase):
+        return int(norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features)
+    shape: tuple[int, ...] = norm.normalized_shape  # type: ignore[assignment]
+    if len(shape) != 1:
+        raise ValueError(f"`{path}` of {owner} normalises over {shape}, not over channels alone: it cannot be cut.")
+    return shape[0]
+
+
+def _sizes(layer: nn.Module, path: str, owner: str) -> tuple[int, int]:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    inputs, outputs, groups = int(layer.in_channels), int(layer.out_channels), int(layer.groups)  # type: ignore[arg-type]
+    if groups > 1 and not groups == inputs == outputs:
+        raise ValueError(f"`{path}` of {owner} is a convolution in {groups} groups; only depthwise ones can be cut.")
+    return inputs, outputs
+
+
+def entry_slices(module: nn.Module, cuts: list[Cut], units: Units) -> Slices:
+    """The kept indices of every state entry that is cut; entries that stay whole are left out.
+
+    Args:
+        module: the full module; cuts: from :func:`plan_cuts`; units: which units to keep.
+    """
+    found: Slices = {}
+    widths = {path: layer.weight.shape[0] for path, layer in module.named_modules() if _is_layer(layer)}
+
+    def kept(path: str | None, block: int = 1) -> Tensor | None:
+        chosen = None if path is None else units(path, widths[path])
+        if chosen is None or path is None or len(chosen) == widths[path]:
+            return None
+        return (chosen[:, None] * block + torch.arange(block)).flatten()
+
+    for cut in cuts:
+        layer = module.get_submodule(cut.path)
+        arriving, leaving = kept(cut.arriving, cut.block), kept(cut.leaving)
+        if getattr(layer, "groups", 1) > 1 or not _is_layer(layer):
+            arriving = None
+        for name, value in module_state(layer).items():
+            index = (leaving, arriving, *[None] * value.ndim)[: value.ndim]
+            if any(dimension is not None for dimension in index):
+                found[f"{cut.path}.{name}"] = index
+    return found
+
+
+def _is_layer(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Linear, *Convolution))
+
+
+def shrink(module: LightningModule, slices: Slices) -> LightningModule:
+    """Cut ``module`` in place: every layer keeps its kept units only. Returns it."""
+    made: dict[int, Tensor] = {}  # a tied parameter stays tied
+    for name, index in slices.items():
+        path, _, attribute = name.rpartition(".")
+        layer = module.get_submodule(path)
+        old = getattr(layer, attribute)
+        if id(old) not in made:
+            new = old.detach()[mesh(index, old.shape)].clone()
+            made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        setattr(layer, attribute, made[id(old)])
+        _tell_sizes(layer, index)
+    return mix(module, SubmodelMixin) if slices else module
+
+
+def _tell_sizes(layer: nn.Module, index: tuple[Tensor | None, ...]) -> None:
+    """Bring a cut layer's own record of its sizes up to date."""
+    names = {0: ("out_features", "out_channels", "num_features", "num_channels"), 1: ("in_features", "in_channels")}
+    depthwise = getattr(layer, "groups", 1) > 1
+    for dimension, kept in enumerate(index[:2]):
+        if kept is None:
+            continue
+        for name in names[dimension] + (("in_channels", "groups") if depthwise else ()):
+            if hasattr(layer, name):
+                setattr(layer, name, len(kept))
+        if hasattr(layer, "normalized_shape"):
+            layer.normalized_shape = (len(kept),)
+        if isinstance(layer, nn.GroupNorm):
+            layer.num_groups = math.gcd(layer.num_groups, len(kept))

@@ -1,0 +1,172 @@
+"""The examples run as their first lines say, and the author's guide shows the code that runs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedlightning.callbacks import FedAvg
+from fedlightning.testing import CHECKS, check_algorithm
+from fedlightning.testing.toys import ToyModule
+from tests.helpers import Quadratic, federate, global_state, quadratic_data, spied, toy_data
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN = ROOT / "examples/own_algorithm.py"
+GUIDE = ROOT / "docs/write-an-algorithm.md"
+
+
+def run(name: str, out: Path, *words: str) -> str:
+    """Run an example as a person would; what it printed."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / name, "--out", out / "runs", *words],
+        cwd=out,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "120", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def feddyn():
+    spec = importlib.util.spec_from_file_location("own_algorithm", OWN)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["own_algorithm"] = module  # so that the class can be pickled
+    spec.loader.exec_module(module)
+    return module.FedDyn
+
+
+def test_quickstart(tmp_path):
+    printed = run("quickstart.py", tmp_path, "--rounds", "1")
+    methods = re.findall(r'^    "(\w+)": \[', (ROOT / "examples/quickstart.py").read_text(), re.MULTILINE)
+    assert len(methods) >= 7
+    for method in methods:
+        assert f"│ {method} " in printed
+    assert {path.name for path in (tmp_path / "runs/figures").iterdir()} == {"partition.png", "per_client.png"}
+    assert (tmp_path / "runs/comparison.json").exists()
+    assert (tmp_path / "runs/FedAvg/version_0/checkpoints/global.ckpt").exists()
+
+
+def test_three_lines(tmp_path):
+    printed = run("three_lines.py", tmp_path, "--rounds", "2")
+    assert re.search(r"latest +G +pooled +0\.\d+", printed)
+    source = (ROOT / "examples/three_lines.py").read_text()
+    before = source.partition('if __name__ == "__main__":')[0]
+    assert "fedlightning" not in before.partition("# isort: split")[2], (
+        "the project above the three lines is Lightning's own"
+    )
+    assert len(re.findall(r"^    (trainer = |trainer\.fit|print_results)", source, re.MULTILINE)) == 3
+
+
+def test_own_algorithm(tmp_path):
+    printed = run("own_algorithm.py", tmp_path, "--rounds", "1", "--checks", "arguments", "copies")
+    assert "FedDyn passes 2 checks: arguments, copies" in printed
+    assert "│ FedAvg " in printed and "│ FedDyn " in printed
+
+
+# -- the guide's algorithm -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [name for name in CHECKS if name != "one_client"])  # it extrapolates with one client
+def test_feddyn_conforms(feddyn, check):
+    assert check_algorithm(feddyn(), only=[check]) == [check]
+
+
+def test_feddyn_reaches_the_pooled_minimiser_where_fedavg_does_not(feddyn):
+    a, b = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0]], [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
+    data, ends = quadratic_data(a, b), {}
+    for name, callback in {"FedAvg": FedAvg(weighting="uniform"), "FedDyn": feddyn(alpha=1.0)}.items():
+        trained = federate(Quadratic(lr=0.1), data, [callback], max_rounds=40, local_epochs=5)
+        ends[name] = global_state(trained)["w"]
+    a, b = torch.tensor(a).double(), torch.tensor(b).double()
+    minimiser = (a * b).sum(0) / a.sum(0)
+    assert (ends["FedDyn"] - minimiser).abs().max() < 1e-6
+    assert (ends["FedAvg"] - minimiser).abs().max() > 0.05
+
+
+def test_feddyn_by_hand(feddyn):
+    """Three rounds of two of three clients, one exact gradient step at a time."""
+    a, b = [[1.0, 2.0], [3.0, 0.4], [0.5, 1.5]], [[1.0, -1.0], [-2.0, 3.0], [0.5, 2.0]]
+    trainer, spy = spied(
+        Quadratic(lr=0.1, size=2),
+        quadratic_data(a, b),
+        [feddyn(alpha=0.5)],
+        max_rounds=3,
+        local_steps=4,
+        participation=2,
+    )
+    a, b = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    theta, h, g = torch.zeros(2).double(), torch.zeros(2).double(), torch.zeros(3, 2).double()
+    taking_part = [{int(update.client) for update in spy.updates if update.round == number} for number in range(3)]
+    assert len(set(map(frozenset, taking_part))) > 1
+    for number in range(3):
+        models = []
+        for k in sorted(taking_part[number]):
+            w = theta.clone()
+            for _ in range(4):
+                w = w - 0.1 * (a[k] * (w - b[k]) - g[k] + 0.5 * (w - theta))
+            models.append(w)
+            g[k] = g[k] - 0.5 * (w - theta)
+        h = h - 0.5 / 3 * sum(w - theta for w in models)
+        theta = sum(models) / len(models) - h / 0.5
+        torch.testing.assert_close(spy.rounds[number]["w"], theta, atol=1e-10, rtol=0)
+    for k in range(3):
+        state = trainer.store.get(str(k)).state
+        if any(k in part for part in taking_part):
+            torch.testing.assert_close(state["FedDyn"]["g"]["w"], g[k], atol=1e-10, rtol=0)
+        else:
+            assert state == {}
+
+
+def test_feddyn_leaves_statistics_to_the_mean(feddyn):
+    torch.manual_seed(0)
+    trainer, spy = spied(ToyModule(full=True), toy_data(), [feddyn()], max_rounds=2)
+    name = "body.1.running_var"
+    sent = [update.state[name] for update in spy.of_round(1).values()]
+    torch.testing.assert_close(global_state(trainer)[name], sum(sent) / len(sent), atol=1e-6, rtol=1e-6)
+    assert name not in trainer.server.state["FedDyn"]["h"]
+
+
+def test_feddyn_refuses_what_cannot_work(feddyn):
+    with pytest.raises(ValueError, match=r"FedDyn got alpha=0.*Use FedAvg"):
+        feddyn(alpha=0)
+
+
+# -- the guide -------------------------------------------------------------------------------------------------------
+
+
+def test_the_guide_shows_the_code_that_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
+    running = OWN.read_text() + Path(__file__).read_text()
+    assert len(blocks) >= 9
+    for block in blocks:
+        assert block in running, f"the guide shows code that is not there:\n{block}"
+
+
+def test_the_algorithm_is_short():
+    source = OWN.read_text()
+    (cls,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    docstring = cls.body[0]
+    lines = source.splitlines()[cls.lineno - 1 : cls.end_lineno]
+    inside = range(docstring.lineno - cls.lineno, docstring.end_lineno - cls.lineno + 1)
+    code = [line for number, line in enumerate(lines) if number not in inside and line.strip()]
+    assert len(code) < 40
+    assert f"{len(code)} lines of code" in GUIDE.read_text()
+
+
+def test_the_guide_s_links_and_files_exist():
+    text = GUIDE.read_text()
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (GUIDE.parent / link).exists(), link
+    table = text.partition("| your method | look at |")[2].partition("\n\n")[0]
+    for file in re.findall(r"`(\w+\.py)`", table):
+        assert (ROOT / "callbacks" / file).exists(), file
