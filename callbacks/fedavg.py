@@ -46,4 +46,6 @@ class FedSGD(FederatedCallback):
             )
         names = [type(optimizer).__name__ for optimizer in setup.optimizers if type(optimizer).__name__ != "SGD"]
         if names:
-            setup.warn(f"FedSGD is defined for plain SGD; {names[0]} rescales the step, which is then no longer the gradient.")
+            setup.warn(
+                f"FedSGD is defined for plain SGD; {names[0]} rescales the step, which is then no longer the gradient."
+            )

@@ -41,7 +41,7 @@ class FLIU(FederatedCallback):
         return Wire(down={"total_samples": "scalar", "num_clients": "scalar"})
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """n and K over all clients, present or not."""
+        """N and K over all clients, present or not."""
         total = sum(server.num_samples.values())
         message.extras[self.key] = {"total_samples": total, "num_clients": len(server.clients)}
 

@@ -12,11 +12,11 @@ from fedlightning.callbacks.checkpoints import LocalCheckpoint
 from fedlightning.callbacks.representations import head_path
 from fedlightning.callbacks.submodels import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.client import Client
-from fedlightning.hooks import POOLED, FederatedCallback, Job, Plan, Setup
+from fedlightning.hooks import POOLED, FederatedCallback, Job, Plan, Setup, Stage
 from fedlightning.messages import Message, Update, Wire
 from fedlightning.probes import training_loss
 from fedlightning.server import Server
-from fedlightning.tensors import State
+from fedlightning.tensors import State, load_state
 from fedlightning.wrappers.slices import ElementMean, Slices, take
 from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink
 from fedlightning.wrappers.submodel_check import verify
@@ -27,8 +27,8 @@ STATISTICS = "statistics"
 class HeteroFL(FederatedCallback):
     r"""Clients train the same network at the width they can afford; each entry is averaged over those that hold it.
 
-    Diao, Ding, Tarokh, "HeteroFL: computation and communication efficient federated learning for heterogeneous clients",
-    ICLR 2021.
+    Diao, Ding, Tarokh, "HeteroFL: computation and communication efficient federated learning for heterogeneous
+    clients", ICLR 2021.
 
     Down and up: the client's slice of ``W``: the first ``ceil(r C_l)`` of the ``C_l`` units of every hidden layer
     (inputs and classes are never cut). No state. The global model has all units; a client deploys its slice.
@@ -39,7 +39,8 @@ class HeteroFL(FederatedCallback):
     * server: every entry is the mean over the clients whose slice holds it; held by nobody, it keeps its value.
 
     For chains of Linear, Conv and normalisation layers (and residual sums of them), registered in order; others are
-    refused at start. Beside methods that keep a model at the client, use fixed rates.
+    refused at start. Beside methods that keep a model at the client, use fixed rates. The scaler enlarges steps by
+    ``1/r``: clip gradients as the paper does (``gradient_clip_val=1``).
 
     Args:
         rates: widths in (0, 1]: a list dealt to the clients in turn, or one for each client by id (paper: subsets of 1,
@@ -47,8 +48,9 @@ class HeteroFL(FederatedCallback):
         dynamic: every client draws a width from the list in every round (the paper's dynamic assignment).
         scaler: divide by the rate in training. masked_loss: leave out absent classes. (Paper: both.)
         static_bn: after each round the participants run the new global model over their training data, and the means of
-            the batch statistics become its BatchNorm statistics (the paper's static batch normalisation). Without it
-            running statistics are averaged as all else. It costs a pass and the full model down.
+            the batch statistics become its BatchNorm statistics; a slice is deployed with those of its client's data
+            (the paper's static batch normalisation; nothing to do without BatchNorm). It costs a pass and the full
+            model down. False: running statistics are averaged as all else.
         head: path of the layer that gives the logits; ``None``: the last layer.
         weighting: ``"uniform"`` (paper) or ``"samples"``.
     """
@@ -61,7 +63,7 @@ class HeteroFL(FederatedCallback):
         dynamic: bool = False,
         scaler: bool = True,
         masked_loss: bool = True,
-        static_bn: bool = False,
+        static_bn: bool = True,
         head: str | None = None,
         weighting: str = "uniform",
     ) -> None:
@@ -79,8 +81,8 @@ class HeteroFL(FederatedCallback):
         self.weighting = weighting
 
     def claims(self, role: str) -> bool:
-        """The plan is only needed for the statistics."""
-        return super().claims(role) and not (role == "plan_round" and not self.static_bn)
+        """A plan and another deployed model are only needed for the statistics."""
+        return super().claims(role) and not (role in ("plan_round", "personal_module") and not self.static_bn)
 
     def check(self, setup: Setup) -> None:
         """Refuse modules without sub-models, and callbacks that need every client's model to be of one shape."""
@@ -89,7 +91,8 @@ class HeteroFL(FederatedCallback):
         if missing:
             raise ValueError(f"HeteroFL got no rate for client '{missing[0]}'. Give a list, or one for each client.")
         cuts, batch = plan_cuts(setup.module, self.head), setup.first_batch()
-        for rate in sorted(set(table.values() if table is not None else self.rates)):
+        rates = list(self.rates.values()) if isinstance(self.rates, dict) else list(self.rates)
+        for rate in sorted(set(rates)):
             if batch is not None and rate < 1.0:
                 verify(setup.module, cuts, first_units(rate), lambda module: training_loss(module, batch))
         for other in setup.callbacks:
@@ -149,6 +152,8 @@ class HeteroFL(FederatedCallback):
         """With ``static_bn``: train, make the new model, and collect the statistics of its layers."""
         clients = server.participants()
         yield [Job(client) for client in clients]
+        if not any(name.endswith("running_mean") for name in server.kinds):
+            return
         yield []
         sums: State = {}
         batches = 0
@@ -176,6 +181,17 @@ class HeteroFL(FederatedCallback):
         owned = None if counts is None else limit_labels(client.module, head, counts)
         if owned is not None:
             client.scratch[self.key] = owned
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """A slice's statistics are not the full model's: the client takes those of its own training data."""
+        if client.message.extras[self.key]["rate"] == 1.0:
+            return client.module
+        statistics, batches = client.normalisation_statistics()
+        if batches == 0:
+            return client.module
+        module = client.copy_module()
+        load_state(module, statistics)
+        return module
 
     def on_send(self, client: Client, update: Update) -> None:
         """The classes that the client has; or the statistics that were asked for."""

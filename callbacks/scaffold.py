@@ -38,7 +38,9 @@ class SCAFFOLD(FederatedCallback):
 
     def __init__(self, option: Literal[1, 2] = 2, server_lr: float = 1.0, weighting: str = "uniform") -> None:
         if option not in (1, 2):
-            raise ValueError(f"SCAFFOLD got option={option!r}. Option 1 is the gradient at x, option 2 re-uses the steps.")
+            raise ValueError(
+                f"SCAFFOLD got option={option!r}. Option 1 is the gradient at x, option 2 re-uses the steps."
+            )
         self.option = option
         self.server_lr = server_lr
         self.weighting = weighting

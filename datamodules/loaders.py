@@ -50,7 +50,9 @@ class LoaderDataModule(FederatedDataModule):
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
         """One loader over the union of the clients' datasets, with the first loader's batch size and collate function."""
-        loaders = [self._loaders[split][client] for client in in_order(self.client_ids) if client in self._loaders[split]]
+        loaders = [
+            self._loaders[split][client] for client in in_order(self.client_ids) if client in self._loaders[split]
+        ]
         if not loaders:
             return None
         union: ConcatDataset[Any] = ConcatDataset([loader.dataset for loader in loaders])

@@ -224,7 +224,9 @@ def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | Non
         return [CSVLogger(run.path, name="", version=f"logs_{taken + 1}" if taken else "logs")]
     for item in value:
         if not isinstance(item, Logger):
-            raise ConfigurationError(f"logger={value!r} is no logger. Pass True, False or instances such as CSVLogger('logs').")
+            raise ConfigurationError(
+                f"logger={value!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
+            )
     return list(value)
 
 

@@ -239,9 +239,7 @@ class Client:
             load_state(teacher, state)
         return teacher.to(self.module.device).eval().requires_grad_(False)
 
-    def features(
-        self, module: LightningModule, batch: Any, taps: Mapping[str, FeatureTap]
-    ) -> dict[str, Tensor]:
+    def features(self, module: LightningModule, batch: Any, taps: Mapping[str, FeatureTap]) -> dict[str, Tensor]:
         """What ``taps`` (made on ``module``) catch when it runs its step on ``batch``; no gradient, no trace."""
         with torch.no_grad(), self.probing(module), ExitStack() as stack:
             for tap in taps.values():

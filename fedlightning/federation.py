@@ -152,9 +152,7 @@ class Federation:
             if update.error is not None:
                 arguments.warn(f"After the last round: {update.error}.")
         if "L1" in self.stages and self.evaluate_every > 0:
-            self.recorder.record(
-                stage_scores.stage_l1(server, self.store, Evaluate(("val",), self.evaluate_data))
-            )
+            self.recorder.record(stage_scores.stage_l1(server, self.store, Evaluate(("val",), self.evaluate_data)))
         self.final_done = True
         self.save()
 

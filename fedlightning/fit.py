@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -114,8 +115,7 @@ class VisitCallback(Callback):
         for index, optimizer in enumerate(trainer.optimizers):
             if self.correctors and getattr(trainer.precision_plugin, "scaler", None) is not None:
                 self._refuse_fused(optimizer)
-            handle = optimizer.register_step_post_hook(lambda opt, args, kwargs, i=index: self._stepped(opt, i))
-            self._handles.append(handle)
+            self._handles.append(optimizer.register_step_post_hook(partial(self._stepped, index)))
 
     def _refuse_fused(self, optimizer: Optimizer) -> None:
         if any(group.get("fused") for group in optimizer.param_groups):
@@ -176,7 +176,7 @@ class VisitCallback(Callback):
             gradient = callback.correct_gradient(context, name, parameter, gradient)
         return gradient.to(parameter.grad.dtype)
 
-    def _stepped(self, optimizer: Optimizer, index: int) -> None:
+    def _stepped(self, index: int, optimizer: Optimizer, *ignored: Any) -> None:
         moved = False
         for group in optimizer.param_groups:
             lr = float(group["lr"])
@@ -296,6 +296,9 @@ def fit(
     record["callbacks"] = {key: state for key, state in states.items() if state}
     client.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
     _release(trainer)
+    left = vars(client.module).get("forward")
+    if getattr(left, "__func__", None) is type(client.module).forward:
+        del client.module.forward  # under DDP Lightning leaves the bound method on the instance
     if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and batches:
         raise RuntimeError(
             f"Client '{client.id}' was asked for {work} of work but took no optimizer step. "

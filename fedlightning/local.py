@@ -88,7 +88,13 @@ class LocalRunner:
         return min(samples, batches * size)
 
     def start_sampler(
-        self, loader: Any, message: Message, purpose: str = "", epoch_offset: int = 0, rank: int = 0, world_size: int = 1
+        self,
+        loader: Any,
+        message: Message,
+        purpose: str = "",
+        epoch_offset: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         """Address the batch order: a function of (seed, client, round, epoch), whoever runs the visit."""
         sampler = getattr(loader, "sampler", None)
@@ -237,14 +243,12 @@ class LocalRunner:
         return visit
 
     # -- evaluation ------------------------------------------------------------------------------------------------
-    def evaluate(
-        self, client: Client, stage: Stage, evaluate: Evaluate
-    ) -> list[tuple[str, str, str, str, float, int]]:
+    def evaluate(self, client: Client, stage: Stage, evaluate: Evaluate) -> list[tuple[str, str, str, str, float, int]]:
         """Score the client's deployed model: rows (stage, data, split, metric, value, samples)."""
         if not evaluate.splits:
             return []
         module = self.personal_module(client, stage)
-        rows = []
+        rows: list[tuple[str, str, str, str, float, int]] = []
         for split in evaluate.splits:
             for data in evaluate.data:
                 loader = self.loader(client.message, split) if data == "local" else self.data.pooled_dataloader(split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -24,9 +24,10 @@ class LossTermMixin(Mixin):
     def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The step's output with its loss replaced; a skipped batch (``None``) stays skipped."""
         client: Client = vars(self)["loss_client"]
+        module = cast(LightningModule, self)
         callbacks: Sequence[FederatedCallback] = vars(self)["loss_callbacks"]
         batch = args[0] if args else kwargs["batch"]
-        taps = {callback.key: callback.feature_taps(self) for callback in callbacks}
+        taps = {callback.key: callback.feature_taps(module) for callback in callbacks}
         with ExitStack() as stack:
             for of_callback in taps.values():
                 for tap in of_callback.values():
@@ -37,7 +38,7 @@ class LossTermMixin(Mixin):
                 return output
             for callback in callbacks:
                 features = {label: tap.features for label, tap in taps[callback.key].items()}
-                loss = callback.training_loss(client, self, batch, loss, features)
+                loss = callback.training_loss(client, module, batch, loss, features)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
 

@@ -91,7 +91,9 @@ def load(folder: Path, server: Server, store: ClientStore) -> tuple[int, dict[st
             )
     unknown = sorted(set(manifest["clients"]) - set(server.clients) - {"pooled"})
     if unknown:
-        raise ValueError(f"The state in {folder} knows client '{unknown[0]}', the data does not. Use the run's own data.")
+        raise ValueError(
+            f"The state in {folder} knows client '{unknown[0]}', the data does not. Use the run's own data."
+        )
     template = detached_copy(server.runner.template)
     load_state(template, _load(folder / TEMPLATE))
     server.runner.template = template

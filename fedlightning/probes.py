@@ -139,6 +139,8 @@ def normalisation_statistics(
         for path, layer in module.named_modules()
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None
     }
+    if not layers:
+        return {}, 0
     modes = {child: child.training for child in module.modules()}
     momenta = {path: layer.momentum for path, layer in layers.items()}
     count = 0

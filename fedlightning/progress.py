@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -62,9 +61,7 @@ class RichProgress(NoProgress):
             self.visits = self.bars.add_task("clients", total=None, scores="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None = None, value: BaseException | None = None, trace: TracebackType | None = None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.bars is not None:
             self.bars.stop()
 

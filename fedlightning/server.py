@@ -82,7 +82,9 @@ class Server:
     def participants(self) -> list[str]:
         """This round's clients: a uniform sample without replacement, in client order."""
         wanted = self.participation
-        count = wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else round(wanted * len(self.clients))
+        count = (
+            wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else round(wanted * len(self.clients))
+        )
         count = min(max(count, 1), len(self.clients))
         if count == len(self.clients):
             return list(self.clients)
@@ -132,7 +134,9 @@ class Server:
         down = job.down if job.down is not None else (everything if job.client == POOLED else shared)
         returns = job.returns
         if returns is None:
-            returns = () if job.work == 0 else self._without_server_buffers(everything if job.client == POOLED else shared)
+            returns = (
+                () if job.work == 0 else self._without_server_buffers(everything if job.client == POOLED else shared)
+            )
         model = self.models[job.model]
         message = Message(
             round=self.round,

@@ -67,7 +67,9 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in state.items():
             if name not in own:
-                raise ValueError(f"State entry '{name}' is not in {type(module).__name__}. Send only names that it has.")
+                raise ValueError(
+                    f"State entry '{name}' is not in {type(module).__name__}. Send only names that it has."
+                )
             if own[name].shape != value.shape:
                 raise ValueError(
                     f"State entry '{name}' has shape {tuple(value.shape)}, but {type(module).__name__} holds "

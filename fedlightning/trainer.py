@@ -264,7 +264,8 @@ class FederatedTrainer:
         elif not self.fast_dev_run:
             run = RunFolder(a["default_root_dir"], a["name"], a["version"])
             run.refuse_used()
-        wish = next((c.optimizer_state for c in self.callbacks if getattr(c, "optimizer_state", None)), "reset")
+        wishes = (getattr(callback, "optimizer_state", None) for callback in self.callbacks)
+        wish: Literal["reset", "keep"] = next((wish for wish in wishes if wish is not None), "reset")
         settings = LocalSettings(
             seed=a["seed"],
             max_rounds=self.max_rounds,

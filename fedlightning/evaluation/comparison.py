@@ -72,8 +72,14 @@ class Comparison:
             table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
         cells: list[list[tuple[str, float | None]]] = []
         for name, summary in self.summaries.items():
-            personal, pooled, shared = self.find(name, "personal"), self.find(name, "personal", "pooled"), self.find(name, "global")
-            worst = min((v for v in personal["per_client"].values() if v is not None), default=None) if personal else None
+            personal, pooled, shared = (
+                self.find(name, "personal"),
+                self.find(name, "personal", "pooled"),
+                self.find(name, "global"),
+            )
+            worst = (
+                min((v for v in personal["per_client"].values() if v is not None), default=None) if personal else None
+            )
             cells.append(
                 [
                     (_score(personal), personal["mean"] if personal else None),

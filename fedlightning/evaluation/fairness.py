@@ -14,7 +14,8 @@ Scores = Mapping[str, float]
 @dataclass(frozen=True)
 class Spread:
     """How a score is spread over clients. ``variance`` is the population variance (PLayer-FL, equation A.5): lower is
-    fairer, but a uniformly bad model is fair too, so read it beside the mean and the worst client."""
+    fairer, but a uniformly bad model is fair too, so read it beside the mean and the worst client.
+    """
 
     mean: float
     median: float
@@ -100,7 +101,9 @@ def _values(scores: Scores) -> np.ndarray:
         raise ValueError("There is no client to describe.")
     if not bool(np.isfinite(x).all()):
         names = [client for client, value in scores.items() if not np.isfinite(value)]
-        raise ValueError(f"Client '{names[0]}' has no finite score. It is not averaged away: leave it out by name, or mend it.")
+        raise ValueError(
+            f"Client '{names[0]}' has no finite score. It is not averaged away: leave it out by name, or mend it."
+        )
     return x
 
 

@@ -141,12 +141,19 @@ def _finite(values: ArrayLike) -> np.ndarray:
     if x.size == 0:
         raise ValueError("There is no value to describe.")
     if not bool(np.isfinite(x).all()):
-        raise ValueError(f"{int((~np.isfinite(x)).sum())} of {x.size} values are NaN or infinite. They are not averaged away.")
+        raise ValueError(
+            f"{int((~np.isfinite(x)).sum())} of {x.size} values are NaN or infinite. They are not averaged away."
+        )
     return x
 
 
 def _bootstrap(x: np.ndarray, statistic: object, confidence: float, seed: int) -> tuple[float, float]:
     result = stats.bootstrap(
-        (x,), statistic, n_resamples=1000, confidence_level=confidence, method="percentile", rng=np.random.default_rng(seed)
+        (x,),
+        statistic,
+        n_resamples=1000,
+        confidence_level=confidence,
+        method="percentile",
+        rng=np.random.default_rng(seed),
     )  # type: ignore[call-overload]
     return float(result.confidence_interval.low), float(result.confidence_interval.high)

@@ -9,7 +9,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,8 @@ def check_resume(algorithm: FederatedCallback, root: Path, **given: Any) -> None
     settings = {"max_rounds": 4, "save_state": 1, "evaluate_every": 1, "participation": 3} | given
     whole = federate(algorithm, ToyData(), root / "whole", **settings)
     stop = _StopAfter(2)
-    try:
+    with suppress(_Stopped):
         federate(copy.deepcopy(algorithm), ToyData(), root / "parts", others=[stop], **settings)
-    except _Stopped:
-        pass
     resumed = federate(copy.deepcopy(algorithm), ToyData(), root / "parts", resume=True, **settings)
     _assert_same(whole, resumed, f"{algorithm.key} resumed after two rounds differs from an uninterrupted run")
 
@@ -121,7 +119,9 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
         trainer = federate(algorithm, ToyData(), root, **given | {"full": True})
     server = _server(trainer)
     assert server.bytes_up == sum(update.num_bytes for _, update, _ in visits.all), "Bytes up are not what was sent."
-    assert server.bytes_down == sum(message.num_bytes for message, _, _ in visits.all), "Bytes down are not what was sent."
+    assert server.bytes_down == sum(message.num_bytes for message, _, _ in visits.all), (
+        "Bytes down are not what was sent."
+    )
     for message, update, record in visits.all:
         unasked = set(update.state) - set(message.returns)
         assert not unasked, f"{algorithm.key} lets client '{message.client}' send {sorted(unasked)} unasked."
@@ -199,7 +199,11 @@ def check_identical_clients(algorithm: FederatedCallback, root: Path, **given: A
         for name, value in first.items():
             if value.is_floating_point():
                 torch.testing.assert_close(
-                    value, other[name], atol=1e-6, rtol=1e-5, msg=f"{algorithm.key}: identical clients differ at '{name}'."
+                    value,
+                    other[name],
+                    atol=1e-6,
+                    rtol=1e-5,
+                    msg=f"{algorithm.key}: identical clients differ at '{name}'.",
                 )
 
 

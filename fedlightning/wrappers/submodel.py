@@ -12,7 +12,7 @@ one is not believed but tried, in ``submodel_check``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -85,16 +85,16 @@ def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
             source, block = _source(widths, inputs, flattens) if widths else (None, 1)
             if widths and source is None:
                 raise ValueError(
-                    f"`{path}` of {owner} takes {inputs} inputs, and no layer before it gives as many, so its sub-model "
-                    "is unknown. Sub-models are cut from chains of linear and convolutional layers registered in order."
+                    f"`{path}` of {owner} takes {inputs} inputs, and no layer before it gives as many: its sub-model is "
+                    "unknown. Sub-models are cut from chains of linear and convolutional layers registered in order."
                 )
             cuts.append(Cut(path, source, None if layer is last else path, block))
             widths[path] = outputs
         elif any(p.numel() > 1 for p in layer.parameters(recurse=False)) or parametrize.is_parametrized(layer):
             raise ValueError(
                 f"`{path or owner}` ({user_class(layer).__name__}) of {owner} cannot be cut into a sub-model: only "
-                "plain Linear, Conv and normalisation layers can. Give every client the full model (rate 1), or build the "
-                "module from such layers."
+                "plain Linear, Conv and normalisation layers can. Give every client the full model (rate 1), or build "
+                "the module from such layers."
             )
     if name not in widths:
         raise ValueError(
@@ -104,7 +104,7 @@ def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
     return [Cut(c.path, c.arriving and leaving[c.arriving], c.leaving and leaving[c.leaving], c.block) for c in cuts]
 
 
-def _source(widths: Mapping[str, int], wanted: int, flattens: bool = False) -> tuple[str | None, int]:
+def _source(widths: dict[str, int], wanted: int, flattens: bool = False) -> tuple[str | None, int]:
     """Which earlier layer's units are ``wanted`` numbers: the nearest of that width, or a flattened convolution."""
     nearest = next(reversed(widths))
     if flattens and wanted % widths[nearest] == 0:
@@ -187,6 +187,6 @@ def _tell_sizes(layer: nn.Module, index: tuple[Tensor | None, ...]) -> None:
             if hasattr(layer, name):
                 setattr(layer, name, len(kept))
         if hasattr(layer, "normalized_shape"):
-            layer.normalized_shape = (len(kept),)
+            layer.normalized_shape = (len(kept),)  # type: ignore[assignment]
         if isinstance(layer, nn.GroupNorm):
             layer.num_groups = math.gcd(layer.num_groups, len(kept))

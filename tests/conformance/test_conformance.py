@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 
 import pytest
-from tests.conformance.cases import CASES, Case
 
 from fedlightning.catalogue import list_algorithms
 from fedlightning.testing import CHECKS, check_algorithm
+from tests.conformance.cases import CASES, Case
 
 PAIRS = [
     pytest.param(case, check, id=f"{name}-{check}")
