@@ -17,7 +17,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_
 
 # One thread a process: more of them on contended cores make small models many times slower.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

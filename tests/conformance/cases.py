@@ -83,4 +83,22 @@ CASES: dict[str, Case] = {
     "IFCA": Case(c.IFCA(), neutral=c.IFCA(num_clusters=1)),
     "IFCA option 1": Case(c.IFCA(option=1), skip=NO_PLAIN_FORM),
     "HypCluster": Case(c.HypCluster(), neutral=c.HypCluster(num_clusters=1)),
+    "MOON": Case(c.MOON(head="head"), neutral=c.MOON(mu=0.0)),
+    "FedProto": Case(c.FedProto(head="head"), neutral=c.FedProto(lam=0.0, head="head")),
+    "FedProto nearest": Case(c.FedProto(head="head", predictor="nearest", weighting="samples"), skip=NO_PLAIN_FORM),
+    "FedProto during": Case(c.FedProto(head="head", proto_pass="during"), skip=NO_PLAIN_FORM),
+    "PerFCL": Case(c.PerFCL(head="head"), skip=NO_PLAIN_FORM),
+    "FedLP": Case(c.FedLP(q=0.5), neutral=c.FedLP(q=1.0)),
+    "FedLAMA": Case(c.FedLAMA()),
+    "FedLAMA slow": Case(c.FedLAMA(phi=2, tau=2)),
+    "HeteroFL": Case(
+        c.HeteroFL(head="head"),
+        neutral=c.HeteroFL(rates=[1.0], masked_loss=False, head="head"),
+        skip={"identical_clients": "its clients differ in width"},
+    ),
+    "HeteroFL one width": Case(c.HeteroFL(rates=[0.5], head="head"), skip=NO_PLAIN_FORM),
+    "HeteroFL dynamic": Case(
+        c.HeteroFL(dynamic=True, static_bn=False, head="head"),
+        skip={**NO_PLAIN_FORM, "identical_clients": "its clients differ in width"},
+    ),
 }
