@@ -50,7 +50,7 @@ class PLayerFL(FederatedCallback):
         split: fixes p instead (0: nothing is shared; L: FedAvg).
         shift: federate so many layers more (+1) or fewer (-1) than p: the paper's variants.
         clamp: keep p within [1, L-1].
-        weights_only: leave biases and normalisation out of F (the authors' code).
+        weights_only: leave biases out of F (the authors' code).
         order: layer names in order, by default as a forward pass meets them.
         weighting: ``"samples"`` or ``"uniform"``.
     """

@@ -81,11 +81,19 @@ def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]
 def contrastive_loss(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:
     """``-log( exp(cos(z, z+)/T) / (exp(cos(z, z+)/T) + exp(cos(z, z-)/T)) )``, mean over the batch.
 
+    Equal teachers give log 2 and no gradient, exactly. A silent sample (all features 0) has cosines 0 and no gradient.
+
     Args:
         z: features with their graph; positive, negative: a teacher's, without one.
         temperature: ``T``.
     """
-    z = rows(z)
-    cosines = [F.cosine_similarity(z, rows(other.detach()), dim=1, eps=1e-8) for other in (positive, negative)]
+    direction = _unit(z)
+    cosines = [(direction * _unit(other.detach())).sum(1) for other in (positive, negative)]
     logits = torch.stack(cosines, dim=1) / temperature
-    return F.cross_entropy(logits, torch.zeros(len(z), dtype=torch.long, device=z.device))
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=logits.device))
+
+
+def _unit(z: Tensor) -> Tensor:
+    z = rows(z)
+    norm = z.norm(dim=1, keepdim=True)
+    return z / norm.clamp_min(1e-8) * (norm > 1e-8)

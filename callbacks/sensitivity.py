@@ -28,11 +28,12 @@ class FederationSensitivity(Callback):
         method: ``"online"``: from the gradients training computes anyway in the recorded epoch, mean over its steps of
             ``(theta_p grad_p)^2``, no extra pass; ``"mean_gradient"``: at the epoch's end, from the mean gradient over
             the training set (one extra pass, in the module's training mode); ``"one_batch"``: from one batch, then.
-        weights_only: leave biases and normalisation out.
+        weights_only: leave biases out.
         epoch: which epoch to record, from 0.
 
     Attributes:
-        result: the :class:`Sensitivity`, ``None`` before the epoch has ended. It is the callback's Lightning state.
+        result: the :class:`Sensitivity`, ``None`` before the epoch has ended. It is the callback's Lightning state;
+            a checkpoint written in the middle of the epoch holds what has been added up.
     """
 
     def __init__(self, method: Method = "online", weights_only: bool = False, epoch: int = 0) -> None:
@@ -43,6 +44,7 @@ class FederationSensitivity(Callback):
         self.epoch = epoch
         self.result: Sensitivity | None = None
         self._accumulator: SensitivityAccumulator | None = None
+        self._resumed: dict[str, Any] | None = None
 
     @property
     def state_key(self) -> str:
@@ -61,6 +63,9 @@ class FederationSensitivity(Callback):
         """The first batch of the recorded epoch shows the order of the layers."""
         if trainer.current_epoch == self.epoch and self._accumulator is None:
             self._accumulator = SensitivityAccumulator(pl_module, self.weights_only)
+            if self._resumed is not None:
+                self._accumulator.load_state_dict(self._resumed)
+                self._resumed = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """One more step of the recorded epoch."""
@@ -76,6 +81,7 @@ class FederationSensitivity(Callback):
         """The extra pass, where the method wants one; the result."""
         if trainer.current_epoch != self.epoch or self._accumulator is None:
             return
+        self._accumulator.stop_watching()
         if self.method != "online":
             self._accumulator.add(extra_gradient(trainer, pl_module, 1 if self.method == "one_batch" else None))
         if any(self._accumulator.steps.values()):
@@ -87,18 +93,21 @@ class FederationSensitivity(Callback):
         """Let go of the module."""
         if self._accumulator is not None:
             self._accumulator.stop_watching()
-        self._accumulator = None
+        self._accumulator = self._resumed = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go of the module."""
         self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The result, as plain values."""
-        return {} if self.result is None else {"result": self.result.to_dict()}
+        """The result, as plain values; in the middle of the epoch, what has been added up so far."""
+        if self.result is not None:
+            return {"result": self.result.to_dict()}
+        return {} if self._accumulator is None else {"partial": self._accumulator.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bring back the result of an earlier run."""
+        """Bring back the result of an earlier run, or go on in the middle of its epoch."""
+        self._resumed = state_dict.get("partial")
         self.result = Sensitivity.from_dict(state_dict["result"]) if "result" in state_dict else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ class Sensitivity:
     Attributes:
         layers: names; num_parameters: ``n_k`` counted in.
         sensitivity: ``I_k``.
-        method: where the gradients came from; weights_only: whether biases and normalisation were left out. Numbers of
+        method: where the gradients came from; weights_only: whether biases were left out. Numbers of
             different methods are not the same quantity.
     """
 
@@ -85,13 +85,15 @@ class Sensitivity:
         """The unweighted sum over clients.
 
         Raises:
-            ValueError: for parts with different layers, or none.
+            ValueError: for parts with different layers or of different methods, or none.
         """
         if not parts:
             raise ValueError("There is no sensitivity to sum: no client answered.")
         first = parts[0]
         if any(part.layers != first.layers for part in parts):
             raise ValueError("Sensitivities of different layers, or in different order, cannot be summed.")
+        if any((part.method, part.weights_only) != (first.method, first.weights_only) for part in parts):
+            raise ValueError("Sensitivities of different methods are not the same quantity and cannot be summed.")
         terms = [math.fsum(part.sensitivity[k] for part in parts) for k in range(len(first.layers))]
         return Sensitivity(first.layers, first.num_parameters, terms, first.method, first.weights_only)
 
@@ -120,12 +122,19 @@ class Sensitivity:
 
 
 def counted_parameters(module: nn.Module, weights_only: bool = False) -> dict[str, nn.Parameter]:
-    """The parameters that count: those that train, with ``weights_only`` only tensors of two or more dimensions."""
+    """The parameters that count: those that train, with ``weights_only`` all but biases (the authors' code)."""
     return {
         name: parameter
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and (not weights_only or parameter.dim() > 1)
+        if parameter.requires_grad and not (weights_only and is_bias(name))
     }
+
+
+def is_bias(name: str) -> bool:
+    """Whether a parameter is a bias by its own name (``bias``, ``bias_ih_l0``, ``in_proj_bias``)."""
+    parts = name.split(".")
+    own = parts[parts.index("parametrizations") + 1] if "parametrizations" in parts[:-1] else parts[-1]
+    return own == "bias" or own.startswith("bias_") or own.endswith("_bias")
 
 
 class SensitivityAccumulator:
@@ -133,7 +142,7 @@ class SensitivityAccumulator:
 
     Args:
         module: whose parameters and gradients are read.
-        weights_only: leave biases and normalisation out (the authors' code).
+        weights_only: leave biases out (the authors' code).
         order: names of the layers; ``None``: as they are called until :meth:`stop_watching`.
     """
 
@@ -152,27 +161,39 @@ class SensitivityAccumulator:
             self.order, self._watch = self._watch.names(), None
 
     @torch.no_grad()
-    def add(self, gradients: Mapping[str, Tensor], scale: float = 1.0) -> None:
-        """One step's gradients by parameter name, times ``scale``. With a non-finite one the step does not count."""
-        names = [name for name in gradients if name in self.counted]
-        if not names:
+    def add(self, gradients: Mapping[str, Tensor], scale: float = 1.0, stepped: Iterable[str] | None = None) -> None:
+        """One step's gradients by parameter name, times ``scale``. With a non-finite one the step does not count.
+
+        ``stepped`` are the parameters that the step was for (``None``: all); one without a gradient adds zero.
+        """
+        if not gradients:
             return
-        terms = [_squares(self.counted[name], gradients[name]) for name in names]
+        parameters = dict(self.module.named_parameters())
+        terms = [_squares(parameters[name], gradient) for name, gradient in gradients.items()]
         values = torch.stack([term.to(terms[0].device) for term in terms]).tolist()  # one transfer a step
         if all(map(math.isfinite, values)):
-            for name, value in zip(names, values, strict=True):
-                self.sums[name] += value / scale**2
-                self.steps[name] += 1
+            found = dict(zip(gradients, values, strict=True))
+            for name in self.counted if stepped is None else stepped:
+                if name in self.counted:
+                    self.sums[name] += found.get(name, 0.0) / scale**2
+                    self.steps[name] += 1
 
     def add_step(self, optimizer: Optimizer | None = None, scale: float = 1.0) -> None:
         """One step's gradients as they stand in ``.grad``, of ``optimizer``'s parameters or of all."""
         own = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-        gradients = {
-            name: parameter.grad
-            for name, parameter in self.counted.items()
-            if parameter.grad is not None and (own is None or id(parameter) in own)
-        }
-        self.add(gradients, scale)
+        mine = {name: p for name, p in self.module.named_parameters() if own is None or id(p) in own}
+        self.add({name: p.grad for name, p in mine.items() if p.grad is not None}, scale, mine)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been added up, as plain values; the order once it is known."""
+        return {"sums": dict(self.sums), "steps": dict(self.steps), "order": self.order and list(self.order)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of the same module."""
+        self.sums, self.steps = dict(state["sums"]), dict(state["steps"])
+        if state["order"] is not None:
+            self.stop_watching()
+            self.order = state["order"]
 
     def of_pieces(self) -> dict[str, float]:
         """Per piece (:func:`fedlightning.layers.pieces`) the sum over its parameters of the mean over the steps."""

@@ -63,8 +63,8 @@ def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> lis
 
     Args:
         module: any module; frozen parameters are members like all others.
-        order: names as :func:`forward_order` returns them; those it leaves out follow in registration order. ``None``
-            is registration order, which is the order of ``state_dict``.
+        order: names as :func:`forward_order` returns them; those it leaves out follow in registration order, but a
+            norm stays behind its predecessor. ``None`` is registration order, which is the order of ``state_dict``.
 
     Raises:
         ValueError: a name in ``order`` is no parametrised piece of ``module``.
@@ -74,7 +74,7 @@ def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> lis
         for name in order:
             if name not in leaves:
                 raise ValueError(_unknown(name, leaves, "is no layer of " + type(module).__name__))
-        leaves = {name: leaves[name] for name in [*dict.fromkeys(order), *leaves]}
+        leaves = _rearranged(leaves, list(dict.fromkeys(order)))
     layers: list[Layer] = []
     early: list[Layer] = []  # statistics of norms without parameters, before every layer: they join the first
     for leaf in leaves.values():
@@ -210,6 +210,17 @@ def _unknown(name: str, known: Iterable[str], what: str) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = "Close matches" if close else "There are"
     return f"{name!r} {what}. {hint}: {', '.join(map(repr, close or known[:10])) or 'none at all'}."
+
+
+def _rearranged(leaves: dict[str, _Leaf], order: list[str]) -> dict[str, _Leaf]:
+    """``leaves`` in ``order``; a norm left out comes after its predecessor in registration, other leaves at the end."""
+    listed = set(order)
+    previous: str | None = None
+    for name, leaf in leaves.items():
+        if name not in listed:
+            order.insert(order.index(previous) + 1 if leaf.joins and previous is not None else len(order), name)
+        previous = name
+    return {name: leaves[name] for name in order}
 
 
 def _leaves(module: nn.Module) -> list[_Leaf]:

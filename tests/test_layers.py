@@ -105,6 +105,20 @@ def test_parameters_of_a_container_are_one_layer_before_its_children():
     assert layers[0].parameters == ("cls_token", "position") and layers[0].buffers == ("saved",)
 
 
+def test_a_subclass_of_attention_is_one_layer_too():
+    class Mine(nn.MultiheadAttention):
+        pass
+
+    assert names(nn.Sequential(Mine(4, 2), nn.Linear(4, 4))) == ["0", "1"]
+
+
+def test_a_parameter_list_counts_as_used_when_a_child_of_its_owner_runs():
+    """A LightningModule is never called itself where its step calls the children one by one."""
+    net = Tokens()
+    called = forward_order(net, lambda: net.head(net.body(torch.zeros(1, 4))))
+    assert called == ["cls_token+position", "prompts", "body", "head"]
+
+
 def test_a_parameter_list_counts_as_used_when_its_owner_runs():
     called = [layer.name for layer in in_forward_order(Tokens(), torch.zeros(1, 4))]
     assert called == ["cls_token+position", "prompts", "body", "head"]
@@ -193,6 +207,13 @@ def test_watching_ends_and_leaves_no_hook():
     with pytest.raises(ZeroDivisionError):
         forward_order(net, lambda: 1 / 0)
     assert not any(child._forward_pre_hooks for child in net.modules())
+
+
+def test_a_norm_that_an_order_leaves_out_stays_behind_its_predecessor():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2), nn.Linear(2, 2))
+    first, second, third = ordered_layers(net, ["0", "4", "3"])
+    assert (first.name, second.name, third.name) == ("0", "4", "3")
+    assert first.pieces == ("0", "1")
 
 
 def test_an_order_by_hand():

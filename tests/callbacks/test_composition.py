@@ -148,10 +148,11 @@ def test_fliu_with_nothing_of_its_own_beside_fedbn_is_uniform_fedbn():
         same(module_state(a.module(client)), module_state(b.module(client)))
 
 
-def test_control_variates_beside_player_fl_are_those_of_scaffold():
+@pytest.mark.parametrize("option", [1, 2])
+def test_control_variates_beside_player_fl_are_those_of_scaffold(option):
     """With everything shared it is SCAFFOLD, bit for bit: the collecting visit takes no second control variate."""
     module, data = NormNet(), toy_data(SIZES)
-    a, b = (federate(module, data, [SCAFFOLD(), *cb], max_rounds=3) for cb in ([], [PLayerFL(split=2)]))
+    a, b = (federate(module, data, [SCAFFOLD(option), *cb], max_rounds=3) for cb in ([], [PLayerFL(split=2)]))
     same(global_state(a), global_state(b))
     same(a.server.state["SCAFFOLD"]["c"], b.server.state["SCAFFOLD"]["c"])
 

@@ -94,7 +94,7 @@ def test_quadratics_reach_the_proximal_point():
     """``v = (A + lam I)^-1 (A b + lam w^t)``: the anchor is the model received, not the one aggregated afterwards."""
     data = quadratic_data(A, B)
     for lam in (0.8, 1.5):
-        module = Quadratic(lr=0.42)
+        module = Quadratic(lr=0.33)
         with torch.no_grad():
             module.w.fill_(0.5)
         trainer, spy = spied(module, data, [Ditto(lam=lam)], max_rounds=2, local_epochs=40)

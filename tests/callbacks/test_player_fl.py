@@ -310,7 +310,7 @@ def test_weights_only_counts_weights_only():
     for weights_only in (False, True):
         trainer = federate(Deep(norm=True), toy_data(SIZES), [PLayerFL(weights_only=weights_only)], max_rounds=1)
         found.append(trainer.callbacks.find(PLayerFL).sensitivity(trainer.server))
-    assert found[0].num_parameters == [72, 72, 72, 27] and found[1].num_parameters == [48, 64, 64, 24]
+    assert found[0].num_parameters == [72, 72, 72, 27] and found[1].num_parameters == [56, 64, 64, 24]
     assert found[1].weights_only and not found[0].weights_only
 
 

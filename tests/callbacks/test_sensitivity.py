@@ -465,6 +465,73 @@ def test_tiny_and_huge_gradients_are_added_in_float64():
     assert recorded.steps["weight"] == 2
 
 
+def test_a_parameter_that_a_step_does_not_reach_adds_zero_to_the_mean():
+    module = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+    recorded, optimizer = SensitivityAccumulator(module, order=["a", "b"]), torch.optim.SGD(module.parameters())
+    for names in ("ab", "a", "a", "a"):
+        optimizer.zero_grad()
+        sum(module[name](torch.ones(1, 1)).sum() for name in names).backward()
+        recorded.add_step(optimizer)
+    assert recorded.result().sensitivity == [1.0, 0.25]
+
+
+def test_an_infinite_gradient_that_is_not_counted_still_means_no_step():
+    module = nn.Linear(2, 2)
+    recorded = SensitivityAccumulator(module, weights_only=True, order=["weight+bias"])
+    module.weight.grad, module.bias.grad = torch.ones(2, 2), torch.tensor([math.inf, 0.0])
+    recorded.add_step()
+    assert recorded.steps == {"weight": 0}
+
+
+def test_weights_only_leaves_out_biases_by_their_own_name():
+    module = nn.ModuleDict(
+        {
+            "bias_free": nn.Linear(2, 2),
+            "norm": nn.BatchNorm1d(2),
+            "lstm": nn.LSTM(2, 2),
+            "attention": nn.MultiheadAttention(2, 1),
+        }
+    )
+    counted = SensitivityAccumulator(module, weights_only=True, order=["bias_free"]).counted
+    attention = {"attention.in_proj_weight", "attention.out_proj.weight"}
+    lstm = {"lstm.weight_ih_l0", "lstm.weight_hh_l0"}
+    assert set(counted) == {"bias_free.weight", "norm.weight"} | lstm | attention
+
+
+def test_different_methods_are_not_summed():
+    one, two = Sensitivity(["a"], [1], [1.0], "online"), Sensitivity(["a"], [1], [1.0], "one_batch")
+    with pytest.raises(ValueError, match="different methods"):
+        Sensitivity.sum([one, two])
+
+
+def test_a_run_resumed_in_the_middle_of_the_epoch_counts_every_step(tmp_path):
+    class Save(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    x, y = samples()[:6]
+    loader = DataLoader(TensorDataset(x.repeat(4, 1), y.repeat(4)), batch_size=6)  # Lightning starts it anew
+    whole, resumed = FederationSensitivity(), FederationSensitivity()
+    fit(net(), [whole, Save()], loader)
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[resumed],
+        enable_model_summary=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Net(), loader, ckpt_path=tmp_path / "middle.ckpt")
+    assert whole.result is not None
+    assert resumed.result is not None
+    assert resumed.result.layers == whole.result.layers
+    assert resumed.result.sensitivity == pytest.approx(whole.result.sensitivity, rel=1e-6)
+
+
 # -- the figure --------------------------------------------------------------------------------------------------------
 
 

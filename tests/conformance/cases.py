@@ -87,7 +87,7 @@ CASES: dict[str, Case] = {
     "FedProto": Case(c.FedProto(head="head"), neutral=c.FedProto(lam=0.0, head="head")),
     "FedProto nearest": Case(c.FedProto(head="head", predictor="nearest", weighting="samples"), skip=NO_PLAIN_FORM),
     "FedProto during": Case(c.FedProto(head="head", proto_pass="during"), skip=NO_PLAIN_FORM),
-    "PerFCL": Case(c.PerFCL(head="head"), skip=NO_PLAIN_FORM),
+    "PerFCL": Case(c.PerFCL(head="head", init="fresh"), skip=NO_PLAIN_FORM),
     "FedLP": Case(c.FedLP(q=0.5), neutral=c.FedLP(q=1.0)),
     "FedLAMA": Case(c.FedLAMA()),
     "FedLAMA slow": Case(c.FedLAMA(phi=2, tau=2)),
