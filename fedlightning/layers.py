@@ -119,11 +119,11 @@ class ForwardOrder:
         self._handles = [child.register_forward_pre_hook(hook) for child, hook in hooks]
 
     def _called(self, path: str) -> Callable[..., None]:
-        mine = [
-            leaf.layer.name
-            for leaf in self._leaves
-            if leaf.path == path or (leaf.container and (not leaf.path or path.startswith(leaf.path + ".")))
+        around = [
+            leaf for leaf in self._leaves if leaf.container and (not leaf.path or path.startswith(leaf.path + "."))
         ]
+        own = [leaf for leaf in self._leaves if leaf.path == path]
+        mine = list(dict.fromkeys(leaf.layer.name for leaf in (*around, *own)))
         return lambda *_: self._seen.update(dict.fromkeys(name for name in mine if name not in self._seen))
 
     def names(self) -> list[str]:

@@ -139,7 +139,7 @@ class Teachers(FederatedCallback):
 def test_teachers_are_the_received_and_the_last_model_and_do_not_move():
     """With BatchNorm, whose statistics would move in train mode."""
     look = Teachers()
-    trainer, spy = spied(NormNet("adam"), toy_data(), [MOON(), look], max_rounds=3, local_epochs=2)
+    __, spy = spied(NormNet("adam"), toy_data(), [MOON(), look], max_rounds=3, local_epochs=2)
     assert len(look.seen) == 2 * 3 * 2
     for _, state, known, training in look.seen:
         same(state, known)

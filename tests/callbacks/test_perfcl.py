@@ -86,7 +86,7 @@ def by_hand(module, data, mu, gamma, temperature, rounds):
 
 def test_training_is_what_the_formulas_say():
     module, data = Dual(), toy_data(batch_size=64)
-    trainer, spy = spied(module, data, [PerFCL(mu=2.0, gamma=3.0, temperature=0.7)], max_rounds=4)
+    trainer, _spy = spied(module, data, [PerFCL(mu=2.0, gamma=3.0, temperature=0.7)], max_rounds=4)
     wanted, u = by_hand(module, data, 2.0, 3.0, 0.7, 4)
     private = [name for name in module_state(module) if not name.startswith("net.global_extractor")]
     for client, state in models(trainer).items():

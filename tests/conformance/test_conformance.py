@@ -1,17 +1,26 @@
-"""Every registered algorithm passes every check; a check is left out only with its reason in ``cases.py``."""
+"""Every registered algorithm passes every check; a check is left out only with its reason in ``cases.py``.
+
+The first case of each class runs always; further variants of it are slow tests (``make test-all``).
+"""
 
 from __future__ import annotations
 
 import copy
 
 import pytest
+from tests.conformance.cases import CASES, Case
 
 from fedlightning.catalogue import list_algorithms
 from fedlightning.testing import CHECKS, check_algorithm
-from tests.conformance.cases import CASES, Case
 
+FIRST = {type(case.algorithm): name for name, case in reversed(CASES.items())}
 PAIRS = [
-    pytest.param(case, check, id=f"{name}-{check}")
+    pytest.param(
+        case,
+        check,
+        id=f"{name}-{check}",
+        marks=() if FIRST[type(case.algorithm)] == name else pytest.mark.slow,
+    )
     for name, case in CASES.items()
     for check in CHECKS
     if check not in case.skip
