@@ -155,5 +155,5 @@ def _bootstrap(x: np.ndarray, statistic: object, confidence: float, seed: int) -
         confidence_level=confidence,
         method="percentile",
         rng=np.random.default_rng(seed),
-    )  # type: ignore[call-overload]
+    )
     return float(result.confidence_interval.low), float(result.confidence_interval.high)

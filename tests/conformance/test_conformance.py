@@ -8,10 +8,10 @@ from __future__ import annotations
 import copy
 
 import pytest
-from tests.conformance.cases import CASES, Case
 
 from fedlightning.catalogue import list_algorithms
 from fedlightning.testing import CHECKS, check_algorithm
+from tests.conformance.cases import CASES, Case
 
 FIRST = {type(case.algorithm): name for name, case in reversed(CASES.items())}
 PAIRS = [
