@@ -45,7 +45,7 @@ class PLayerFL(FederatedCallback):
     (FedPer, FedBN) stay there.
 
     Args:
-        threshold: ``t > 1``. The paper gives no value; 1.1 is calibrated in ``docs/player_fl.md``. Each run writes the
+        threshold: ``t > 1``. The paper gives no value; 1.05 is calibrated in ``docs/player_fl.md``. Each run writes the
             ratio of every layer and p as a function of t to ``figures/sensitivity.png``.
         split: fixes p instead (0: nothing is shared; L: FedAvg).
         shift: federate so many layers more (+1) or fewer (-1) than p: the paper's variants.
@@ -57,7 +57,7 @@ class PLayerFL(FederatedCallback):
 
     def __init__(
         self,
-        threshold: float = 1.1,
+        threshold: float = 1.05,
         split: int | None = None,
         shift: int = 0,
         clamp: bool = False,
