@@ -153,7 +153,8 @@ class HeteroFL(FederatedCallback):
         """With ``static_bn``: train, make the new model, and collect the statistics of its layers."""
         clients = server.participants()
         yield [Job(client) for client in clients]
-        if not any(name.endswith("running_mean") for name in server.kinds):
+        whole = len(server.shared_names()) == len(server.kinds)  # else there is no full model to run
+        if not whole or not any(name.endswith("running_mean") for name in server.kinds):
             return
         yield []
         sums: State = {}

@@ -105,7 +105,7 @@ def check(given: Mapping[str, Any]) -> None:
     for item in items:
         if not isinstance(item, Callback):
             raise ConfigurationError(
-                f"callbacks holds {item!r}, which is not a callback. Pass instances such as FedProx(mu=0.1)."
+                f"callbacks holds {item!r}, which is not a callback. Pass instances of callbacks, not classes or names."
             )
 
 

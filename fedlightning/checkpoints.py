@@ -20,7 +20,7 @@ from fedlightning.tensors import load_state, module_state
 def export(path: Path, module: LightningModule, template: LightningModule, extra: dict[str, Any]) -> None:
     """Save ``module`` as Lightning saves it, so that ``MyModule.load_from_checkpoint`` opens it.
 
-    A wrapped module is another class than the user's (FENDA's dual extractor) or holds other entries (adapters put into
+    A wrapped module is another class than the user's (a dual extractor) or holds other entries (adapters put into
     it); it is pickled along under ``"fedlightning"``, and :func:`load` opens it.
 
     Args:

@@ -1,6 +1,6 @@
 """A module seen as a list of layers, for algorithms that decide layer by layer what is shared.
 
-PLayer-FL, FedLP, FedLAMA, FedPer, FedRep, FedBABU and LG-FedAvg all speak of "layer l of L". PyTorch has no such
+Layer-wise and partial-sharing algorithms all speak of "layer l of L". PyTorch has no such
 notion: it has a tree of modules, and a flat state_dict. This file fixes one, by module type and module path, never by
 parts of names:
 
@@ -149,7 +149,7 @@ def forward_order(module: nn.Module, run: Callable[[], object]) -> list[str]:
 
 
 def head_names(module: nn.Module, num_layers: int = 1, order: Sequence[str] | None = None) -> list[str]:
-    """State names of the last ``num_layers`` layers with the norms joined to them: a head for FedPer, FedRep, FedBABU.
+    """State names of the last ``num_layers`` layers with the norms joined to them: the head of a split model.
 
     Raises:
         ValueError: ``num_layers`` is not between 1 and the number of layers.

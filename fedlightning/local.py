@@ -268,7 +268,9 @@ class LocalRunner:
             if loader is not None and len(loader) > 0:
                 dataset, size = loader.dataset, loader.batch_size or 1
                 count = min(size, len(dataset))  # type: ignore[arg-type]
-                return loader.collate_fn([dataset[index] for index in range(count)])
+                return self.scorer.precision.convert_input(
+                    loader.collate_fn([dataset[index] for index in range(count)])
+                )
         return None
 
 

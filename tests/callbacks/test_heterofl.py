@@ -70,7 +70,7 @@ def test_every_element_is_the_mean_over_those_who_hold_it(weighting):
     """Element by element, in plain Python."""
     rates = {"0": 0.5, "1": 0.75, "2": 0.25}
     callback = HeteroFL(rates=rates, weighting=weighting, **PLAIN)
-    trainer, spy = spied(Toy("adam"), toy_data(SIZES), [callback], max_rounds=2)
+    _trainer, spy = spied(Toy("adam"), toy_data(SIZES), [callback], max_rounds=2)
     old, new = spy.rounds
     weights = SIZES if weighting == "samples" else dict.fromkeys(SIZES, 1)
     for name, value in new.items():
@@ -184,7 +184,7 @@ def test_a_clients_deployed_model_is_its_slice_of_the_global_one(tmp_path):
 
 def test_dynamic_rates_are_drawn_anew_in_every_round():
     callback = HeteroFL(rates=[1.0, 0.5, 0.25], dynamic=True)
-    trainer, spy = spied(Toy("adam"), toy_data(), [callback], max_rounds=8)
+    _trainer, spy = spied(Toy("adam"), toy_data(), [callback], max_rounds=8)
     drawn = [[m.extras["HeteroFL"]["rate"] for m in spy.messages if m.round == n] for n in range(8)]
     assert len({tuple(rates) for rates in drawn}) > 4
     assert {rate for rates in drawn for rate in rates} == {1.0, 0.5, 0.25}
@@ -215,7 +215,8 @@ def test_static_statistics_are_the_means_over_all_batches_of_the_new_model():
 
 
 def test_static_statistics_do_not_change_what_is_trained():
-    runs = [federate(NormNet("adam"), toy_data(), [HeteroFL(static_bn=s)], max_rounds=3) for s in (True, False)]
+    module, data = NormNet("adam"), toy_data()
+    runs = [federate(module, data, [HeteroFL(static_bn=s)], max_rounds=3) for s in (True, False)]
     states = [global_state(run) for run in runs]
     same(*({n: v for n, v in s.items() if "running" not in n} for s in states))
     assert differs(*({n: v for n, v in s.items() if "running" in n} for s in states))
@@ -237,6 +238,7 @@ def test_a_slice_is_deployed_with_the_statistics_of_its_clients_data():
 def test_composes_with_other_methods():
     together = [HeteroFL(), FedProx(), MOON(), FedPer(), FedAdam(), LocalCheckpoint()]
     trainer, spy = spied(NormNet("adam"), toy_data(), together, max_rounds=3, evaluate_every=1)
+    assert len(spy.updates) == 9
     assert not any(name.startswith("net.3") for item in (*spy.messages, *spy.updates) for name in item.state)
     for client, rate in {"0": 1.0, "1": 0.5, "2": 0.25}.items():
         assert trainer.store.get(client).personal["net.3.weight"].shape == (CLASSES, math.ceil(rate * 8))

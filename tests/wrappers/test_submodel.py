@@ -202,17 +202,28 @@ class Concat(nn.Module):
         return self.head(torch.cat([a, torch.relu(self.b(a))], 1))
 
 
-class Dense(Concat):
+class Dense(nn.Module):
     """Concatenated widths that an earlier layer happens to have: every size fits, the meaning does not."""
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, 8), nn.Linear(16, CLASSES)
-        self.c = nn.Linear(16, 8)
+        self.a, self.b, self.c = nn.Linear(FEATURES, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.head = nn.Linear(16, CLASSES)
 
     def forward(self, x):
         a = torch.relu(self.a(x))
         return self.head(torch.cat([torch.relu(self.b(a)), torch.relu(self.c(a))], 1))
+
+
+class Shuffled(nn.Module):
+    """Units that change places between layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.a(x)).flip(1))
 
 
 class Averaged(nn.Module):
@@ -241,12 +252,13 @@ class FixedSize(nn.Module):
     [
         (Concat, ROWS, r"`net.head` of Holder takes 16 inputs, and no layer before it gives as many"),
         (Dense, ROWS, r"does not compute what its units do"),
+        (Shuffled, ROWS, r"does not compute what its units do"),
         (Averaged, ROWS, r"does not compute what its units do"),
         (FixedSize, IMAGES, r"A sub-model of Holder does not run"),
         (lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.PReLU(8), nn.Linear(8, 3)), ROWS, r"`net.1` \(PReLU\)"),
         (lambda: nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, groups=2), nn.Flatten(), nn.Linear(128, 3)),
          IMAGES, r"in 2 groups; only depthwise"),
-        (lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Unflatten(1, (2, 4)), nn.LayerNorm((2, 4)), nn.Flatten(), nn.Linear(8, 3)),
+        (lambda: nn.Sequential(nn.Linear(FEATURES, 8), nn.Unflatten(1, (2, 4)), nn.LayerNorm((2, 4)), nn.Linear(8, 3)),
          ROWS, r"normalises over \(2, 4\)"),
     ],
 )  # fmt: skip
@@ -272,5 +284,5 @@ def test_the_head_can_be_named_where_it_is_not_the_last():
     verify(module, plan_cuts(module, "net.head"), first_units(0.5), run)
     with pytest.raises(ValueError, match=r"A sub-model of Holder does not"):
         verify(module, plan_cuts(module), first_units(0.3), run)
-    with pytest.raises(ValueError, match=r"The head `net` of Holder is no linear"):
+    with pytest.raises(ValueError, match=r"The head `net` of Holder is no Linear"):
         plan_cuts(module, "net")
