@@ -87,13 +87,11 @@ class HeteroFL(FederatedCallback):
 
     def check(self, setup: Setup) -> None:
         """Refuse modules without sub-models, and callbacks that need every client's model to be of one shape."""
-        table = self.rates if isinstance(self.rates, dict) else None
-        missing = [client for client in setup.clients if table is not None and client not in table]
+        missing = [c for c in setup.clients if isinstance(self.rates, dict) and c not in self.rates]
         if missing:
             raise ValueError(f"HeteroFL got no rate for client '{missing[0]}'. Give a list, or one for each client.")
         cuts, batch = plan_cuts(setup.module, self.head), setup.first_batch()
-        rates = list(self.rates.values()) if isinstance(self.rates, dict) else list(self.rates)
-        for rate in sorted(set(rates)):
+        for rate in sorted(set(self.rates.values() if isinstance(self.rates, dict) else self.rates)):
             if batch is not None and rate < 1.0:
                 verify(setup.module, cuts, first_units(rate), lambda module: training_loss(module, batch))
         for other in setup.callbacks:
