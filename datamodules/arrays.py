@@ -32,6 +32,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         drop_last: leave out the last incomplete training batch.
         max_train: use only so many training samples, chosen by ``seed`` (for a quick trial).
         max_test: use only so many test samples.
+        val_seed: seed of the validation cut alone, so that repetitions can change it and nothing else; None: ``seed``.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         drop_last: bool = False,
         max_train: int | None = None,
         max_test: int | None = None,
+        val_seed: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
         check_fraction(self, val_fraction=val_fraction)
@@ -53,6 +55,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
                 raise ValueError(f"{type(self).__name__} got {name}={value}; use 1 or more, or None for all samples.")
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test
+        self.val_seed = val_seed
 
     @abstractmethod
     def load(self) -> tuple[ArrayDataset, ArrayDataset]:
@@ -78,7 +81,13 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
             keys = dict(labels)
         else:
             keys = {split: len(data) for split, data in datasets.items()}
-        return federate(self.partitioner, dict(datasets), labels, keys, self.seed, self.val_fraction)
+        return federate(
+            self.partitioner, dict(datasets), labels, keys, self.seed, self.val_fraction, val_seed=self.val_seed
+        )
+
+    @property
+    def partition_name(self) -> str:
+        return self.partitioner.describe()
 
     def _some(self, dataset: ArrayDataset, limit: int | None, split: str) -> ArrayDataset:
         if limit is None or limit >= len(dataset):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,6 +73,22 @@ class FederatedDataModule(LightningDataModule, ABC):
     def num_classes(self) -> int | None:
         """Number of classes; ``None`` where there are no class labels."""
         return None
+
+    @property
+    def partition_name(self) -> str:
+        """How the data were divided, in a few words."""
+        return "natural"
+
+    def fingerprint(self, split: str) -> str:
+        """A short hash of who holds which samples of ``split``: equal for two runs on the same split.
+
+        Here it is made of sizes and class counts, all that every data module tells; data held by index hash the
+        indices and labels themselves.
+        """
+        held = {
+            client: [self.num_samples(client, split), self.class_counts(client, split)] for client in self.client_ids
+        }
+        return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
 
     def public_dataloader(self) -> DataLoader[Any] | None:
         """Data that everybody may see (distillation, generalisation metrics); ``None`` where there is none."""
@@ -194,6 +212,15 @@ class IndexedFederatedDataModule(FederatedDataModule):
             return None
         labels = self._splits[split].labels
         return None if labels is None else np.bincount(labels[held], minlength=self._num_classes).tolist()
+
+    def fingerprint(self, split: str) -> str:
+        digest = hashlib.sha256(json.dumps(self.client_ids).encode())
+        for client in self.client_ids:
+            held = self.indices(client, split)
+            labels = self._splits[split].labels if split in self._splits else None
+            digest.update(held.tobytes() if labels is None else held.tobytes() + np.asarray(labels[held]).tobytes())
+            digest.update(b"|")
+        return digest.hexdigest()[:12]
 
     def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
         return self._loader(str(client), split, self.indices(client, split))

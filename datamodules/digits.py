@@ -29,6 +29,7 @@ class DigitsDataModule(ArrayFederatedDataModule):
         drop_last: leave out the last incomplete training batch.
         max_train: use only so many training samples, chosen by ``seed``.
         max_test: use only so many test samples.
+        val_seed: seed of the validation cut alone; None: ``seed``.
     """
 
     def __init__(
@@ -44,9 +45,19 @@ class DigitsDataModule(ArrayFederatedDataModule):
         drop_last: bool = False,
         max_train: int | None = None,
         max_test: int | None = None,
+        val_seed: int | None = None,
     ) -> None:
         super().__init__(
-            partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test
+            partitioner,
+            batch_size,
+            val_fraction,
+            seed,
+            num_workers,
+            pin_memory,
+            drop_last,
+            max_train,
+            max_test,
+            val_seed,
         )
         self.flatten, self.split_seed = flatten, split_seed
 

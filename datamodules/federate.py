@@ -21,6 +21,7 @@ def federate(
     seed: int,
     val_fraction: float = 0.2,
     test_fraction: float = 0.2,
+    val_seed: int | None = None,
 ) -> tuple[list[str], dict[str, Split]]:
     """Divide datasets among clients by one plan.
 
@@ -36,6 +37,7 @@ def federate(
         seed: every random choice has its own address under it.
         val_fraction: share cut off for validation where there is no such dataset; 0 leaves the split out.
         test_fraction: share cut off for testing, likewise.
+        val_seed: seed of the validation cut alone; ``None``: ``seed``.
 
     Returns:
         The client ids and a :class:`Split` for each split.
@@ -45,11 +47,12 @@ def federate(
         name: plan.split(keys[name], generator(seed, "partition", name)) for name in datasets
     }
     splits = {name: Split(datasets[name], indices[name], labels[name]) for name in datasets}
+    seeds = {"test": seed, "val": seed if val_seed is None else val_seed}
     for name, fraction in (("test", test_fraction), ("val", val_fraction)):
         if name in datasets or fraction == 0:
             continue
         pairs = [
-            cut(part, fraction, generator(seed, "partition", name, client), labels["train"])
+            cut(part, fraction, generator(seeds[name], "partition", name, client), labels["train"])
             for client, part in zip(plan.client_ids, splits["train"].indices, strict=True)
         ]
         splits["train"].indices = [rest for rest, _ in pairs]

@@ -48,6 +48,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         num_workers: worker processes of every loader.
         pin_memory: copy batches into page-locked memory (for a GPU).
         drop_last: leave out the last incomplete training batch.
+        val_seed: seed of the validation cut, as in the other data modules; None: ``seed``.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         num_workers: int = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
+        val_seed: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
         check_fraction(self, val_fraction=val_fraction)
         self.root, self.val_fraction = Path(root), val_fraction
         self.split_seed, self.binary_float = int(split_seed), binary_float
+        self.val_seed = self.seed if val_seed is None else val_seed
 
     def prepare_data(self) -> None:
         """Lightning's hook: ask for files that are missing (they cannot be downloaded one by one)."""
@@ -87,7 +90,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
             mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
             features.append((x - mean) / np.where(deviation > 0, deviation, 1))
             labels.append(y)
-            fit, val = cut(train, self.val_fraction, generator(self.seed, "heart disease", "val", name), y)
+            fit, val = cut(train, self.val_fraction, generator(self.val_seed, "heart disease", "val", name), y)
             for split, indices in (("train", fit), ("val", val), ("test", test)):
                 parts[split].append(indices + start)
             start += len(y)

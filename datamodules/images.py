@@ -53,6 +53,7 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         drop_last: leave out the last incomplete training batch.
         max_train: use only so many training samples, chosen by ``seed`` (for a quick trial).
         max_test: use only so many test samples.
+        val_seed: seed of the validation cut alone; None: ``seed``.
     """
 
     name: str
@@ -74,9 +75,19 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         drop_last: bool = False,
         max_train: int | None = None,
         max_test: int | None = None,
+        val_seed: int | None = None,
     ) -> None:
         super().__init__(
-            partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test
+            partitioner,
+            batch_size,
+            val_fraction,
+            seed,
+            num_workers,
+            pin_memory,
+            drop_last,
+            max_train,
+            max_test,
+            val_seed,
         )
         self.root, self.download, self.normalize = Path(root), download, normalize
 
@@ -191,10 +202,11 @@ class EMNISTDataModule(ImageFederatedDataModule):
         drop_last: bool = False,
         max_train: int | None = None,
         max_test: int | None = None,
+        val_seed: int | None = None,
     ) -> None:
         super().__init__(
             root, partitioner, batch_size, val_fraction, seed, download, normalize, num_workers, pin_memory, drop_last,
-            max_train, max_test,
+            max_train, max_test, val_seed,
         )  # fmt: skip
         if split not in self.split_classes:
             raise ValueError(f"EMNISTDataModule got split={split!r}; use one of {', '.join(self.split_classes)}.")

@@ -113,6 +113,12 @@ class Partitioner(ABC):
 
     needs: Literal["labels", "groups", "nothing"] = "labels"
 
+    def describe(self) -> str:
+        """The partitioner with its options, as in ``DirichletPartitioner(num_clients=10, alpha=0.5)``."""
+        options = {name: value for name, value in vars(self).items() if name != "needs" and not name.startswith("_")}
+        plain = {name: value for name, value in options.items() if isinstance(value, bool | int | float | str)}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
+
     @abstractmethod
     def plan(self, labels: Any, generator: torch.Generator) -> Plan:
         """Fix every client's share of every class.

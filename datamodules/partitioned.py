@@ -99,6 +99,7 @@ class Partitioned(IndexedFederatedDataModule):
             over all samples is only made when the partitioner needs labels.
         seed: seed of every random choice.
         batch_size: overrides the batch size of every loader.
+        val_seed: seed of the validation cut alone; ``None``: ``seed``.
 
     Raises:
         ValueError: at :meth:`setup`, when the loaders cannot be divided or labels are missing.
@@ -113,12 +114,13 @@ class Partitioned(IndexedFederatedDataModule):
         labels: Any = None,
         seed: int = 0,
         batch_size: int | None = None,
+        val_seed: int | None = None,
     ) -> None:
         super().__init__(batch_size=1 if batch_size is None else batch_size, seed=seed)
         check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction)
         self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
-        self._override = batch_size
+        self._override, self.val_seed = batch_size, val_seed
         for hook in _BATCH_HOOKS:
             # Only where the wrapped module has its own: Lightning prefers the data module's hook to the model's.
             if getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook):
@@ -152,6 +154,10 @@ class Partitioned(IndexedFederatedDataModule):
         }
         datasets = _Datasets({"train": train, "val": val, "test": test}, common, shuffle, drop_last)
         return cls(datasets, partitioner, val_fraction, test_fraction, labels, seed)
+
+    @property
+    def partition_name(self) -> str:
+        return self.partitioner.describe()
 
     def prepare_data(self) -> None:
         """The wrapped module's ``prepare_data``."""
@@ -189,7 +195,14 @@ class Partitioned(IndexedFederatedDataModule):
         datasets = {split: loader.dataset for split, loader in loaders.items()}
         labels, keys = self._keys(datasets)
         ids, splits = federate(
-            self.partitioner, datasets, labels, keys, self.seed, self.val_fraction, self.test_fraction
+            self.partitioner,
+            datasets,
+            labels,
+            keys,
+            self.seed,
+            self.val_fraction,
+            self.test_fraction,
+            self.val_seed,
         )
         for name, made in splits.items():
             made.loader = dict(options.get(name, options["train"] | {"drop_last": False}))

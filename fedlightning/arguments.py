@@ -97,7 +97,11 @@ def check(given: Mapping[str, Any]) -> None:
     for name, allowed in CHOICES.items():
         if given[name] not in allowed:
             raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
-    for name, known in (("stages", STAGES), ("evaluate_data", ("local", "pooled"))):
+    for name, known in (
+        ("stages", STAGES),
+        ("evaluate_data", ("local", "pooled")),
+        ("test_data", ("local", "pooled", "clients")),
+    ):
         unknown = [value for value in given[name] or () if value not in known]
         if unknown:
             raise ConfigurationError(f"{name} holds {unknown[0]!r}. Known: {list(known)}.")

@@ -25,9 +25,11 @@ class Federation:
     Attributes:
         server, store, engine, recorder: the parts.
         stages, evaluate_data, evaluate_every: what is scored on validation data, and how often.
+        test_data: whose data :meth:`evaluate` scores on.
         save_every: rounds between saved states; 0: never.
         rounds_done: finished rounds; final_done: whether the visits after the last round have happened.
         seconds: time spent, over interruptions.
+        history: what each round cost: ``round``, ``bytes_up``, ``bytes_down``, ``steps``, ``seconds``.
     """
 
     server: Server
@@ -36,11 +38,13 @@ class Federation:
     recorder: Recorder
     stages: tuple[str, ...]
     evaluate_data: tuple[str, ...]
+    test_data: tuple[str, ...]
     evaluate_every: int
     save_every: int
     rounds_done: int = 0
     final_done: bool = False
     seconds: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
     _clock: float = field(default_factory=time.monotonic)
 
     @property
@@ -64,6 +68,7 @@ class Federation:
         assert run is not None
         self.rounds_done, extra = persistence.load(run.last, self.server, self.store)
         self.seconds = float(extra.get("seconds", 0.0))
+        self.history = list(extra.get("history", []))
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
         self.recorder.rows = run.keep_rounds(scored) if go_on else run.read_rows(scored)
@@ -117,14 +122,26 @@ class Federation:
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
         self.tick()
+        self._count()
         self.save()
+
+    def _count(self) -> None:
+        """Note what the round just finished (or the visits after the last one) cost."""
+        totals = {
+            "bytes_up": self.server.bytes_up,
+            "bytes_down": self.server.bytes_down,
+            "steps": self.server.steps,
+            "seconds": self.seconds,
+        }
+        cost = {name: value - sum(entry[name] for entry in self.history) for name, value in totals.items()}
+        self.history.append({"round": self.server.round + 1} | cost)
 
     def save(self) -> None:
         """Write the complete state, if this round is one to write."""
         if self.recorder.run is None or not self.recorder.writes or self.save_every == 0:
             return
         if self.rounds_done % self.save_every == 0 or self.rounds_done == self.server.max_rounds:
-            extra = {"seconds": self.seconds, "final": self.final_done}
+            extra = {"seconds": self.seconds, "final": self.final_done, "history": self.history}
             persistence.save(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
 
     def finish(self) -> None:
@@ -154,6 +171,8 @@ class Federation:
         if "L1" in self.stages and self.evaluate_every > 0:
             self.recorder.record(stage_scores.stage_l1(server, self.store, Evaluate(("val",), self.evaluate_data)))
         self.final_done = True
+        self.tick()
+        self._count()
         self.save()
 
     def evaluate(self, split: str, checkpoint: str) -> list[Row]:
@@ -166,7 +185,7 @@ class Federation:
                 f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "
                 "Add LocalCheckpoint() or GlobalCheckpoint() to the callbacks to get one."
             )
-        evaluate = Evaluate((split,), ("local", "pooled"))
+        evaluate = Evaluate((split,), self.test_data)
         rows: list[Row] = []
         if checkpoint in ("latest", "all"):
             latest = stage_scores.stage_g(server, evaluate)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -10,6 +10,7 @@ from urllib.parse import quote
 from lightning.pytorch.loggers import Logger
 
 from fedlightning import checkpoints
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule
 from fedlightning.engines.sequential import ClientStore
 from fedlightning.evaluation.results import Row, summarise
 from fedlightning.evaluation.stages import deployed_module
@@ -52,7 +53,14 @@ class Recorder:
         for logger in self.loggers if means else ():
             logger.log_metrics(means, step=rows[0].round)
 
-    def summarise(self, server: Server, rounds: int, seconds: float, arguments: Mapping[str, Any]) -> None:
+    def summarise(
+        self,
+        server: Server,
+        rounds: int,
+        seconds: float,
+        arguments: Mapping[str, Any],
+        history: Sequence[Mapping[str, float]] = (),
+    ) -> None:
         """Bring ``results`` and ``summary`` (and ``summary.json``) up to date: the newest scores of every stage."""
         latest = [row for row in self.rows if row.checkpoint == "latest" and row.round >= rounds]
         newest = {row.stage: row.round for row in sorted(latest, key=lambda row: row.round)}
@@ -66,6 +74,7 @@ class Recorder:
             "rounds": rounds,
             "num_clients": len(server.clients),
             "num_samples": server.num_samples,
+            "data": describe_data(server.runner.data),
             "callbacks": callbacks,
             "model": type(server.runner.template).__name__,
             "seed": arguments["seed"],
@@ -73,6 +82,7 @@ class Recorder:
             "bytes_down": server.bytes_down,
             "local_steps_total": server.steps,
             "seconds": round(seconds, 3),
+            "per_round": [dict(entry) for entry in history],
             "peak_memory_mb": round(peak_memory_mb(), 1),
             "versions": versions(),
             "config_hash": config_hash({**config, "callbacks": callbacks}),
@@ -101,3 +111,17 @@ class Recorder:
         """Let the loggers write what they hold."""
         for logger in self.loggers:
             logger.finalize("success")
+
+
+def describe_data(data: FederatedDataModule) -> dict[str, Any]:
+    """Who holds what, for ``summary.json``: two runs are on the same split where ``splits`` agree."""
+    return {
+        "module": type(data).__name__,
+        "partition": data.partition_name,
+        "splits": {split: data.fingerprint(split) for split in SPLITS},
+        "clients": {
+            client: {split: data.num_samples(client, split) for split in SPLITS}
+            | {"classes": data.class_counts(client, "train")}
+            for client in data.client_ids
+        },
+    }

@@ -63,6 +63,8 @@ class FederatedTrainer:
         stages: what is evaluated: ``"G"`` the server's model, ``"L1"`` what each client holds after receiving,
             ``"L2"`` after local training.
         evaluate_data: ``"local"``: each client's own data; ``"pooled"``: the union over clients.
+        test_data: whose data ``test`` and ``validate`` score on (default local and pooled); ``"clients"`` adds every
+            client's model on every other client's data, the cross-client matrix.
         logger: Lightning loggers; ``True``: CSV files in the run's folder. Round means go to them.
         name: experiment name: the run lies in ``default_root_dir/<name>/version_N``.
         version: fixed folder name instead of ``version_N``.
@@ -97,6 +99,7 @@ class FederatedTrainer:
         evaluate_every: int = 1,
         stages: list[Literal["G", "L1", "L2"]] | None = None,
         evaluate_data: list[Literal["local", "pooled"]] | None = None,
+        test_data: list[Literal["local", "pooled", "clients"]] | None = None,
         logger: Logger | Iterable[Logger] | bool | None = True,
         name: str = "federation",
         version: str | None = None,
@@ -295,6 +298,7 @@ class FederatedTrainer:
             self.recorder,
             stages=self.stages,
             evaluate_data=self.evaluate_data,
+            test_data=tuple(a["test_data"] if a["test_data"] is not None else ("local", "pooled")),
             evaluate_every=a["evaluate_every"],
             save_every=a["save_state"],
         )
@@ -365,7 +369,9 @@ class FederatedTrainer:
     # -- helpers ---------------------------------------------------------------------------------------------------
     def _summarise(self) -> None:
         federation = self._fitted()
-        self.recorder.summarise(federation.server, federation.rounds_done, federation.seconds, self.arguments)
+        self.recorder.summarise(
+            federation.server, federation.rounds_done, federation.seconds, self.arguments, federation.history
+        )
 
     def _fitted(self) -> Federation:
         if self.federation is None:

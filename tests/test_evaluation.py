@@ -206,7 +206,10 @@ def test_statistics_over_clients():
     (found,) = summarise([row("a", 1.0, 10), row("b", 3.0, 30), row("c", float("nan"), 60)])
     assert found["mean"] == 2.0
     assert found["weighted_mean"] == pytest.approx(2.5)
-    assert found["std"] == 1.0
+    assert found["std"] == found["variance"] == 1.0
+    assert (found["median"], found["worst"], found["tenth_percentile"]) == (2.0, 3.0, pytest.approx(2.8))
+    (accuracy,) = summarise([row("a", 0.1, 10, "acc"), row("b", 0.5, 30, "acc"), row("d", 0.9, 30, "acc")])
+    assert (accuracy["median"], accuracy["worst"], accuracy["tenth_percentile"]) == (0.5, 0.1, pytest.approx(0.18))
     assert found["per_client"] == {"a": 1.0, "b": 3.0, "c": None}
     (nothing,) = summarise([row("a", float("nan"), 10)])
     assert nothing["mean"] is nothing["weighted_mean"] is nothing["std"] is None

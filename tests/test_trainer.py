@@ -367,10 +367,15 @@ def test_files_of_a_run(tmp_path):
     assert summary["bytes_up"] == trainer.server.bytes_up > 0
     assert {"bytes_down", "seconds", "peak_memory_mb", "versions", "config_hash"} <= set(summary)
     assert summary["versions"]["torch"] == torch.__version__
+    assert [entry["round"] for entry in summary["per_round"]] == [1, 2]
+    for name in ("bytes_up", "bytes_down"):
+        assert sum(entry[name] for entry in summary["per_round"]) == summary[name]
+    assert sum(entry["steps"] for entry in summary["per_round"]) == summary["local_steps_total"]
     assert summary["results"] == json.loads(json.dumps(trainer.results))
     for row in summary["results"]:
         assert set(row) == {
-            "model", "stage", "checkpoint", "data", "split", "metric", "mean", "weighted_mean", "std", "per_client",
+            "model", "stage", "checkpoint", "data", "split", "metric", "mean", "weighted_mean", "std", "variance",
+            "median", "worst", "tenth_percentile", "per_client",
         }  # fmt: skip
     again = finished(tmp_path, name="mine")
     assert again.run.path.name == "version_1"

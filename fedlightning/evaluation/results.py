@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from fedlightning.evaluation.metrics import higher_is_better
+
 
 @dataclass(frozen=True)
 class Row:
@@ -21,7 +23,8 @@ class Row:
         round: counted from 1; 0 is the untrained model.
         stage: ``G`` | ``L1`` | ``L2``; model: ``global`` | ``personal``.
         checkpoint: ``latest`` or a checkpoint callback's name (``best_global``, ``best_local``).
-        data: ``local``: the client's own; ``pooled``: the union over clients.
+        data: ``local``: the client's own; ``pooled``: the union over clients; ``client:NAME``: another client's (the
+            cross-client matrix: ``client``'s model on NAME's data).
         split: ``val`` | ``test`` | ``train`` (what the module logged in training).
         client: the client's id, or ``all`` for a global model on pooled data.
         num_samples: how many samples the value was computed on.
@@ -50,8 +53,9 @@ COLUMNS = [field.name for field in fields(Row)]
 def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Rows of ``summary.json``: per model, stage, checkpoint, data, split and metric the statistics over clients.
 
-    ``mean`` is uniform over clients, ``weighted_mean`` by evaluated samples, ``std`` the population deviation. A value
-    that is not defined for a client (AUROC with one class) is ``null`` there and left out of the statistics.
+    ``mean`` is uniform over clients, ``weighted_mean`` by evaluated samples, ``std`` and ``variance`` those of the
+    population, ``worst`` and ``tenth_percentile`` taken from the bad end (the top for a loss). A value that is not
+    defined for a client (AUROC with one class) is ``null`` there and left out of the statistics.
     """
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -62,12 +66,17 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
         values = np.array([row.value for row in defined])
         weights = np.array([row.num_samples for row in defined], dtype=float)
         some = len(defined) > 0
+        good = higher_is_better(key[-1])
         out.append(
             dict(zip(("model", "stage", "checkpoint", "data", "split", "metric"), key, strict=True))
             | {
                 "mean": float(values.mean()) if some else None,
                 "weighted_mean": float((values * weights).sum() / weights.sum()) if some else None,
                 "std": float(values.std()) if some else None,
+                "variance": float(values.var()) if some else None,
+                "median": float(np.median(values)) if some else None,
+                "worst": float(values.min() if good else values.max()) if some else None,
+                "tenth_percentile": float(np.percentile(values, 10 if good else 90)) if some else None,
                 "per_client": {row.client: row.value if math.isfinite(row.value) else None for row in members},
             }
         )

@@ -7,6 +7,7 @@ copy of its state, so absent clients are treated like those that took part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -173,7 +174,15 @@ def _loaders(server: Server, client: str, evaluate: Evaluate) -> Iterator[tuple[
     """The loaders that are there: (split, data, loader)."""
     data = server.runner.data
     for split in evaluate.splits:
-        for kind in evaluate.data:
-            loader = data.client_dataloader(client, split) if kind == "local" else data.pooled_dataloader(split)
+        sources: dict[str, Callable[[], DataLoader[Any] | None]] = {}
+        if "local" in evaluate.data:
+            sources["local"] = partial(data.client_dataloader, client, split)
+        if "pooled" in evaluate.data:
+            sources["pooled"] = partial(data.pooled_dataloader, split)
+        if "clients" in evaluate.data:
+            others = [other for other in server.clients if other != client]
+            sources |= {f"client:{other}": partial(data.client_dataloader, other, split) for other in others}
+        for kind, make in sources.items():
+            loader = make()
             if loader is not None and len(loader) > 0:
                 yield split, kind, loader

@@ -42,7 +42,7 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
         split: ``"test"`` or ``"val"``.
         width: columns of the terminal; as many metrics are shown as fit.
     """
-    rows = [row for row in results if row["split"] == split]
+    rows = [row for row in results if row["split"] == split and row["data"] in ("local", "pooled")]
     groups: dict[tuple[str, str, str], dict[str, Result]] = {}
     for row in rows:
         groups.setdefault((row["checkpoint"], row["stage"], row["data"]), {})[bare(row)] = row

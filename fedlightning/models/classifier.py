@@ -29,8 +29,8 @@ class Classifier(LightningModule):
     that logit, everywhere else the equivalent pair of logits ``(0, logit)``.
 
     Logged: ``train_loss`` (mean of the epoch, with label smoothing); ``val_...`` and ``test_...`` of ``loss`` (plain
-    cross entropy, without smoothing), ``accuracy``, ``balanced_accuracy``, ``f1_macro``, ``f1_macro_all`` and
-    ``auroc``, once at the end of the epoch over all samples; see ``ClassificationMetrics`` for what each means and
+    cross entropy, without smoothing), ``accuracy``, ``balanced_accuracy``, ``f1_macro``, ``f1_macro_all``, ``auroc``
+    and ``ece``, once at the end of the epoch over all samples; see ``ClassificationMetrics`` for what each means and
     when AUROC is NaN. ``predict_step`` returns probabilities ``(N, C)`` with C = 2 for a binary network.
 
     Checkpoints hold plain values only, so that ``Classifier.load_from_checkpoint(path)`` works on its own for every

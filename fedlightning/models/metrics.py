@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.functional.classification import multiclass_calibration_error
 from torchmetrics.utilities import dim_zero_cat
 
 
 class ClassificationMetrics(Metric):
-    """Loss, accuracy, balanced accuracy, two macro F1 scores and AUROC, equal to scikit-learn's on the same samples.
+    """Loss, accuracy, balanced accuracy, two macro F1 scores, AUROC and calibration error.
+
+    All but the last equal scikit-learn's on the same samples.
 
     Collects logits and labels (on their device) and computes everything in float64 on the CPU at the end, so results
     do not depend on the batch size or the precision of training. Nothing enters a ``state_dict``.
@@ -53,6 +56,7 @@ class ClassificationMetrics(Metric):
         loss = dim_zero_cat(self.losses).cpu().double().sum() / len(target)
         scores = {"loss": loss, **confusion_scores(logits.argmax(1), target, self.num_classes)}
         scores["auroc"] = auroc(logits, target)
+        scores["ece"] = calibration_error(logits, target)
         return {name: value.float().to(self.device) for name, value in scores.items()}
 
 
@@ -80,6 +84,13 @@ def auroc(logits: Tensor, target: Tensor) -> Tensor:
     if not known or bool(ranked.isnan().any()):
         return torch.tensor(torch.nan, dtype=torch.float64)
     return torch.stack(known).mean()
+
+
+def calibration_error(logits: Tensor, target: Tensor, bins: int = 15) -> Tensor:
+    """Expected calibration error, L1, of logits ``(N, C)`` and labels ``(N,)``; see ``ClassificationMetrics``."""
+    if bool(logits.isnan().any()):
+        return torch.tensor(torch.nan, dtype=torch.float64)
+    return multiclass_calibration_error(logits.softmax(1), target, num_classes=logits.shape[1], n_bins=bins, norm="l1")
 
 
 def _area(score: Tensor, positive: Tensor) -> Tensor | None:

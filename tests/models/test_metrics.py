@@ -52,6 +52,21 @@ def test_equal_to_sklearn(seed: int, classes: int, samples: int, ties: bool, bat
     assert got["auroc"] == pytest.approx(np.mean(areas) if areas else np.nan, nan_ok=True)
 
 
+def test_calibration_error_by_its_formula() -> None:
+    """Sum over 15 bins of confidence of (share of samples) * |accuracy - confidence|."""
+    generator = torch.Generator().manual_seed(1)
+    logits, target = 2 * torch.randn(300, 4, generator=generator), torch.randint(0, 4, (300,), generator=generator)
+    probability = logits.double().softmax(1).numpy()
+    confidence, right = probability.max(1), probability.argmax(1) == target.numpy()
+    expected = 0.0
+    for low in range(15):
+        held = (confidence > low / 15) & (confidence <= (low + 1) / 15)
+        if held.any():
+            expected += held.mean() * abs(right[held].mean() - confidence[held].mean())
+    assert scores(logits, target)["ece"] == pytest.approx(expected, abs=1e-6)
+    assert np.isnan(scores(torch.full((4, 2), torch.nan), torch.tensor([0, 1, 0, 1]))["ece"])
+
+
 def test_auroc_is_sklearns_macro_one_against_the_rest() -> None:
     logits, target = torch.randn(200, 4), torch.arange(200) % 4
     wanted = sk.roc_auc_score(target, logits.double().softmax(1), multi_class="ovr", average="macro")
@@ -72,6 +87,7 @@ def test_absent_classes_do_not_pull_auroc_down() -> None:
     got = scores(logits, target)
     assert got == pytest.approx({
         "loss": got["loss"], "accuracy": 1, "balanced_accuracy": 1, "f1_macro": 1, "f1_macro_all": 0.4, "auroc": 1,
+        "ece": got["ece"],
     })  # fmt: skip
 
 
