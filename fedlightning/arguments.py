@@ -17,6 +17,7 @@ from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.quiet import quiet
 
 if TYPE_CHECKING:
+    from fedlightning.hooks import FederatedCallback
     from fedlightning.run_folder import RunFolder
 
 REPLACED = {
@@ -56,7 +57,7 @@ FORWARDED = (
 CHOICES = {
     "optimizer_state": (None, "reset", "keep"),
     "float_buffers": ("average", "local", "server"),
-    "engine": ("sequential",),
+    "engine": ("sequential", "processes"),
 }
 STAGES = ("G", "L1", "L2")
 
@@ -97,6 +98,7 @@ def check(given: Mapping[str, Any]) -> None:
     for name, allowed in CHOICES.items():
         if given[name] not in allowed:
             raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
+    check_engine(given)
     for name, known in (
         ("stages", STAGES),
         ("evaluate_data", ("local", "pooled")),
@@ -111,6 +113,64 @@ def check(given: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"callbacks holds {item!r}, which is not a callback. Pass instances of callbacks, not classes or names."
             )
+
+
+def check_engine(given: Mapping[str, Any]) -> None:
+    """Refuse what worker processes cannot do.
+
+    Raises:
+        ConfigurationError: with a sentence.
+    """
+    workers, devices, strategy = given["workers"], given["devices"], given["strategy"]
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
+        raise ConfigurationError(f"workers={workers!r} must be a whole number of at least 1, or None for every core.")
+    if given["engine"] != "processes":
+        if workers is not None:
+            raise ConfigurationError(
+                f"workers={workers} means nothing to engine={given['engine']!r}. Use engine='processes', or leave it out."
+            )
+        return
+    if given["num_nodes"] != 1:
+        raise ConfigurationError(
+            f"num_nodes={given['num_nodes']}, but the workers of engine='processes' are on one machine. Leave it out."
+        )
+    if devices not in (1, "1", "auto") and not (isinstance(devices, list) and len(devices) == 1):
+        raise ConfigurationError(
+            f"devices={devices!r} shares one client among devices; engine='processes' trains each client on one device, "
+            "several clients at once. Use devices=1 and workers=..., or engine='sequential'."
+        )
+    if strategy != "auto":
+        raise ConfigurationError(
+            f"strategy={strategy!r} may share one client among processes; engine='processes' trains each client in one. "
+            "Leave it out, or use engine='sequential'."
+        )
+
+
+LASTING = (
+    "local_epochs",
+    "local_steps",
+    "participation",
+    "seed",
+    "optimizer_state",
+    "lr_decay",
+    "float_buffers",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "overfit_batches",
+)
+"""Arguments that a resumed run must not change: with another value its rounds would be those of two different runs."""
+
+
+def lasting(given: Mapping[str, Any], callbacks: Iterable[FederatedCallback], data: FederatedDataModule) -> dict[str, Any]:
+    """What a run must not change when it is resumed: :data:`LASTING`, the algorithms' options, who trains on what."""
+    return (
+        {name: given[name] for name in LASTING}
+        | {f"{item.key}.{name}": value for item in callbacks for name, value in item.hyperparameters().items()}
+        | {f"data ({split} split)": data.fingerprint(split) for split in ("train", "val")}
+    )
 
 
 def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fedlightning import arguments, persistence
-from fedlightning.engines.sequential import ClientStore, SequentialEngine
+from fedlightning.engines.base import Engine
+from fedlightning.engines.store import ClientStore
 from fedlightning.evaluation import stages as stage_scores
 from fedlightning.evaluation.results import Row
 from fedlightning.hooks import Setup
@@ -15,6 +17,7 @@ from fedlightning.local import Evaluate
 from fedlightning.loops.synchronous import run_round
 from fedlightning.messages import Update
 from fedlightning.recorder import Recorder
+from fedlightning.run_folder import differing, plain
 from fedlightning.server import Server
 
 
@@ -26,6 +29,7 @@ class Federation:
         server, store, engine, recorder: the parts.
         stages, evaluate_data, evaluate_every: what is scored on validation data, and how often.
         test_data: whose data :meth:`evaluate` scores on.
+        lasting: options that must not change when the run is resumed.
         save_every: rounds between saved states; 0: never.
         rounds_done: finished rounds; final_done: whether the visits after the last round have happened.
         seconds: time spent, over interruptions.
@@ -34,13 +38,14 @@ class Federation:
 
     server: Server
     store: ClientStore
-    engine: SequentialEngine
+    engine: Engine
     recorder: Recorder
     stages: tuple[str, ...]
     evaluate_data: tuple[str, ...]
     test_data: tuple[str, ...]
     evaluate_every: int
     save_every: int
+    lasting: dict[str, Any] = field(default_factory=dict)
     rounds_done: int = 0
     final_done: bool = False
     seconds: float = 0.0
@@ -63,10 +68,23 @@ class Federation:
 
         Args:
             go_on: the run will be trained further, so scores of rounds that are not in the state are cut off.
+
+        Raises:
+            ValueError: if the run would go on with an option that it was not started with.
         """
         run = self.recorder.run
         assert run is not None
         self.rounds_done, extra = persistence.load(run.last, self.server, self.store)
+        changed = differing(extra.get("lasting", {}), plain(self.lasting)) if go_on else None
+        if changed is not None:
+            raise ValueError(
+                f"The run in {run.path} cannot go on with another configuration: {changed}. Resume it as it was "
+                "started (its config.yaml says how), or start a new run without resume."
+            )
+        keys = {callback.key for callback in self.server.callbacks}
+        lost = sorted(set(self.server.state) - keys)
+        if go_on and lost:
+            arguments.warn(f"The run goes on without {', '.join(lost)}, whose state it has.")
         self.seconds = float(extra.get("seconds", 0.0))
         self.history = list(extra.get("history", []))
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
@@ -141,7 +159,12 @@ class Federation:
         if self.recorder.run is None or not self.recorder.writes or self.save_every == 0:
             return
         if self.rounds_done % self.save_every == 0 or self.rounds_done == self.server.max_rounds:
-            extra = {"seconds": self.seconds, "final": self.final_done, "history": self.history}
+            extra = {
+                "seconds": self.seconds,
+                "final": self.final_done,
+                "history": self.history,
+                "lasting": plain(self.lasting),
+            }
             persistence.save(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
 
     def finish(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,8 @@ from lightning.pytorch.strategies import Strategy
 
 from fedlightning import arguments
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.engines.sequential import ClientStore, SequentialEngine
+from fedlightning.engines import make_engine
+from fedlightning.engines.store import ClientStore
 from fedlightning.evaluation.results import Row, summarise
 from fedlightning.evaluation.stages import deployed_module
 from fedlightning.federation import Federation
@@ -58,7 +60,11 @@ class FederatedTrainer:
             (``"local"``), or are the server's (``"server"``). Integer buffers are never averaged.
         callbacks: federated callbacks (algorithms, checkpoints, diagnostics) and ordinary Lightning callbacks in any
             order. Ordinary ones run inside every client's training, each client with a copy and a state of its own.
-        engine: where clients work: ``"sequential"``, one after another in this process.
+        engine: where clients work: ``"sequential"``, one after another in this process; ``"processes"``: on worker
+            processes of this machine with one torch thread each. The results are the same, bit for bit. Put what
+            starts the training of a script under ``if __name__ == "__main__":`` then.
+        workers: how many worker processes ``engine="processes"`` has; default: one for every core, at most one for
+            every client. GPUs, named by ``accelerator`` and ``devices``, are shared out among them.
         evaluate_every: rounds between evaluations on validation data (the last round is always evaluated); 0: never.
         stages: what is evaluated: ``"G"`` the server's model, ``"L1"`` what each client holds after receiving,
             ``"L2"`` after local training.
@@ -95,7 +101,8 @@ class FederatedTrainer:
         lr_decay: float = 1.0,
         float_buffers: Literal["average", "local", "server"] = "average",
         callbacks: list[Callback] | Callback | None = None,
-        engine: Literal["sequential"] = "sequential",
+        engine: Literal["sequential", "processes"] = "sequential",
+        workers: int | None = None,
         evaluate_every: int = 1,
         stages: list[Literal["G", "L1", "L2"]] | None = None,
         evaluate_data: list[Literal["local", "pooled"]] | None = None,
@@ -228,15 +235,16 @@ class FederatedTrainer:
             self.recorder.run.write_config(self.config)
         if resume is None:
             self.callbacks.event("on_federation_start", federation.server)
-        with self._progress() as progress:
-            while federation.rounds_done < self.max_rounds:
-                federation.server.round = federation.rounds_done
-                progress.round_started(federation.server)
-                federation.round(progress.client_done)
-                progress.round_ended(federation.server, self.rows)
-                if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():
-                    break
-        federation.finish()
+        with closing(federation.engine):
+            with self._progress() as progress:
+                while federation.rounds_done < self.max_rounds:
+                    federation.server.round = federation.rounds_done
+                    progress.round_started(federation.server)
+                    federation.round(progress.client_done)
+                    progress.round_ended(federation.server, self.rows)
+                    if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():
+                        break
+            federation.finish()
         self._summarise()
         self.recorder.export(federation.server, federation.store)
         self.recorder.close()
@@ -294,13 +302,14 @@ class FederatedTrainer:
         self.federation = Federation(
             server,
             store,
-            SequentialEngine(runner, store),
+            make_engine(a["engine"], runner, store, a["workers"]),
             self.recorder,
             stages=self.stages,
             evaluate_data=self.evaluate_data,
             test_data=tuple(a["test_data"] if a["test_data"] is not None else ("local", "pooled")),
             evaluate_every=a["evaluate_every"],
             save_every=a["save_state"],
+            lasting=arguments.lasting(a, self.callbacks, data),
         )
         if resume is not None:
             self.federation.restore(go_on)
@@ -326,7 +335,8 @@ class FederatedTrainer:
         return self._evaluate("test", checkpoint)
 
     def _evaluate(self, split: str, checkpoint: str) -> list[dict[str, Any]]:
-        rows = self._fitted().evaluate(split, checkpoint)
+        with closing(self._fitted().engine):
+            rows = self._fitted().evaluate(split, checkpoint)
         self._summarise()
         return summarise(rows)
 

@@ -80,6 +80,9 @@ class Stop(FederatedCallback):
     def __init__(self, round, after=1):
         self.round, self.after, self.visits = round, after, 0
 
+    def hyperparameters(self):
+        return {}  # no option of the run: the next attempt is interrupted elsewhere
+
     def on_visit_start(self, client):
         if client.round == self.round:
             self.visits += 1
@@ -140,7 +143,8 @@ def files(run):
 
 def summary(run):
     found = json.loads((run / "summary.json").read_text())
-    return {key: value for key, value in found.items() if key not in ("seconds", "peak_memory_mb")}
+    rounds = [{key: value for key, value in entry.items() if key != "seconds"} for entry in found["per_round"]]
+    return {k: v for k, v in found.items() if k not in ("seconds", "peak_memory_mb")} | {"per_round": rounds}
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +305,32 @@ def test_a_state_of_something_else_is_refused(tmp_path, module, sizes, sentence)
     trainer, _, _ = trainer_of("fedavg_keep", tmp_path)
     with pytest.raises(ValueError, match=sentence):
         trainer.fit(module, datamodule=toy_data(sizes), resume="last")
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"seed": 5}, "seed was 0 and is 5"),
+        ({"local_epochs": 3}, "local_epochs was .* and is 3"),
+        ({"participation": 1.0}, "participation was 2 and is 1.0"),
+    ],
+)
+def test_another_configuration_is_refused(tmp_path, changed, sentence):
+    """Its rounds would be half of one run and half of another."""
+    first, module, data = trainer_of("scaffold_2", tmp_path)
+    first.fit(module, datamodule=data)
+    again = make_trainer(
+        tmp_path, [SCAFFOLD()], name="scaffold_2", **{"participation": 2, "max_rounds": ROUNDS + 1} | changed
+    )
+    with pytest.raises(ValueError, match=sentence):
+        again.fit(NormNet("sgd"), datamodule=toy_data(), resume="last")
+
+
+def test_another_option_of_an_algorithm_is_refused(tmp_path):
+    make_trainer(tmp_path, [FLIU(gamma=0.5)], max_rounds=1, name="r").fit(NormNet("sgd"), datamodule=toy_data())
+    again = make_trainer(tmp_path, [FLIU(gamma=0.25)], max_rounds=2, name="r")
+    with pytest.raises(ValueError, match="gamma was 0.5 and is 0.25"):
+        again.fit(NormNet("sgd"), datamodule=toy_data(), resume="last")
 
 
 def test_the_initial_weights_of_the_resuming_module_do_not_matter(tmp_path):
