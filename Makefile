@@ -59,9 +59,8 @@ format: $(STAMP) ## mend style and formatting where ruff can
 types: $(STAMP) ## check types (mypy)
 	$(BIN)/mypy
 
-bench: $(STAMP) ## run the benchmarks
-	@test -f benchmarks/run.py || { echo "benchmarks/run.py is missing from this checkout: nothing to run" >&2; exit 1; }
-	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
+bench: $(STAMP) ## measure speed and memory against a bare PyTorch loop (an idle machine, please)
+	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 clean: ## remove build products and caches (not the environment, not the results of runs)
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov

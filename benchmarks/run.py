@@ -1,0 +1,125 @@
+"""Every contestant on the same work, in turn, as ratios to the bare loop: ``make bench``.
+
+    python -m benchmarks.run [--works mlp,cnn] [--contestants "bare loop,pfl"] [--repeats 5] [--rounds 3] [--out FILE]
+
+Each measurement is a process of its own with one torch thread. The contestants take turns, so that a machine that
+slows down slows all of them; a ratio is taken within a turn and the median over turns is shown. Peers that are not
+installed are left out (``pip install pfl "flwr[simulation]"``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.contestants import CONTESTANTS
+from benchmarks.work import WORKS
+
+BARE = "bare loop"
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def measure(contestant: str, work: str, rounds: int) -> dict[str, Any]:
+    """One measurement: ``first`` round's seconds, seconds of the further ``rounds``, ``peak_mb``; or ``error``."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
+    command = [sys.executable, "-m", "benchmarks.measure", contestant, work, str(rounds + 1)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def compare(work: str, contestants: list[str], rounds: int, repeats: int, show: Console) -> list[dict[str, Any]]:
+    """One row a contestant: medians over the turns."""
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
+    for turn in range(repeats):
+        for name in contestants:
+            known = turns[name]
+            if known and ("missing" in known[0] or "error" in known[0]):
+                continue
+            known.append(measure(name, work, rounds))
+            show.print(f"{work}: {name}, turn {turn + 1} of {repeats}", style="dim", highlight=False)
+    reference = [statistics.median(found["rounds"]) for found in turns[BARE]]
+    rows = []
+    for name in contestants:
+        row: dict[str, Any] = {"work": work, "contestant": name}
+        first = turns[name][0]
+        if "missing" in first or "error" in first:
+            rows.append(row | {"note": first.get("error") or f"{first['missing']} is not installed"})
+            continue
+        seconds = [statistics.median(found["rounds"]) for found in turns[name]]
+        ratios = [own / bare for own, bare in zip(seconds, reference, strict=True)]
+        peak = statistics.median(found["peak_mb"] for found in turns[name])
+        visits = WORKS[work].participants or len(WORKS[work].sizes)
+        rows.append(
+            row
+            | {
+                "ratio": statistics.median(ratios),
+                "ratio_min": min(ratios),
+                "ratio_max": max(ratios),
+                "seconds": statistics.median(seconds),
+                "extra_ms_per_visit": 1000
+                * statistics.median(own - bare for own, bare in zip(seconds, reference, strict=True))
+                / visits,
+                "first_round": statistics.median(found["first"] for found in turns[name]),
+                "peak_mb": peak,
+                "extra_mb": peak - statistics.median(found["peak_mb"] for found in turns[BARE]),
+            }
+        )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The rows, for people."""
+    shown = Table(title="Wall time of a round as a ratio to the bare loop (median of turns)", title_justify="left")
+    for column in ("work", "contestant", "ratio", "min - max", "s", "+ms/visit", "first round s", "+MB"):
+        shown.add_column(column, justify="left" if column in ("work", "contestant") else "right")
+    for row in rows:
+        if "ratio" not in row:
+            shown.add_row(row["work"], row["contestant"], "-", row["note"][:40])
+            continue
+        shown.add_row(
+            row["work"],
+            row["contestant"],
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_min']:.2f} - {row['ratio_max']:.2f}",
+            f"{row['seconds']:.2f}",
+            f"{row['extra_ms_per_visit']:.2f}",
+            f"{row['first_round']:.2f}",
+            f"{row['extra_mb']:.0f}",
+        )
+    return shown
+
+
+def main() -> None:
+    """Measure and print; write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--works", default="mlp,cnn,logistic,sampled,unequal")
+    parser.add_argument("--contestants", default=",".join(CONTESTANTS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that warms up")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    names = [name for name in CONTESTANTS if name in options.contestants.split(",") or name == BARE]
+    console = Console(width=None if Console().is_terminal else 120)
+    rows: list[dict[str, Any]] = []
+    for work in options.works.split(","):
+        rows += compare(work, names, options.rounds, options.repeats, console)
+    console.print(table(rows))
+    if options.out is not None:
+        options.out.write_text(json.dumps({"results": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

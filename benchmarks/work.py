@@ -1,0 +1,123 @@
+"""The work that everybody does in the benchmarks, and the hand-written loop that everybody is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class CNN(nn.Module):
+    """McMahan et al.'s MNIST network: two 5x5 convolutions and two linear layers, 1.66 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, 5, padding=2)
+        self.conv2 = nn.Conv2d(32, 64, 5, padding=2)
+        self.fc1 = nn.Linear(7 * 7 * 64, 512)
+        self.fc2 = nn.Linear(512, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        out: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
+        return out
+
+
+def mlp() -> nn.Module:
+    """784-32-10."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def logistic() -> nn.Module:
+    """784-10."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A federation to be trained by plain SGD, one local epoch a round.
+
+    Attributes:
+        make: the network; sizes: training samples of each client; batch: samples in a step; lr: learning rate.
+        participants: clients of a round; None: all.
+    """
+
+    make: Callable[[], nn.Module]
+    sizes: tuple[int, ...]
+    batch: int = 50
+    lr: float = 0.05
+    participants: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of a round with everybody."""
+        return sum(-(-size // self.batch) for size in self.sizes)
+
+    def data(self) -> list[tuple[Tensor, Tensor]]:
+        """Each client's images ``(n, 1, 28, 28)`` and labels ``(n,)``, the same for every contestant."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(max(self.sizes), 1, 28, 28, generator=generator)  # clients share pixels: only time matters
+        y = torch.randint(0, 10, (max(self.sizes),), generator=generator)
+        return [(x[:size], y[:size]) for size in self.sizes]
+
+
+def unequal(clients: int, total: int) -> tuple[int, ...]:
+    """Sizes in the ratio 1 : 2 : ... : clients that sum to about ``total``."""
+    unit = total / (clients * (clients + 1) / 2)
+    return tuple(max(1, round(unit * (index + 1))) for index in range(clients))
+
+
+WORKS: dict[str, Work] = {
+    "cnn": Work(CNN, (600,) * 20),
+    "mlp": Work(mlp, (600,) * 20),
+    "logistic": Work(logistic, (600,) * 100),
+    "sampled": Work(mlp, (600,) * 1000, participants=10),
+    "unequal": Work(mlp, unequal(20, 12_000)),
+    "cnn100": Work(CNN, (100,) * 100),
+}
+"""What is measured, by name."""
+
+
+class BareLoop:
+    """FedAvg by hand: resident tensors, batches by index slices, one model, a flat float64 mean."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.data = work, work.data()
+        torch.manual_seed(0)
+        self.model = work.make()
+        self.parameters = list(self.model.parameters())
+        self.state = [parameter.detach().clone() for parameter in self.parameters]
+
+    def round(self, number: int) -> None:
+        """Train every participant for an epoch and average."""
+        work = self.work
+        generator = torch.Generator().manual_seed(number)
+        chosen = range(len(work.sizes))
+        if work.participants is not None:
+            chosen = torch.randperm(len(work.sizes), generator=generator)[: work.participants].tolist()
+        total = sum(work.sizes[client] for client in chosen)
+        sums = [torch.zeros_like(value, dtype=torch.float64) for value in self.state]
+        for client in chosen:
+            self.visit(client, generator)
+            with torch.no_grad():
+                for accumulated, parameter in zip(sums, self.parameters, strict=True):
+                    accumulated.add_(parameter, alpha=work.sizes[client])
+        self.state = [(accumulated / total).float() for accumulated in sums]
+
+    def visit(self, client: int, generator: torch.Generator) -> None:
+        """Train one client from the global model for an epoch."""
+        x, y = self.data[client]
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters, self.state, strict=True):
+                parameter.copy_(value)
+        optimizer = torch.optim.SGD(self.parameters, lr=self.work.lr)
+        order = torch.randperm(len(y), generator=generator)
+        for start in range(0, len(y), self.work.batch):
+            chosen = order[start : start + self.work.batch]
+            optimizer.zero_grad()
+            F.cross_entropy(self.model(x[chosen]), y[chosen]).backward()
+            optimizer.step()
