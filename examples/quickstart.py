@@ -78,7 +78,7 @@ def main() -> None:
         comparison.add(name, trainer.summary)
     comparison.print()
     comparison.plot_clients(figures / "per_client.png")
-    comparison.write(options.out / "comparison.json")
+    comparison.write(options.out)
     print(f"{len(METHODS)} runs in {time.monotonic() - started:.0f} s. Runs, figures and checkpoints: {options.out}/")
 
 

@@ -1,28 +1,27 @@
 """Scores at the stages of a round: G (the server's model) and L1 (what each client would hold after receiving it).
 
 L2 is scored inside the visit, while the trained model is there. Nothing here changes a client: L1 is evaluated on a
-copy of its state, so absent clients are treated like those that took part.
+copy of its state, so absent clients are treated like those that took part. Where the scoring happens is the engine's
+affair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader
 
-from fedlightning.engines.sequential import ClientStore
+from fedlightning.engines.base import Engine
+from fedlightning.engines.store import ClientStore
 from fedlightning.evaluation.results import Row
+from fedlightning.evaluation.tasks import EVERYBODY, Mark, ScoreClient, ScoreModel, Scores
 from fedlightning.hooks import Job
 from fedlightning.local import Evaluate
 from fedlightning.messages import Update
 from fedlightning.server import Server
-from fedlightning.tensors import equal, load_state, module_state
-
-Known = dict[tuple[str, str], dict[str, float]]
-"""Scores that are there already, by (client, split): of clients that hold exactly the global model."""
+from fedlightning.tensors import load_state, module_state
 
 
 def update_rows(updates: Iterable[Update]) -> list[Row]:
@@ -41,81 +40,85 @@ def update_rows(updates: Iterable[Update]) -> list[Row]:
     return rows
 
 
-def stage_g(server: Server, evaluate: Evaluate) -> list[Row]:
+def stage_g(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
     """Stage G, where the method has a global model: one for all, or one per client's cluster."""
     module = server.global_module(None)
+    mark = Mark(server.round + 1, "G", "global")
     if module is not None:
-        return score_global(server, module, evaluate)
-    rows = []
-    for client in server.clients:
-        module = server.global_module(client)
-        if module is not None:
-            rows += score_global(server, module, evaluate, clients=[client])
-    return rows
+        return score_global(server, engine, module, evaluate, mark)
+
+    def tasks() -> Iterator[ScoreModel]:
+        own = replace(evaluate, data=tuple(data for data in evaluate.data if data == "local"))
+        for client in server.clients:
+            module = server.global_module(client)
+            if module is not None:
+                yield ScoreModel(module, (client,), own, mark)
+
+    return [row for rows in engine.map(tasks()) for row in rows]
 
 
-def score_global(
-    server: Server,
-    module: LightningModule,
-    evaluate: Evaluate,
-    checkpoint: str = "latest",
-    clients: Sequence[str] | None = None,
-) -> list[Row]:
-    """Score one model of the server on the data of ``clients``; by default on everybody's, and on the union."""
-    rows = []
-    for client in clients or server.clients:
-        if "local" in evaluate.data:
-            rows += _score(server, module, client, Evaluate(evaluate.splits), ("G", "global", checkpoint))
-    if clients is None and "pooled" in evaluate.data:
-        rows += _score(server, module, "all", Evaluate(evaluate.splits, ("pooled",)), ("G", "global", checkpoint))
-    return rows
+def score_global(server: Server, engine: Engine, module: LightningModule, evaluate: Evaluate, mark: Mark) -> list[Row]:
+    """Score one model of the server on every client's data, and on the union."""
+    tasks = []
+    if "local" in evaluate.data:
+        for clients in _shares(server.clients, engine.width):
+            tasks.append(ScoreModel(module, clients, Evaluate(evaluate.splits), mark))
+    if "pooled" in evaluate.data:
+        tasks.append(ScoreModel(module, (EVERYBODY,), Evaluate(evaluate.splits, ("pooled",)), mark))
+    return [row for rows in engine.map(tasks) for row in rows]
 
 
-def stage_l1(server: Server, store: ClientStore, evaluate: Evaluate, known: Sequence[Row] = ()) -> list[Row]:
+def _shares(clients: Sequence[str], width: int) -> list[tuple[str, ...]]:
+    """The clients in order, in parts of nearly equal length: one part, or two for each task that runs at a time."""
+    parts = min(1 if width == 1 else 2 * width, len(clients))
+    ends = [len(clients) * part // parts for part in range(parts + 1)]
+    return [tuple(clients[start:end]) for start, end in pairwise(ends)]
+
+
+def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence[Row] = ()) -> list[Row]:
     """Stage L1 of every client.
 
     Args:
         server: sends each client what it would send next.
-        store: the clients' records; only their ``checkpoints`` may change.
+        engine: carries it out; of the clients' records, only their ``checkpoints`` may change.
         evaluate: splits and data.
         known: stage G's rows of this round; a client that holds exactly the global model has its local scores there.
     """
-    rows: list[Row] = []
     shared = module_state(server.module_with(server.model)) if known else None
-    scores: Known = {}
+    scores: dict[str, dict[str, Scores]] = {}
     for row in known:
         if row.data == "local" and row.checkpoint == "latest":
-            scores.setdefault((row.client, row.split), {})[row.metric] = row.value
-    for client_id in server.clients:
-        record = store.get(client_id)
-        with server.runner.client(server.message(Job(client_id, work=0)), record, evaluating=True) as client:
-            module = server.runner.personal_module(client, "L1")
-            is_global = shared is not None and equal(module_state(module), shared)
-
-            def report(split: str, found: dict[str, float], client: Any = client, module: Any = module) -> None:
-                server.callbacks.event("on_client_evaluated", client, "L1", split, found, module)
-
-            mark = ("L1", "personal", "latest")
-            rows += _score(server, module, client_id, evaluate, mark, scores if is_global else {}, report)
-            if client.record.checkpoints != record.checkpoints:
-                kept = record.copy()
-                kept.checkpoints = client.record.checkpoints
-                store.put(client_id, kept)
-    return rows
+            scores.setdefault(row.client, {}).setdefault(row.split, {})[row.metric] = row.value
+    mark = Mark(server.round + 1, "L1", "personal")
+    tasks = (
+        ScoreClient(
+            server.message(Job(client, work=0)),
+            evaluate,
+            mark,
+            others=server.clients,
+            shared=shared,
+            known=scores.get(client, {}),
+        )
+        for client in server.clients
+    )
+    return [row for rows in engine.map(tasks) for row in rows]
 
 
-def checkpoint_rows(server: Server, store: ClientStore, evaluate: Evaluate) -> list[Row]:
+def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
     """Scores of the models that checkpoint callbacks selected, each at the round and stage it was selected in."""
     rows = []
     for kept in server.checkpoints.values():
-        found = score_global(server, server.module_with(kept["model"]), evaluate, kept["name"])
-        rows += [Row(**{**vars(row), "round": kept["round"]}) for row in found]
-    for client_id in server.clients:
-        for kept in store.get(client_id).checkpoints.values():
-            module = deployed_module(server, store, client_id, kept["name"])
-            found = _score(server, module, client_id, evaluate, (kept["stage"], "personal", kept["name"]))
-            rows += [Row(**{**vars(row), "round": kept["round"]}) for row in found]
-    return rows
+        mark = Mark(kept["round"], "G", "global", kept["name"])
+        rows += score_global(server, engine, server.module_with(kept["model"]), evaluate, mark)
+
+    def tasks() -> Iterator[ScoreClient]:
+        for client in server.clients:
+            for kept in engine.store.get(client).checkpoints.values():
+                mark = Mark(kept["round"], kept["stage"], "personal", kept["name"])
+                message = server.message(Job(client, work=0))
+                yield ScoreClient(message, evaluate, mark, others=server.clients, kept=kept["model"])
+
+    return rows + [row for found in engine.map(tasks()) for row in found]
 
 
 def deployed_module(server: Server, store: ClientStore, client: str | None, checkpoint: str) -> LightningModule:
@@ -142,47 +145,3 @@ def deployed_module(server: Server, store: ClientStore, client: str | None, chec
         if chosen is not None:
             load_state(module, chosen["model"])
     return module
-
-
-def _score(
-    server: Server,
-    module: LightningModule,
-    client: str,
-    evaluate: Evaluate,
-    mark: tuple[str, str, str],
-    known: Known | None = None,
-    report: Callable[[str, dict[str, float]], None] = lambda split, scores: None,
-) -> list[Row]:
-    """Rows of one model on one client's data; ``mark`` is (stage, model, checkpoint)."""
-    stage, model, checkpoint = mark
-    rows = []
-    for split, data, loader in _loaders(server, client, evaluate):
-        local = data == "local"
-        scores = (known or {}).get((client, split), {}) if local else {}
-        scores = scores or server.runner.scorer.score(module, loader, split)
-        size = len(loader.dataset)  # type: ignore[arg-type]
-        rows += [
-            Row(server.round + 1, stage, model, checkpoint, data, split, client, metric, value, size)
-            for metric, value in scores.items()
-        ]
-        if local:
-            report(split, scores)
-    return rows
-
-
-def _loaders(server: Server, client: str, evaluate: Evaluate) -> Iterator[tuple[str, str, DataLoader[Any]]]:
-    """The loaders that are there: (split, data, loader)."""
-    data = server.runner.data
-    for split in evaluate.splits:
-        sources: dict[str, Callable[[], DataLoader[Any] | None]] = {}
-        if "local" in evaluate.data:
-            sources["local"] = partial(data.client_dataloader, client, split)
-        if "pooled" in evaluate.data:
-            sources["pooled"] = partial(data.pooled_dataloader, split)
-        if "clients" in evaluate.data:
-            others = [other for other in server.clients if other != client]
-            sources |= {f"client:{other}": partial(data.client_dataloader, other, split) for other in others}
-        for kind, make in sources.items():
-            loader = make()
-            if loader is not None and len(loader) > 0:
-                yield split, kind, loader

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -50,9 +51,7 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95, method: str = "t"
         return Interval(centre, low, high, len(x), method)
     if method not in ("t", "normal"):
         raise ValueError(f"method={method!r} is unknown. Use 't', 'normal' or 'bootstrap'.")
-    tail = (1 + confidence) / 2
-    factor = stats.t.ppf(tail, len(x) - 1) if method == "t" else stats.norm.ppf(tail)
-    radius = float(factor * x.std(ddof=1) / math.sqrt(len(x)))
+    radius = _quantile(confidence, len(x) - 1 if method == "t" else None) * float(x.std(ddof=1)) / math.sqrt(len(x))
     return Interval(centre, centre - radius, centre + radius, len(x), method)
 
 
@@ -66,8 +65,14 @@ def median_interval(values: ArrayLike, confidence: float = 0.95, seed: int = 0) 
     return Interval(centre, low, high, len(x), "median bootstrap")
 
 
-def paired_difference(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> tuple[Interval, float]:
-    """Mean of ``a - b`` over paired runs with its t interval, and the p-value of the paired t-test (1 if all equal).
+def paired_difference(
+    a: ArrayLike, b: ArrayLike, confidence: float = 0.95, method: str = "t"
+) -> tuple[Interval, float]:
+    """Mean of ``a - b`` over paired runs with its interval, and the p-value of the paired t-test (1 if all equal).
+
+    Args:
+        a, b: one number per run, in the same order.
+        confidence, method: of the interval, as in :func:`mean_interval`.
 
     Raises:
         ValueError: if the two are not of one length.
@@ -81,7 +86,28 @@ def paired_difference(a: ArrayLike, b: ArrayLike, confidence: float = 0.95) -> t
         p = 1.0 if len(x) < 2 or difference[0] == 0 else 0.0
     else:
         p = float(stats.ttest_rel(x, y).pvalue)
-    return mean_interval(difference, confidence), p
+    return mean_interval(difference, confidence, method), p
+
+
+def wilcoxon(a: ArrayLike, b: ArrayLike) -> float:
+    """Two-sided p-value of Wilcoxon's signed-rank test of paired runs; equal pairs say nothing (1 if all are).
+
+    With n pairs that differ it is at least 2 / 2**n: five seeds cannot reach 0.05.
+    """
+    difference = _finite(a) - _finite(b)
+    return 1.0 if not difference.any() else float(stats.wilcoxon(difference).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted for the number of comparisons (Holm 1979): the i-th smallest of m times (m - i + 1), then made
+    non-decreasing, at most 1; in the order given.
+    """
+    adjusted = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
 
 
 @dataclass(frozen=True)
@@ -134,6 +160,28 @@ def friedman(scores: Mapping[str, Sequence[float]], higher_is_better: bool = Tru
     f = (d - 1) * statistic / room if room > 1e-12 else math.inf
     f_p = float(stats.f.sf(f, k - 1, (k - 1) * (d - 1))) if math.isfinite(f) else 0.0
     return Friedman(dict(zip(names, mean_ranks.tolist(), strict=True)), statistic, p, f, f_p, distance, d)
+
+
+def nemenyi(ranks: Mapping[str, float], datasets: int) -> dict[tuple[str, str], float]:
+    """Nemenyi's post-hoc test of mean ranks: p-value of every pair (Demšar 2006, section 3.2.2).
+
+    Args:
+        ranks: mean rank of each algorithm; datasets: over how many data sets.
+    """
+    names, k = list(ranks), len(ranks)
+    unit = math.sqrt(k * (k + 1) / (6 * datasets))
+    return {
+        (a, b): float(stats.studentized_range.sf(math.sqrt(2) * abs(ranks[a] - ranks[b]) / unit, k, np.inf))
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+    }
+
+
+@lru_cache(maxsize=64)
+def _quantile(confidence: float, degrees: int | None) -> float:
+    """Upper quantile of Student's t, or of the normal distribution; scipy takes longer for one than for a table."""
+    tail = (1 + confidence) / 2
+    return float(stats.norm.ppf(tail) if degrees is None else stats.t.ppf(tail, degrees))
 
 
 def _finite(values: ArrayLike) -> np.ndarray:

@@ -1,0 +1,106 @@
+"""How alike two models see the same samples: linear CKA (centred kernel alignment)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> float:
+    r"""Linear CKA of two representations of the same n samples.
+
+    Kornblith, Norouzi, Lee, Hinton, "Similarity of neural network representations revisited", ICML 2019: with columns
+    centred over the samples, :math:`\|Y'X\|_F^2 / (\|X'X\|_F \|Y'Y\|_F)`. (PLayer-FL's equation A.3 prints squares in
+    the denominator; CKA(X, X) would not be 1 then.)
+
+    In [0, 1], symmetric, 1 for equal representations; orthogonal maps, isotropic scaling and shifts of either side
+    change nothing, other linear maps do. Where one side has no spread it is 0, with a warning.
+
+    Args:
+        x, y: features of shape (n, p) and (n, q); more dimensions are flattened into the second.
+        debiased: with the unbiased estimate of HSIC (Song et al., "Feature selection via dependence maximization", JMLR
+            2012): for few samples of many features, where the plain form is near 1 whatever the models do. Needs
+            n >= 4 and may be slightly negative.
+
+    Raises:
+        ValueError: for different numbers of samples, or too few.
+    """
+    if len(x) != len(y):
+        raise ValueError(f"CKA compares two views of the same samples: got {len(x)} and {len(y)} of them.")
+    x, y = _rows(x), _rows(y).to(x.device)
+    if debiased or max(x.shape[1], y.shape[1]) > len(x):
+        return cka_of_grams(unit_gram(x, debiased), unit_gram(y, debiased))
+    _refuse_few(len(x), debiased)
+    x, y = _spread(x - x.mean(0)), _spread(y - y.mean(0))
+    if not bool(x.any()) or not bool(y.any()):
+        _warn_constant()
+        return 0.0
+    return float((y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm()))
+
+
+def unit_gram(features: Tensor, debiased: bool = False) -> Tensor:
+    """What of a representation CKA needs, whatever its width: the centred Gram matrix with Frobenius norm 1.
+
+    The CKA of two representations is the sum of the products of their unit Gram matrices (:func:`cka_of_grams`), so
+    models of different widths compare, and n x n numbers travel instead of n x p.
+
+    Args:
+        features: (n, ...).
+        debiased: U-centred with a zero diagonal, so that inner products are unbiased estimates of HSIC.
+
+    Returns:
+        (n, n), float64 (float32 on devices that have no other); all zeros where the features have no spread.
+    """
+    x = _rows(features)
+    n = len(x)
+    _refuse_few(n, debiased)
+    x = _spread(x - x.mean(0))
+    gram = x @ x.T
+    if debiased:
+        gram.fill_diagonal_(0)
+        sums, total = gram.sum(0, keepdim=True), gram.sum()
+        gram = gram - (sums + sums.T) / (n - 2) + total / ((n - 1) * (n - 2))
+        gram.fill_diagonal_(0)
+    norm = gram.norm()
+    if norm == 0:
+        _warn_constant()
+        return gram
+    return gram / norm
+
+
+def cka_of_grams(a: Tensor, b: Tensor) -> float:
+    """CKA from two matrices of :func:`unit_gram`."""
+    wide = _wide(a)
+    return float((a.to(wide) * b.to(wide)).sum())
+
+
+def pairwise_cka(grams: Sequence[Tensor]) -> Tensor:
+    """CKA of every pair of models from their unit Gram matrices: (m, m), symmetric."""
+    flat = torch.stack([gram.to(_wide(gram)).flatten() for gram in grams])
+    return flat @ flat.T
+
+
+def _rows(features: Tensor) -> Tensor:
+    return features.detach().to(_wide(features)).reshape(len(features), -1)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+
+
+def _spread(centred: Tensor) -> Tensor:
+    """``centred`` at a scale whose squares neither overflow nor vanish: CKA does not depend on it."""
+    largest = centred.abs().max()
+    return centred / largest if largest > 0 else centred
+
+
+def _refuse_few(n: int, debiased: bool) -> None:
+    if n < (4 if debiased else 2):
+        raise ValueError(f"CKA needs at least {4 if debiased else 2} samples here, got {n}.")
+
+
+def _warn_constant() -> None:
+    warnings.warn("A representation is the same for every sample: CKA with it is taken as 0.", stacklevel=3)

@@ -1,0 +1,185 @@
+"""Scoring as tasks that an engine carries out: one model of the server on many clients' data, or one client's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn, cast
+
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from fedlightning.client import ClientRecord
+from fedlightning.evaluation.results import Row
+from fedlightning.hooks import Stage
+from fedlightning.local import Evaluate, LocalRunner
+from fedlightning.messages import Message, tree_bytes
+from fedlightning.seeding import isolated
+from fedlightning.tensors import State, equal, load_state, module_state
+
+EVERYBODY = "all"
+"""In a row: the score is not of one client but of the union's data."""
+
+Scores = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Which model was scored, and when: what the rows of one task have in common.
+
+    Attributes:
+        round: counted from 1, as in rows; stage, model, checkpoint: as in :class:`~fedlightning.evaluation.results.Row`.
+    """
+
+    round: int
+    stage: str
+    model: str
+    checkpoint: str = "latest"
+
+
+@dataclass(frozen=True)
+class ScoreModel:
+    """Score one module on the data of several clients, or on the union (:data:`EVERYBODY`).
+
+    Attributes:
+        module: as it is, on the CPU; it is not changed.
+        clients: whose data; evaluate: splits, and which data; mark: for the rows; others: all clients' ids.
+    """
+
+    module: LightningModule
+    clients: tuple[str, ...]
+    evaluate: Evaluate
+    mark: Mark
+    others: Sequence[str] = ()
+    client: None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return tree_bytes(module_state(self.module))
+
+    def cost(self, runner: LocalRunner) -> float:
+        """Samples of the first split."""
+        sources = runner.data.client_ids if EVERYBODY in self.clients else self.clients
+        return sum(runner.data.num_samples(client, self.evaluate.splits[0]) for client in sources)
+
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], None]:
+        rows = []
+        for client in self.clients:
+            rows += score(runner, self.module, client, self.evaluate, self.mark, self.others)
+        return rows, None
+
+    def lost(self, reason: str) -> NoReturn:
+        raise RuntimeError(f"The model of stage {self.mark.stage} could not be scored: {reason}.")
+
+
+@dataclass(frozen=True)
+class ScoreClient:
+    """Score the model that a client deploys now (stage L1), or that a checkpoint callback kept for it.
+
+    It works on a copy of the client's record; the one thing that may change is the record's ``checkpoints``.
+
+    Attributes:
+        message: what the server would send next; evaluate: splits and data; mark: for the rows; others: all clients' ids.
+        kept: the selected model's state, loaded over the deployed one; then no callback is told.
+        shared: the global model's state; ``known``: scores on the client's own data, by split, to be taken over where
+            the client holds exactly that model.
+    """
+
+    message: Message
+    evaluate: Evaluate
+    mark: Mark
+    others: Sequence[str] = ()
+    kept: State | None = None
+    shared: State | None = None
+    known: Mapping[str, Scores] = field(default_factory=dict)
+
+    @property
+    def client(self) -> str:
+        return self.message.client
+
+    @property
+    def num_bytes(self) -> int:
+        return self.message.num_bytes
+
+    def cost(self, runner: LocalRunner) -> float:
+        """Samples of the first split."""
+        return runner.data.num_samples(self.client, self.evaluate.splits[0])
+
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
+        stage = cast(Stage, self.mark.stage)
+        with runner.client(self.message, record, evaluating=True) as client:
+            module = runner.personal_module(client, stage)
+            if self.kept is not None:
+                load_state(module, self.kept)
+            is_global = self.shared is not None and equal(module_state(module), self.shared)
+
+            def report(split: str, found: Scores) -> None:
+                if self.kept is None:
+                    runner.callbacks.event("on_client_evaluated", client, stage, split, found, module)
+
+            known = self.known if is_global else {}
+            rows = score(runner, module, self.client, self.evaluate, self.mark, self.others, known, report)
+            if client.record.checkpoints == record.checkpoints:
+                return rows, None
+            changed = record.copy()
+            changed.checkpoints = client.record.checkpoints
+            return rows, changed
+
+    def lost(self, reason: str) -> NoReturn:
+        raise RuntimeError(f"Client '{self.client}' could not be scored at stage {self.mark.stage}: {reason}.")
+
+
+def score(
+    runner: LocalRunner,
+    module: LightningModule,
+    client: str,
+    evaluate: Evaluate,
+    mark: Mark,
+    others: Sequence[str] = (),
+    known: Mapping[str, Scores] | None = None,
+    report: Callable[[str, Scores], None] = lambda split, scores: None,
+) -> list[Row]:
+    """Rows of one model on one client's data.
+
+    Args:
+        runner: has the data; module: the model; client: whose; evaluate: splits and data; mark: for the rows.
+        others: all clients' ids, for ``evaluate.data`` with ``"clients"``.
+        known: scores on the client's own data that are there already, by split.
+        report: told the scores on the client's own data.
+    """
+    rows = []
+    for split, data, loader in _loaders(runner, client, evaluate, others):
+        local = data == "local"
+        scores = (known or {}).get(split, {}) if local else {}
+        if not scores:
+            with isolated(runner.settings.seed, mark.round, client, "score", mark.stage, split, data):
+                scores = runner.scorer.score(module, loader, split)
+        size = len(loader.dataset)  # type: ignore[arg-type]
+        rows += [
+            Row(mark.round, mark.stage, mark.model, mark.checkpoint, data, split, client, metric, value, size)
+            for metric, value in scores.items()
+        ]
+        if local:
+            report(split, scores)
+    return rows
+
+
+def _loaders(
+    runner: LocalRunner, client: str, evaluate: Evaluate, others: Sequence[str]
+) -> Iterator[tuple[str, str, DataLoader[Any]]]:
+    """The loaders that are there: (split, data, loader)."""
+    data = runner.data
+    for split in evaluate.splits:
+        sources: dict[str, Callable[[], DataLoader[Any] | None]] = {}
+        if "local" in evaluate.data:
+            sources["local"] = partial(data.client_dataloader, client, split)
+        if "pooled" in evaluate.data:
+            sources["pooled"] = partial(data.pooled_dataloader, split)
+        if "clients" in evaluate.data:
+            foreign = [other for other in others if other != client]
+            sources |= {f"client:{other}": partial(data.client_dataloader, other, split) for other in foreign}
+        for kind, make in sources.items():
+            loader = make()
+            if loader is not None and len(loader) > 0:
+                yield split, kind, loader
