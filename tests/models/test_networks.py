@@ -30,6 +30,7 @@ CASES: list[tuple[nn.Module, tuple[int, ...], int, int]] = [
     (MLP(784, [200, 200], 10), (1, 28, 28), 10, 199_210),  # McMahan et al., section 3
     (MLP(4, [], 3), (4,), 3, 15),
     (MnistCNN(), (1, 28, 28), 10, 1_663_370),  # McMahan et al., section 3
+    (MnistCNN(hidden=None), (1, 28, 28), 10, 32 * 26 + 64 * 801 + 3137 * 10),  # by hand: two convolutions and one layer
     (CifarCNN(input_size=24), (3, 24, 24), 10, 1_068_298),  # "about 10^6"
     (CifarCNN(), (3, 32, 32), 10, 1_756_426),
     (PLayerConvNet(), (1, 28, 28), 10, 64 * 26 + 128 * (64 * 25 + 1) + 256 * (128 * 25 + 1) + 257 * 100 + 1010),
