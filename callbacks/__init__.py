@@ -19,10 +19,14 @@ from fedlightning.callbacks.fedprox import FedProx
 from fedlightning.callbacks.fedrep import FedRep
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.gradient_variance import GradientVariance
+from fedlightning.callbacks.hessian_trace import HessianTrace
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
 from fedlightning.callbacks.ifca import IFCA, HypCluster
 from fedlightning.callbacks.l2gd import L2GD
+from fedlightning.callbacks.layer_diagnostics import LayerDiagnostics
+from fedlightning.callbacks.layer_values import LayerValues
 from fedlightning.callbacks.local_adaptation import LocalAdaptation
 from fedlightning.callbacks.lora import FedIT, FFALoRA
 from fedlightning.callbacks.mapper import MAPPER
@@ -71,10 +75,14 @@ __all__ = [
     "FedYogi",
     "FederationSensitivity",
     "GlobalCheckpoint",
+    "GradientVariance",
+    "HessianTrace",
     "HeurFedAMP",
     "HeurpFedLA",
     "HypCluster",
     "LGFedAvg",
+    "LayerDiagnostics",
+    "LayerValues",
     "Local",
     "LocalAdaptation",
     "LocalCheckpoint",

@@ -57,7 +57,8 @@ FORWARDED = (
 CHOICES = {
     "optimizer_state": (None, "reset", "keep"),
     "float_buffers": ("average", "local", "server"),
-    "engine": ("sequential", "processes"),
+    "local_loop": ("auto", "trainer", "fast"),
+    "engine": ("sequential", "processes", "vectorized"),
 }
 STAGES = ("G", "L1", "L2")
 
@@ -116,12 +117,20 @@ def check(given: Mapping[str, Any]) -> None:
 
 
 def check_engine(given: Mapping[str, Any]) -> None:
-    """Refuse what worker processes cannot do.
+    """Refuse options of another engine, and what worker processes cannot do.
 
     Raises:
         ConfigurationError: with a sentence.
     """
     workers, devices, strategy = given["workers"], given["devices"], given["strategy"]
+    stack = given["clients_per_stack"]
+    if stack is not None and (not isinstance(stack, int) or isinstance(stack, bool) or stack < 1):
+        raise ConfigurationError(f"clients_per_stack={stack!r} must be a whole number of at least 1, or None.")
+    if stack is not None and given["engine"] != "vectorized":
+        raise ConfigurationError(
+            f"clients_per_stack={stack} means nothing to engine={given['engine']!r}. Use engine='vectorized', or leave it "
+            "out."
+        )
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise ConfigurationError(f"workers={workers!r} must be a whole number of at least 1, or None for every core.")
     if given["engine"] != "processes":

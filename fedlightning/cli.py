@@ -15,6 +15,9 @@ COMMANDS = {
     "validate": "Score a finished or interrupted run on validation data.",
     "test": "Score a finished or interrupted run on test data.",
     "predict": "Write the predictions of one client's model, or of the global one, on its test data.",
+    "compare": "Train several methods over several seeds, add baselines, write a report.",
+    "sweep": "Search for the best values of options, on validation data alone.",
+    "report": "Compare finished runs: tables, figures and one HTML page.",
     "partition": "Show which client gets which samples: a table, a picture and a CSV file.",
     "algorithms": "List the algorithms, or explain one.",
     "completion": "Print a script that completes commands and options in bash or zsh.",
@@ -36,9 +39,10 @@ examples:
   fedlightning fit --config configs/quickstart.yaml
   fedlightning fit --config configs/quickstart.yaml --config configs/algorithms/fedprox.yaml --trainer.callbacks.mu=0.3
   fedlightning test --run runs/quickstart/version_0 --checkpoint best_local
+  fedlightning compare configs/heart_disease/*.yaml --seeds 5 --out runs/heart
   fedlightning algorithms fenda
 
-Exit codes: 0 success, 1 a crash (with traceback), 2 bad input (with a sentence).
+Exit codes: 0 success, 1 a crash (with traceback) or failed runs, 2 bad input (with a sentence), 130 interrupted.
 """
 
 
@@ -81,6 +85,18 @@ def _find(command: str) -> Callable[[list[str]], int]:
         from fedlightning.commands.run import run
 
         return lambda rest: run(command, rest)
+    if command == "compare":
+        from fedlightning.commands.compare import compare
+
+        return compare
+    if command == "sweep":
+        from fedlightning.commands.sweep import sweep
+
+        return sweep
+    if command == "report":
+        from fedlightning.commands.report import report
+
+        return report
     if command == "algorithms":
         from fedlightning.commands.algorithms import algorithms
 

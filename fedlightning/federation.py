@@ -14,7 +14,7 @@ from fedlightning.evaluation import stages as stage_scores
 from fedlightning.evaluation.results import Row
 from fedlightning.hooks import Setup
 from fedlightning.local import Evaluate
-from fedlightning.loops.synchronous import run_round
+from fedlightning.loops.synchronous import messages, run_round
 from fedlightning.messages import Update
 from fedlightning.recorder import Recorder
 from fedlightning.run_folder import differing, plain
@@ -93,7 +93,7 @@ class Federation:
         self.server.round = self.last_round
 
     def check(self) -> None:
-        """Before round 1: every callback may refuse what cannot work.
+        """Before round 1: every callback and the engine may refuse what cannot work.
 
         Raises:
             ValueError: with a sentence.
@@ -117,6 +117,7 @@ class Federation:
             warn=arguments.warn,
         )
         server.callbacks.event("check", setup)
+        self.engine.check()
 
     def round(self, client_done: Callable[[Update], None]) -> None:
         """One round: train, score, tell the callbacks, save."""
@@ -124,17 +125,17 @@ class Federation:
         server.round = self.rounds_done
         last = server.round + 1 == server.max_rounds
         due = self.evaluate_every > 0 and ((server.round + 1) % self.evaluate_every == 0 or last)
-        splits = (("val",) if due else ()) + (("test",) if last else ())
+        splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data)
         updates = run_round(server, self.engine, inside, client_done)
         _explain(server, updates)
         rows = stage_scores.update_rows(updates)
         if due:
             evaluate = Evaluate(("val",), self.evaluate_data)
-            global_rows = stage_scores.stage_g(server, evaluate) if "G" in self.stages else []
+            global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
             rows += global_rows
             if "L1" in self.stages:
-                rows += stage_scores.stage_l1(server, self.store, evaluate, global_rows)
+                rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
         server.scores = _by_client(rows)
         self.recorder.record(rows)
         server.callbacks.event("on_round_end", server)
@@ -184,15 +185,13 @@ class Federation:
         if owner is None:
             return
         server.round = self.rounds_done
-        for job in owner.final_jobs(server):
-            message = server.message(replace(job, returns=()))
-            server.bytes_down += message.num_bytes
-            update = next(iter(self.engine.run([message], Evaluate())))
+        jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
+        for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
             if update.error is not None:
                 arguments.warn(f"After the last round: {update.error}.")
         if "L1" in self.stages and self.evaluate_every > 0:
-            self.recorder.record(stage_scores.stage_l1(server, self.store, Evaluate(("val",), self.evaluate_data)))
+            self.recorder.record(stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data)))
         self.final_done = True
         self.tick()
         self._count()
@@ -211,12 +210,12 @@ class Federation:
         evaluate = Evaluate((split,), self.test_data)
         rows: list[Row] = []
         if checkpoint in ("latest", "all"):
-            latest = stage_scores.stage_g(server, evaluate)
-            rows += latest + stage_scores.stage_l1(server, self.store, evaluate, latest)
+            latest = stage_scores.stage_g(server, self.engine, evaluate)
+            rows += latest + stage_scores.stage_l1(server, self.engine, evaluate, latest)
             trained = (split, "L2", self.rounds_done)
             rows += [row for row in self.recorder.rows if (row.split, row.stage, row.round) == trained]
         if checkpoint != "latest":
-            found = stage_scores.checkpoint_rows(server, self.store, evaluate)
+            found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
         self.recorder.record(rows)
         return rows

@@ -14,7 +14,7 @@ from fedlightning.catalogue import ALGORITHMS, Algorithm, create, find, list_alg
 from fedlightning.hooks import FederatedCallback
 
 ROOT = Path(__file__).parents[1]
-NOT_ALGORITHMS = {"LocalCheckpoint", "GlobalCheckpoint"}
+NOT_ALGORITHMS = {"LocalCheckpoint", "GlobalCheckpoint", "LayerDiagnostics"}
 
 
 @pytest.mark.parametrize("row", ALGORITHMS, ids=lambda row: row.name)

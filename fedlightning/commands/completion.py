@@ -12,7 +12,7 @@ _SCRIPT = """# fedlightning completion for {shell}; use it with: {use}
     words="{commands}"
   else
     case "$previous" in
-      -c|--config|--run|--resume|--out) COMPREPLY=($(compgen -f -- "$word")); return ;;
+      -c|--config|--override|--run|--resume|--out) COMPREPLY=($(compgen -f -- "$word")); return ;;
     esac
     case "${{COMP_WORDS[1]}}" in
 {cases}
@@ -40,10 +40,19 @@ def script(shell: str) -> str:
     """The completion script of ``shell``; options are read off the parsers."""
     from fedlightning.catalogue import ALGORITHMS
     from fedlightning.cli import COMMANDS
+    from fedlightning.commands import compare, report, sweep
     from fedlightning.commands.parsing import FederatedCLI, class_names
-    from fedlightning.commands.run import cli_class
+    from fedlightning.commands.run import Commands, cli_class
+    from fedlightning.commands.study import PASSED_ON
 
-    choices = {"algorithms": [row.name for row in ALGORITHMS], "completion": ["bash", "zsh"]}
+    passed_on = [option for option in Commands.option_strings("fit") if PASSED_ON.match(option)]
+    choices = {
+        "algorithms": [row.name for row in ALGORITHMS],
+        "completion": ["bash", "zsh"],
+        "compare": [*compare.parser().option_strings(), *passed_on, *class_names()],
+        "sweep": [*sweep.parser().option_strings(), *passed_on, *class_names()],
+        "report": report.parser().option_strings(),
+    }
     for command in COMMANDS:
         if command not in choices:
             kind: type[FederatedCLI] = cli_class(command)

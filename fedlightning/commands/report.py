@@ -1,0 +1,128 @@
+"""``fedlightning report``: the report of runs that are there already."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fedlightning.commands.errors import InputError, explain
+from fedlightning.commands.study import Parser, console, shown
+
+DESCRIPTION = """\
+Compare finished runs: tables, figures and one HTML page.
+
+RUN is a run's folder (runs/NAME/version_N) or the --out folder of `fedlightning compare`; several
+may be mixed. Nothing is trained or scored again."""
+EXAMPLES = """\
+examples:
+  fedlightning report runs/heart
+  fedlightning report runs/quickstart/version_0 runs/fenda/version_2 --out runs/report --metric f1_macro
+"""
+
+
+def parser() -> Parser:
+    """The command's options."""
+    made = Parser(
+        "report", description=DESCRIPTION, epilog=EXAMPLES, usage="fedlightning report RUN [RUN ...] [OPTIONS]"
+    )
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or that of a compare")
+    made.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: the RUN, if it is one compare")
+    made.add_argument("--metric", help="what is compared; default: that of the compare, else accuracy")
+    made.add_argument("--checkpoint", help="which models: deployed, latest, best_local, best_global")
+    made.add_argument("--title", help="the page's title")
+    return made
+
+
+def report(words: Sequence[str]) -> int:
+    """Carry out the command; its exit code."""
+    from fedlightning.evaluation.report.build import build_report
+    from fedlightning.evaluation.runs import STUDY_FILE, load_study
+
+    options = parser().parse_args(list(words))
+    runs: list[Path] = options.runs
+    load_study(runs)  # refuses what is no run, with a sentence
+    studies = [path / STUDY_FILE for path in runs if (path / STUDY_FILE).exists()]
+    if options.out is None and not (len(runs) == 1 and studies):
+        raise InputError("--out is missing: say where the report of these runs is to go.")
+    known = json.loads(studies[0].read_text()) if studies else {}
+    page = build_report(
+        options.out or runs[0],
+        runs,
+        metric=options.metric or known.get("metric", "accuracy"),
+        checkpoint=options.checkpoint or known.get("checkpoint", "deployed"),
+        title=options.title,
+    )
+    console().print(f"Report: {shown(page)}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def write_report(out: Path, runs: Sequence[Path], metric: str, checkpoint: str, screen: Console) -> None:
+    """Print the overview, write the report. What goes wrong here is said, and loses nothing: the runs are done."""
+    try:
+        show_overview(runs, metric, checkpoint, screen)
+        from fedlightning.evaluation.report.build import build_report
+
+        page = build_report(out, runs, metric=metric, checkpoint=checkpoint)
+        screen.print(f"\nReport: {shown(page)}", soft_wrap=True, highlight=False)
+    except Exception as error:
+        sentence = explain(error)
+        if sentence is None:
+            traceback.print_exception(error)
+        screen.print(
+            f"The report could not be written: {sentence or repr(error)}\nThe runs are there. Try again: "
+            f"fedlightning report {shown(out)}",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def show_overview(runs: Sequence[Path], metric: str, checkpoint: str, screen: Console) -> None:
+    """One line a method, and what speaks against comparing them."""
+    from fedlightning.evaluation.runs import load_study
+    from fedlightning.evaluation.study import Study
+
+    study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold", min_width=12)
+    for column in ("own data", "worst", "all data", "global", "to the best", "MB", "seeds"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for line in study.overview():
+        table.add_row(
+            escape(line["method"]),
+            _cell(line["mean"], line["ci95"]),
+            _cell(line["worst"]),
+            _cell(line["pooled"]),
+            _cell(line["global"]),
+            "best" if line["best"] else _cell(line["gap"], line["gap_ci95"], "+"),
+            _megabytes(line["mb_total"]),
+            str(line["n_seeds"]) if line["n_seeds"] == line["seeds"] else f"{line['n_seeds']} of {line['seeds']}",
+        )
+    screen.print(f"\n{metric} on test data, {checkpoint} models: mean over clients, then over seeds", highlight=False)
+    screen.print(table)
+    screen.print(
+        "own data: each client's model on its own test data, ± 95 % (t) over seeds; worst: client; all data: on "
+        "everybody's; global: the server's model; to the best: paired over seeds; MB: up and down, all clients.",
+        highlight=False,
+    )
+    for text in dict.fromkeys(problem.text for problem in study.problems):
+        screen.print(f"  ! {text}", markup=False, highlight=False)
+
+
+def _cell(value: float | None, interval: Sequence[float] | None = None, sign: str = "") -> str:
+    if value is None:
+        return "-"
+    radius = f" ± {(interval[1] - interval[0]) / 2:.3f}" if interval else ""
+    return f"{value:{sign}.4f}{radius}"
+
+
+def _megabytes(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}" if value < 100 else f"{value:.0f}"

@@ -1,0 +1,142 @@
+"""What is compared: methods, each a complete configuration under a label."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Config = dict[str, Any]
+"""The sections ``trainer``, ``model`` and ``data`` of a complete configuration, as plain values."""
+
+_PLACE = ("name", "version", "default_root_dir", "enable_progress_bar")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of a study.
+
+    Attributes:
+        name: its label, which is also the name of its folder.
+        configs: the YAML files it was made of.
+        config: the complete configuration; values that vary with the seed hold 0 here.
+        baseline: whether it was added, to measure the others by.
+        num_clients: clients in its data.
+        defaults: what the trainer's arguments are where nobody sets them.
+    """
+
+    name: str
+    configs: list[str]
+    config: Config = field(repr=False)
+    baseline: bool = False
+    num_clients: int = 0
+    defaults: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of one run."""
+        trainer = self.config["trainer"]
+        return 1 if trainer.get("fast_dev_run") else int(trainer["max_rounds"])
+
+    @property
+    def budget(self) -> str:
+        """Local work of one run in words."""
+        trainer = self.config["trainer"]
+        steps, epochs = trainer.get("local_steps"), trainer.get("local_epochs") or 1
+        return f"{self.rounds} rounds x {f'{steps} local steps' if steps else f'{epochs} local epochs'}"
+
+    def fingerprint(self, seed: int, vary: Iterable[str]) -> str:
+        """A hash of all that decides a run's numbers: the configuration, what varies, the seed."""
+        decides = [without_place(self.config), sorted(vary), seed]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def without_place(config: Mapping[str, Any]) -> Config:
+    """A configuration without where its files go and what is shown."""
+    trainer = {key: value for key, value in config["trainer"].items() if key not in _PLACE}
+    return {**config, "trainer": trainer}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> list[str]:
+    """How ``new`` departs from ``old``: ``["trainer.max_rounds is 5, was 3"]``.
+
+    A trainer's argument that ``old`` does not know, because it is of an older version, is no difference as long as it
+    has its default of ``defaults``.
+    """
+    added = {key for key, value in new["trainer"].items() if key not in old["trainer"] and key in (defaults or {})}
+    same = {key for key in added if new["trainer"][key] == (defaults or {})[key]}
+    new = {**new, "trainer": {key: value for key, value in new["trainer"].items() if key not in same}}
+    before, after = _flat(without_place(old)), _flat(without_place(new))
+    return [
+        f"{key} is {after.get(key, 'not there')}, was {before.get(key, 'not there')}"
+        for key in {**before, **after}
+        if before.get(key, _flat) != after.get(key, _flat)
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping) and value:
+        items = value.items()
+    elif isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+        items = enumerate(value)
+    else:
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+# -- labels ------------------------------------------------------------------------------------------------------------
+def split_label(word: str) -> tuple[str | None, str]:
+    """``NAME=path.yaml`` as (name, path); a path alone has no name."""
+    name, sign, path = word.partition("=")
+    if not sign or "/" in name or Path(word).exists():
+        return None, word
+    return name, path
+
+
+def labels(names: Sequence[str | None], paths: Sequence[str], taken: Iterable[str] = ()) -> list[str]:
+    """A label for every file: the name it was given, else its stem, made unique.
+
+    Two files of one stem are told apart by their folders, and by numbers where that is not enough. Letters' case does
+    not tell labels apart, because it does not tell folders apart everywhere.
+
+    Raises:
+        ValueError: for one name given twice.
+    """
+    given = [name.lower() for name in names if name is not None]
+    twice = next((name for name in given if given.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"The name '{twice}' is given twice. Give every configuration a name of its own.")
+    used = {*given, *(name.lower() for name in taken)}
+    stems = [Path(path).stem.lower() for path in paths]
+    found = []
+    for name, path, stem in zip(names, paths, stems, strict=True):
+        if name is not None:
+            found.append(_tidy(name))
+            continue
+        label = Path(path).stem
+        if stems.count(stem) > 1 or stem in used:
+            label = f"{Path(path).resolve().parent.name}-{label}"
+        found.append(unique(_tidy(label), used))
+        used.add(found[-1].lower())
+    return found
+
+
+def unique(label: str, used: Iterable[str]) -> str:
+    """``label``, or the first of label_2, label_3 ... that is not in ``used`` (lower case)."""
+    number, found, known = 2, label, set(used)
+    while found.lower() in known:
+        found, number = f"{label}_{number}", number + 1
+    return found
+
+
+def _tidy(label: str) -> str:
+    """A label that is a folder's name everywhere."""
+    return re.sub(r"[^\w.+-]+", "-", label).strip(".-") or "run"

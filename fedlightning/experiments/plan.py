@@ -1,0 +1,167 @@
+"""From files and options to complete configurations: everything is parsed, built and its data found before a run starts.
+
+Planning imports torch and the user's classes, so it happens in a child process (:func:`children.call`); the process
+that watches the runs stays small.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedlightning.commands.errors import InputError, explain
+from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
+from fedlightning.experiments.methods import Config, Method, labels, split_label, unique
+
+MATRIX_CLIENTS = 20
+"""With more clients than this, the cross-client matrix costs more than it tells."""
+SEED_KEY = "trainer.seed"
+_DATA_SEED = "val_seed"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for on the command line.
+
+    Attributes:
+        files: configurations, ``path`` or ``NAME=path``; one method each.
+        before, after: files under and over every one of them; options: words over all files.
+        vary: keys that are set to the seed beside ``trainer.seed``; ``None``: the seed of the validation cut, where
+            the data have one.
+        baselines: names of algorithms to add, those that are there already left out.
+        matrix: whether runs are tested with every client's model on every client's data.
+    """
+
+    files: list[str]
+    before: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+    vary: list[str] | None = None
+    baselines: list[str] = field(default_factory=lambda: list(AUTO))
+    matrix: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run.
+
+    Attributes:
+        methods: in the order given, added baselines last.
+        vary: for every method's name the keys that are set to the seed.
+        gpus: how many GPUs there are.
+    """
+
+    methods: list[Method]
+    vary: dict[str, list[str]]
+    gpus: int = 0
+
+
+def make_plans(requests: Sequence[Request]) -> list[Plan]:
+    """A plan for every request; data that several have in common are looked at once."""
+    clients: dict[str, int] = {}
+    return [make_plan(request, clients) for request in requests]
+
+
+def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
+    """Parse everything that was asked for and find its data.
+
+    Args:
+        request: what was asked for.
+        clients: numbers of clients by data configuration that are known already; added to.
+
+    Raises:
+        InputError: the first thing that cannot work, with the configuration it is in.
+    """
+    import torch
+
+    from fedlightning.trainer import FederatedTrainer
+
+    defaults = {name: found.default for name, found in inspect.signature(FederatedTrainer).parameters.items()}
+    pairs = [split_label(word) for word in request.files]
+    try:
+        names = labels([name for name, _ in pairs], [path for _, path in pairs])
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    reader = _Reader(request, {} if clients is None else clients)
+    methods: list[Method] = []
+    vary: dict[str, list[str]] = {}
+    for name, (_, path) in zip(names, pairs, strict=True):
+        stack = [*request.before, path, *request.after]
+        config, number, vary[name] = reader.read(name, stack, request.options)
+        methods.append(Method(name, stack, config, False, number, defaults))
+    try:
+        added = missing_baselines([method.config for method in methods], request.baselines)
+    except ValueError as error:
+        raise InputError(f"--baselines: {error}") from error
+    first = methods[0]
+    for algorithm in added:
+        name = unique(algorithm.lower(), {method.name.lower() for method in methods})
+        config, number, vary[name] = reader.read_config(f"baseline {name}", baseline_config(first.config, algorithm))
+        methods.append(Method(name, first.configs, config, True, number, defaults))
+    return Plan(methods, vary, torch.cuda.device_count())
+
+
+@dataclass
+class _Reader:
+    """Reads stacks of files as ``fedlightning fit`` would; data that several stacks share are looked at once."""
+
+    request: Request
+    clients: dict[str, int]
+
+    def read(self, name: str, files: Sequence[str], options: Sequence[str]) -> tuple[Config, int, list[str]]:
+        """The complete configuration, the number of clients, and the keys that vary with the seed."""
+        words = [word for file in files for word in ("--config", file)]
+        vary = list(dict.fromkeys([SEED_KEY, *(self.request.vary or [])]))
+        words += [*options, *(f"--{key}=0" for key in vary)]
+        try:
+            return self._complete(words, vary)
+        except Exception as error:
+            sentence = explain(error)
+            if sentence is None:
+                raise
+            raise InputError(f"{name} ({files[-1]}): {sentence}" if files else f"{name}: {sentence}") from error
+
+    def read_config(self, name: str, config: Config) -> tuple[Config, int, list[str]]:
+        """The same for a configuration that is no file yet."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.yaml"
+            path.write_text(yaml.safe_dump(config, sort_keys=False))
+            try:
+                return self.read(name, [str(path)], [])
+            except InputError as error:
+                raise InputError(str(error).replace(f" ({path})", "")) from error
+
+    def _complete(self, words: list[str], vary: list[str]) -> tuple[Config, int, list[str]]:
+        from fedlightning.commands.run import Commands
+
+        cli = Commands("fit", words)
+        config: Config = yaml.safe_load(cli.run_config())
+        arguments = config["data"].get("init_args") or {}
+        if self.request.vary is None and _DATA_SEED in arguments:
+            arguments[_DATA_SEED] = 0
+            vary = [*vary, f"data.init_args.{_DATA_SEED}"]
+        clients = self._count(cli.datamodule, config["data"])
+        if config["trainer"].get("test_data") is None and self.request.matrix and clients <= MATRIX_CLIENTS:
+            config["trainer"]["test_data"] = ["local", "pooled", "clients"]
+        return config, clients, vary
+
+    def _count(self, datamodule: Any, section: Any) -> int:
+        """Find the data (fetch what may be fetched), and count their clients."""
+        from fedlightning.arguments import federated_data
+        from fedlightning.quiet import quiet
+
+        key = json.dumps(section, sort_keys=True, default=str)
+        if key not in self.clients:
+            data = federated_data(datamodule, None, None, None)
+            with quiet():
+                data.prepare_data()
+                data.setup("fit")
+            self.clients[key] = len(data.client_ids)
+        return self.clients[key]

@@ -1,0 +1,209 @@
+"""``study.json``: what an experiment consists of and how far it is. It is replaced atomically after every run."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fedlightning.commands.errors import InputError
+from fedlightning.experiments.children import Outcome
+from fedlightning.experiments.execute import Task
+from fedlightning.experiments.methods import Method, differences
+
+FORMAT = 1
+Redo = Literal["failed", "all"]
+
+
+class StudyFile:
+    """The state of all runs of an experiment.
+
+    Args:
+        folder: the experiment's folder; ``study.json`` there is read if it exists.
+
+    Attributes:
+        data: the file's content: ``methods``, ``runs``, ``seeds`` and what the command line said.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "study.json"
+        self.data: dict[str, Any] = {"format": FORMAT, "methods": [], "runs": [], "seeds": []}
+        if self.path.exists():
+            self.data = json.loads(self.path.read_text())
+            if self.data.get("format") != FORMAT:
+                raise InputError(
+                    f"{self.path} is of format {self.data.get('format')}, this version reads {FORMAT}. "
+                    "Choose another --out."
+                )
+
+    def save(self) -> None:
+        """Replace the file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_name("study.json.tmp")
+        temporary.write_text(json.dumps(self.data, indent=1))
+        os.replace(temporary, self.path)
+
+    # -- runs ----------------------------------------------------------------------------------------------------
+    def entry(self, name: str, seed: int) -> dict[str, Any] | None:
+        """What is known of a run."""
+        found = (run for run in self.data["runs"] if (run["run"], run["seed"]) == (name, seed))
+        return next(found, None)
+
+    def run_folder(self, name: str, seed: int) -> Path:
+        """Where a run's files go."""
+        return self.folder / "runs" / name / f"seed_{seed}"
+
+    def config_file(self, name: str) -> Path:
+        """Where a method's complete configuration lies."""
+        return self.folder / "configs" / f"{name}.yaml"
+
+    def plan(
+        self, methods: Sequence[Method], seeds: Sequence[int], vary: Mapping[str, Sequence[str]], redo: Redo | None
+    ) -> list[Task]:
+        """The runs that are to be made now, seed by seed; nothing is written.
+
+        Finished runs are left out, and so are failed ones unless ``redo`` names them; interrupted ones go on.
+
+        Raises:
+            InputError: where there are runs of another configuration; the sentence says what differs.
+        """
+        tasks = []
+        for seed in seeds:
+            for method in methods:
+                if self._wanted(method, seed, vary[method.name], redo):
+                    words = ["fit", "--config", str(self.config_file(method.name))]
+                    words += [f"--{key}={seed}" for key in vary[method.name]]
+                    tasks.append(Task(method.name, seed, self.run_folder(method.name, seed), words, method.rounds))
+        return tasks
+
+    def _wanted(self, method: Method, seed: int, vary: Sequence[str], redo: Redo | None) -> bool:
+        entry, folder = self.entry(method.name, seed), self.run_folder(method.name, seed)
+        there = (folder / "metrics.csv").exists()
+        if redo == "all" or (entry is None and not there):
+            return True
+        if entry is None or not self._same(entry, method, vary):
+            if there and (entry is None or entry["state"] != "failed"):
+                raise InputError(self._refusal(method, seed, vary, entry))
+            return True
+        if entry["state"] == "failed":
+            return redo == "failed"
+        return entry["state"] != "done" or not (folder / "summary.json").exists()
+
+    def _same(self, entry: Mapping[str, Any], method: Method, vary: Sequence[str]) -> bool:
+        """Whether a run is of this configuration, whatever newer version added at its default."""
+        seed, file = entry["seed"], self.config_file(method.name)
+        if entry["config"] == method.fingerprint(seed, vary) or not file.exists():
+            return bool(entry["config"] == method.fingerprint(seed, vary))
+        old = replace(method, config=yaml.safe_load(file.read_text()))
+        known = entry["config"] == old.fingerprint(seed, vary)  # else the file is not the run's
+        return known and not differences(old.config, method.config, method.defaults)
+
+    def _refusal(self, method: Method, seed: int, vary: Sequence[str], entry: Mapping[str, Any] | None) -> str:
+        what = "a run that study.json does not know"
+        if entry is not None:
+            known = next(m for m in self.data["methods"] if m["name"] == method.name)
+            file = self.config_file(method.name)
+            if list(known["vary"]) != list(vary):
+                changed = [f"the seed sets {' and '.join(vary)}, it set {' and '.join(known['vary'])}"]
+            else:
+                old = yaml.safe_load(file.read_text()) if file.exists() else {"trainer": {}}
+                changed = differences(old, method.config, method.defaults)
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            what = f"a run of another configuration ({'; '.join(changed[:3])}{more})"
+        return (
+            f"{self.run_folder(method.name, seed)} holds {what}. Choose another --out, give this one a name of its own "
+            f"(NAME=FILE), or start its runs anew with --redo all."
+        )
+
+    def begin(
+        self,
+        methods: Sequence[Method],
+        seeds: Sequence[int],
+        vary: Mapping[str, Sequence[str]],
+        tasks: Sequence[Task],
+        redo: Redo | None,
+    ) -> None:
+        """Write the configurations and enter the runs; what was there of other methods and seeds stays.
+
+        Runs that start anew lose what they left (see :meth:`plan` for which these are).
+        """
+        (self.folder / "configs").mkdir(parents=True, exist_ok=True)
+        known = {method["name"]: method for method in self.data["methods"]}
+        for method in methods:
+            for entry in self.data["runs"]:
+                if entry["run"] == method.name and self._same(entry, method, vary[method.name]):
+                    entry["config"] = method.fingerprint(entry["seed"], vary[method.name])
+            text = yaml.safe_dump(method.config, sort_keys=False)
+            self.config_file(method.name).write_text(text)
+            known[method.name] = {
+                "name": method.name,
+                "configs": method.configs,
+                "baseline": method.baseline,
+                "vary": list(vary[method.name]),
+            }
+        self.data["methods"] = sorted(known.values(), key=lambda method: bool(method["baseline"]))
+        self.data["seeds"] = sorted({*self.data["seeds"], *seeds})
+        by_name = {method.name: method for method in methods}
+        for task in tasks:
+            fingerprint = by_name[task.name].fingerprint(task.seed, vary[task.name])
+            entry = self.entry(task.name, task.seed)
+            if entry is None:
+                entry = {"run": task.name, "seed": task.seed}
+                self.data["runs"].append(entry)
+            if task.folder.exists() and (redo == "all" or entry.get("config") != fingerprint):
+                shutil.rmtree(task.folder)
+            kept = entry.get("seconds", 0.0) if task.resumable else 0.0
+            folder = task.folder.relative_to(self.folder).as_posix()
+            entry |= {"folder": folder, "state": "pending", "error": None, "seconds": kept, "config": fingerprint}
+        order = {name: position for position, name in enumerate(known)}
+        self.data["runs"].sort(key=lambda run: (order.get(run["run"], len(order)), run["seed"]))
+        self.save()
+
+    # -- as a watcher --------------------------------------------------------------------------------------------
+    def started(self, task: Task, resumed: bool) -> None:
+        """Nothing to write: a run is pending until it ends."""
+
+    def ended(self, task: Task, outcome: Outcome) -> None:
+        """Write how a run ended."""
+        entry = self.entry(task.name, task.seed)
+        assert entry is not None
+        entry["state"] = "done" if outcome.error is None else "failed"
+        entry["error"] = outcome.error
+        entry["seconds"] = round(entry["seconds"] + outcome.seconds, 3)
+        self.save()
+
+    def tick(self, running: Mapping[Task, float]) -> None:
+        """Nothing to write."""
+
+    def states(self, methods: Sequence[str], seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
+        """The entries of these methods and seeds, by state."""
+        found: dict[str, list[dict[str, Any]]] = {"done": [], "failed": [], "pending": []}
+        for run in self.data["runs"]:
+            if run["run"] in methods and run["seed"] in seeds:
+                found[run["state"]].append(run)
+        return found
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Refuse to work in a folder in which another process does.
+
+    Raises:
+        InputError: with a sentence.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InputError(f"Another process works in {folder}. Wait for it, or choose another --out.") from error
+        yield

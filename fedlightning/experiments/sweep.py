@@ -1,0 +1,163 @@
+"""A sweep: trials, how good each is on validation data, and the best one as an override file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedlightning.commands.errors import InputError
+from fedlightning.experiments.methods import Config
+from fedlightning.experiments.space import Range, Values
+
+NO_TEST = ["--trainer.test_data=[]"]
+"""Put over every trial's configuration: nothing is scored on test data."""
+_DEPLOYED = (("personal", "best_local", None), ("global", "best_global", None), ("personal", "latest", "L1"))
+
+
+@dataclass
+class Trial:
+    """One choice of values.
+
+    Attributes:
+        values: what was tried.
+        per_seed: each seed's objective; ``None`` where the run failed or the objective is not defined.
+    """
+
+    values: Values
+    per_seed: dict[int, float | None] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """A name that the same values always have."""
+        text = json.dumps(sorted(self.values.items()))
+        return f"trial_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    @property
+    def options(self) -> list[str]:
+        """The values as words of the command line."""
+        return [f"--{key}={value}" for key, value in self.values.items()]
+
+    @property
+    def objective(self) -> float | None:
+        """The mean over seeds; ``None`` unless every seed has one."""
+        found = [value for value in self.per_seed.values() if value is not None]
+        return sum(found) / len(found) if found and len(found) == len(self.per_seed) else None
+
+
+def objective(folder: Path, metric: str = "loss") -> float | None:
+    """How good a run is on validation data: the mean over clients, weighted by validation samples.
+
+    The models are those that the run would deploy: each client's best on its own validation data where they were kept,
+    else the federation's best, else what every client holds in the end (stage L1).
+
+    Args:
+        folder: a run that was validated with all its checkpoints.
+        metric: which score, with or without ``val_``.
+
+    Returns:
+        ``None`` where a client that has validation samples has no finite score: a diverged client must not make a run
+        look better.
+    """
+    from fedlightning.evaluation.runs import load_run
+
+    run = load_run(folder)
+    found = (run.result(metric, split="val", model=m, checkpoint=c, stage=s) for m, c, s in _DEPLOYED)
+    row = next((row for row in found if row is not None), None)
+    if row is None:
+        known = sorted({row["metric"] for row in run.results if row["split"] == "val"})
+        raise InputError(f"{folder} has no validation score '{metric}'. It has {', '.join(known) or 'none'}.")
+    clients = run.summary["data"]["clients"]
+    expected = {client for client, held in clients.items() if held["val"]}
+    scores = {client: value for client, value in row["per_client"].items() if value is not None}
+    if not expected <= set(scores):
+        return None
+    value = row["weighted_mean"]
+    return None if value is None or not math.isfinite(value) else float(value)
+
+
+def ranked(trials: Sequence[Trial], higher_is_better: bool = False) -> list[Trial]:
+    """Best first; trials without an objective last; equals in the order they were tried."""
+
+    def key(trial: Trial) -> tuple[bool, float]:
+        value = trial.objective
+        return (value is None, 0.0 if value is None else -value if higher_is_better else value)
+
+    return sorted(trials, key=key)
+
+
+class Proposals:
+    """Values from Optuna's TPE sampler, asked for and answered in a fixed order.
+
+    The same seed and the same answers give the same proposals, so a sweep that is started again goes through what it
+    has done without running it.
+
+    Args:
+        ranges: where to look; seed: the sampler's; higher_is_better: the direction.
+
+    Raises:
+        InputError: Optuna is not installed.
+    """
+
+    def __init__(self, ranges: Sequence[Range], seed: int, higher_is_better: bool) -> None:
+        try:
+            import optuna
+        except ImportError as error:
+            raise InputError(
+                "--search needs Optuna: pip install 'fedlightning[sweep]', or use --grid, which does not."
+            ) from error
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._failed = optuna.trial.TrialState.FAIL
+        self._study = optuna.create_study(
+            sampler=optuna.samplers.TPESampler(seed=seed), direction="maximize" if higher_is_better else "minimize"
+        )
+        self._ranges = list(ranges)
+        self._open: list[Any] = []
+
+    def ask(self, number: int) -> list[Values]:
+        """The next values to try."""
+        self._open = [self._study.ask() for _ in range(number)]
+        return [{found.key: found.propose(trial) for found in self._ranges} for trial in self._open]
+
+    def tell(self, objectives: Sequence[float | None]) -> None:
+        """How good they were, in the same order; ``None``: it failed."""
+        for trial, value in zip(self._open, objectives, strict=True):
+            if value is None:
+                self._study.tell(trial, state=self._failed)
+            else:
+                self._study.tell(trial, value)
+
+
+# -- the best, as a file -----------------------------------------------------------------------------------------------
+def override(config: Config, keys: Sequence[str]) -> Config:
+    """The part of a complete configuration that holds ``keys``: an override for the files it was made of.
+
+    Lists replace each other when files are stacked, so of a list (callbacks) everything is taken; of a class its path.
+    """
+    found: Config = {}
+    for key in keys:
+        _copy(config, found, key.rstrip("+").split("."))
+    return found
+
+
+def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]) -> None:
+    name, rest = path[0], path[1:]
+    if name not in source and isinstance(source.get("init_args"), Mapping):  # the short form: model.lr
+        name, rest = "init_args", path
+    if "class_path" in source:
+        target["class_path"] = source["class_path"]
+    value = source[name]
+    if rest and isinstance(value, Mapping):
+        _copy(value, target.setdefault(name, {}), rest)
+    else:
+        target[name] = value
+
+
+def batches(values: Iterator[Values], size: int) -> Iterator[list[Values]]:
+    """Lists of ``size``."""
+    while chunk := [value for _, value in zip(range(size), values, strict=False)]:
+        yield chunk

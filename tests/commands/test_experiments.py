@@ -1,0 +1,131 @@
+"""``compare``, ``sweep`` and ``report`` as their users meet them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedlightning.cli import main
+from fedlightning.commands.compare import default_out
+from tests.experiments.tiny import small
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep", "report"])
+def test_help(command, capsys):
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: fedlightning {command}")
+    assert f"\n  fedlightning {command} " in shown  # an example
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_examples_in_the_help_name_files_that_are_there(capsys):
+    for command in ("compare", "sweep"):
+        main([command, "--help"])
+        words = capsys.readouterr().out.split()
+        files = [word for word in words if word.startswith("configs/") and word.endswith(".yaml")]
+        assert files
+        for file in files:
+            assert list(ROOT.glob(file)), file
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["compare"], "required: CONFIG. See fedlightning compare --help."),
+        (["compare", "a.yaml", "--sed=3"], "there is no option '--sed=3'. Did you mean --seeds"),
+        (["compare", "a.yaml", "--seeds=x"], "--seeds is 'x': give a number of seeds"),
+        (["compare", "a.yaml", "--jobs=0"], "--jobs is 0: give the number of runs to make at a time"),
+        (["compare", "a.yaml", "--jobs=two"], "invalid int value: 'two'"),
+        (["compare", "a.yaml", "--redo=some"], "invalid choice: 'some'"),
+        (["sweep", "--config=a.yaml", "--gird=x"], "there is no option '--gird=x'. Did you mean --grid"),
+        (["report"], "required: RUN"),
+        (["report", "nowhere"], "nowhere has no summary.json, so it is not a finished run"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_sentence(words, sentence, capsys):
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"fedlightning {words[0]}: ")
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not list(Path().iterdir())
+
+
+def test_a_report_of_single_runs_needs_a_place(capsys):
+    run = Path("runs/x/version_0")
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text(json.dumps({"results": [], "seed": 0, "num_samples": {}}))
+    assert main(["report", str(run)]) == 2
+    assert "--out is missing" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_compare_follows_from_its_methods():
+    assert default_out(["fedavg", "a b"]) == Path("runs/compare_fedavg_a-b")
+    assert len(default_out(["name" * 9] * 9).name) <= 80
+
+
+def test_completion(capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for line, expected in (
+        ("compare --bas", "--baselines"),
+        ("compare --trainer.max_r", "--trainer.max_rounds"),
+        ("sweep --search-", "--search-seed"),
+        ("report --met", "--metric"),
+    ):
+        words = f"fedlightning {line}".split()
+        probe = f'COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}; _fedlightning; echo "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", f"{script}\n{probe}"], capture_output=True, text=True)
+        assert done.stdout.strip() == expected, done.stderr
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Processes that have a file under ``folder`` open (Linux)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if str(folder) in os.readlink(path):
+                found.append(int(path.parts[2]))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_runs_end_with_the_process_that_watches_them(tmp_path, number):
+    file = small(tmp_path / "a.yaml", max_rounds=5000)
+    words = [sys.executable, "-m", "fedlightning.cli", "compare", file, "--seeds=2", "--jobs=2", "--out=out"]
+    process = subprocess.Popen([*words, "--baselines=none"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    logs = [tmp_path / f"out/runs/a/seed_{seed}/metrics.csv" for seed in (0, 1)]
+    until = time.monotonic() + 120
+    while not all(log.exists() for log in logs) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(set(processes_in(tmp_path / "out/runs"))) >= 2
+    process.send_signal(number)
+    shown, _ = process.communicate(timeout=60)
+    while processes_in(tmp_path / "out/runs") and time.monotonic() < until:
+        time.sleep(0.1)
+    assert processes_in(tmp_path / "out/runs") == []
+    states = [run["state"] for run in json.loads((tmp_path / "out/study.json").read_text())["runs"]]
+    assert states == ["pending", "pending"]
+    if number != signal.SIGKILL:
+        assert process.returncode == 130
+        assert "The same command goes on from here" in shown
