@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedlightning.evaluation.layer_rows import LayerRow, write_layers
 from fedlightning.evaluation.results import Row, summarise, write_rows
 
 CALLBACKS = {"siloed": "Local", "fedavg": "FedAvg"}
@@ -41,11 +42,15 @@ def make_study(
             folder = f"runs/run_{place}/seed_{seed}"
             error = failed.get((method, seed))
             state = "failed" if error else "done"
-            entries.append({"run": method, "seed": seed, "folder": folder, "state": state, "error": error, "seconds": 1.0})
+            entries.append(
+                {"run": method, "seed": seed, "folder": folder, "state": state, "error": error, "seconds": 1.0}
+            )
             if not error:
                 broken = nan[2] if nan is not None and nan[:2] == (method, seed) else None
                 split = "other" if other_split == (method, seed) else "usual"
-                _write_run(out / folder, method, place, seed, clients, rounds, classes, broken, split, matrix, shift, offset)
+                _write_run(
+                    out / folder, method, place, seed, clients, rounds, classes, broken, split, matrix, shift, offset
+                )
     study = {
         "format": 1,
         "command": "fedlightning compare configs/*.yaml --seeds 3 --out study",
@@ -56,8 +61,21 @@ def make_study(
         "methods": [{"name": m, "configs": [], "baseline": m in ("siloed", "central")} for m in methods],
         "runs": entries,
     }
+    out.mkdir(parents=True, exist_ok=True)
     (out / "study.json").write_text(json.dumps(study, indent=1))
     return out
+
+
+def add_layers(folder: Path) -> None:
+    """A ``layers.csv`` for a run: three layers of two clients, sensitivity twice as high in each next layer."""
+    rows = [
+        LayerRow(number, "L2", client, layer, f"net.{layer}", quantity, factor * 2.0**layer * number)
+        for number in (1, 3)
+        for client in ("0", "1", "all")
+        for layer in (1, 2, 3)
+        for quantity, factor in (("sensitivity_online", 1.0), ("hessian_trace_per_parameter", 5.0))
+    ]
+    write_layers(folder / "layers.csv", rows)
 
 
 def _write_run(
@@ -76,7 +94,9 @@ def _write_run(
         gone = client == broken
         for name, value in (("accuracy", accuracy), ("loss", 2 - accuracy)):
             shown = float("nan") if gone else value
-            rows.append(Row(number, stage, model, checkpoint, data, split, client, f"{split}_{name}", shown, 10 + len(rows) % 7))
+            rows.append(
+                Row(number, stage, model, checkpoint, data, split, client, f"{split}_{name}", shown, 10 + len(rows) % 7)
+            )
 
     shared = method != "siloed"
     for number in range(1, rounds + 1):
@@ -94,7 +114,10 @@ def _write_run(
             score(rounds, "L1", "best_local", f"client:{other}", "test", client, hard[j] - 0.1 * (i != j))
     write_rows(folder / "metrics.csv", rows)
     last = [row for row in rows if row.round == rounds]
-    per_round = [{"round": r + 1, "bytes_up": 1000 * place, "bytes_down": 1000 * place, "steps": 20, "seconds": 0.1} for r in range(rounds)]
+    per_round = [
+        {"round": r + 1, "bytes_up": 1000 * place, "bytes_down": 1000 * place, "steps": 20, "seconds": 0.1}
+        for r in range(rounds)
+    ]
     counts = np.random.default_rng(clients).integers(0, 30, (clients, classes))
     summary = {
         "results": summarise(last),

@@ -9,7 +9,7 @@ FETCHING = ("src", "href", "srcset", "data", "action", "poster", "background", "
 
 
 class Reader(HTMLParser):
-    """Attributes: ``errors``, ``ids``, ``links`` (tag, attribute, value), ``tables`` {id: rows of (text, value)}, ``text``."""
+    """Attributes: ``errors``, ``ids``, ``links`` (tag, attribute, value), ``tables`` {id: rows of (text, value)}."""
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -51,7 +51,9 @@ class Reader(HTMLParser):
 
     def handle_endtag(self, tag):
         if not self._open or self._open[-1] != tag:
-            self.errors.append(f"line {self.getpos()[0]}: </{tag}> closes <{self._open[-1] if self._open else 'nothing'}>")
+            self.errors.append(
+                f"line {self.getpos()[0]}: </{tag}> closes <{self._open[-1] if self._open else 'nothing'}>"
+            )
         if tag in self._open:
             while self._open.pop() != tag:
                 pass

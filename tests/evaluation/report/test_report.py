@@ -7,18 +7,19 @@ import re
 
 import pytest
 
-from fedlightning.evaluation.report import build_report
+from fedlightning.evaluation.ranks import ranks
+from fedlightning.evaluation.report import build, build_report
 from fedlightning.evaluation.report.build import make_page
 from fedlightning.evaluation.report.context import Context
 from fedlightning.evaluation.report.figures.clients import client_bars
 from fedlightning.evaluation.report.html import Gallery, render
-from fedlightning.evaluation.report.sections import scores, training
-from fedlightning.evaluation.report.sections.statistics import differences
+from fedlightning.evaluation.report.sections import layers, scores, training
+from fedlightning.evaluation.report.sections.statistics import differences, rank_section
 from fedlightning.evaluation.report.styles import styles
 from fedlightning.evaluation.report.words import answers
 from fedlightning.evaluation.runs import load_study
 from fedlightning.evaluation.study import Study
-from tests.evaluation.report.made_up import make_study
+from tests.evaluation.report.made_up import add_layers, make_study
 from tests.evaluation.report.reader import Reader
 
 EVIL = 'a <b>bold</b> & "quoted" $x_1$ method with a name as long as a whole line of this page would be'
@@ -192,6 +193,57 @@ def test_methods_with_fewer_seeds_are_not_ranked(tmp_path):
     best = found["Which method is best on average?"]
     assert best.method == "fedavg"
     assert "Not ranked" in best.sentence and best.sentence.endswith("apfl.")
+
+
+def test_layers_of_the_last_round_and_where_they_part(tmp_path):
+    folder = make_study(tmp_path, methods=("fedavg",), seeds=(0,), matrix=False)
+    study = Study(load_study([folder]))
+    context = Context(study, styles(study.methods))
+    assert layers.layers(context) is None
+    add_layers(folder / "runs/run_0/seed_0")
+    section = layers.layers(context)
+    gallery, transitions, correlations = section.parts
+    shown = {row["layer"]: row["mean"] for row in gallery.table.rows if row["quantity"].startswith("hessian")}
+    assert shown == {f"net.{layer}": 5.0 * 2**layer * 3 for layer in (1, 2, 3)}
+    assert {row["round"] for row in transitions.rows} == {3}
+    assert [row["rho"] for row in correlations.rows] == [1.0]
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """A report of two data sets, with the overview alone of each."""
+    names = ("fedavg", "apfl", "siloed")
+    folders = [make_study(tmp_path_factory.mktemp(f"data<{i}>") / "x", names, clients=3 + i, shift=0.1) for i in (0, 1)]
+    out = tmp_path_factory.mktemp("several")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "PARTS", (scores.overview,))
+        return build_report(out, folders, title="Two & more"), [Study(load_study([folder])) for folder in folders]
+
+
+def test_several_data_sets_are_ranked_and_kept_apart(several):
+    path, studies = several
+    reader = Reader(path.read_text())
+    assert reader.errors == [] and len(reader.ids) == len(set(reader.ids))
+    assert "Two & more" in reader.text
+    overviews = [name for name in reader.tables if name.endswith("-overview")]
+    assert len(overviews) == 2
+    for name, study in zip(overviews, studies, strict=True):
+        values = [value for row in reader.tables[name] for _, value in row]
+        assert all(repr(row["mean"]) in values for row in study.overview())
+    found = ranks(dict(enumerate(studies)))
+    shown = {row[0][0].strip(): float(row[1][1]) for row in reader.tables["table-ranks"]}
+    assert shown == found["ranks"]
+    content = json.loads((path.parent / "comparison.json").read_text())
+    assert len({row["data_set"] for row in content["results"]}) == 2
+    assert content["ranks"]["ranks"] == found["ranks"]
+
+
+def test_without_the_extra_the_report_says_what_to_install(several, monkeypatch):
+    monkeypatch.setattr("fedlightning.evaluation.report.sections.statistics.find_spec", lambda name: None)
+    studies = {str(i): study for i, study in enumerate(several[1])}
+    section = rank_section(Context(several[1][0], styles(several[1][0].methods)), studies)
+    assert "fedlightning[report]" in " ".join(section.parts[0].paragraphs)
+    assert section.parts[-1].rows, "the ranks are there as a table"
 
 
 @pytest.mark.slow

@@ -1,0 +1,176 @@
+"""Numbers as people read them: one number of decimals a column, so that decimal points stand under each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["text", "method", "score", "difference", "amount", "count", "p", "percent", "interval", "figures"]
+NONE = "–"
+"""Where nothing was measured and nothing went wrong."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        key: of the row's value; title: above the column; group: above several columns.
+        kind: how a value is written. ``score``: fixed decimals; ``difference``: with its sign; ``amount``: decimals
+            by size; ``count``: whole, with thin spaces; ``interval``: a pair ``[low, high]``; ``p``: a p-value;
+            ``figures``: three significant digits.
+        decimals: of scores, differences and intervals.
+        radius: key of a half width, written small behind the value as ±.
+        interval: key of a pair, written small behind the value as [low, high].
+        better: which end is set in bold type.
+        help: what the column means, in one line.
+    """
+
+    key: str
+    title: str
+    kind: Kind = "score"
+    group: str = ""
+    decimals: int = 3
+    radius: str | None = None
+    interval: str | None = None
+    better: Literal["high", "low"] | None = None
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in a cell: ``text``, small ``extra`` behind it, the full ``value``, a longer ``title``, its ``state``."""
+
+    text: str
+    extra: str = ""
+    value: str = ""
+    state: Literal["", "best", "none", "bad"] = ""
+    title: str = ""
+
+
+Missing = Callable[[Mapping[str, Any], Column], str | None]
+"""Why a row has no value in a column, in a few words; ``None`` where there is nothing to say."""
+
+
+def layout(
+    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], missing: Missing | None = None
+) -> list[list[Cell]]:
+    """The cells of a table, row by row."""
+    best = {column.key: _best(column, rows) for column in columns}
+    digits = {column.key: _decimals(column, rows) for column in columns}
+    return [
+        _said_once([_cell(row, column, digits[column.key], best[column.key], missing) for column in columns])
+        for row in rows
+    ]
+
+
+def _said_once(cells: list[Cell]) -> list[Cell]:
+    """A reason stands in full where it comes first in a row, and in brief after that."""
+    said: set[str] = set()
+    out = []
+    for cell in cells:
+        if cell.state == "bad" and cell.text in said:
+            cell = Cell(re.split(r"[:(]", cell.text)[0].strip(), state="bad", title=cell.text)
+        elif cell.state == "bad":
+            said.add(cell.text)
+        out.append(cell)
+    return out
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def number(value: float, decimals: int = 3, sign: bool = False) -> str:
+    """Fixed decimals with a true minus; thousands by thin spaces."""
+    text = f"{value:+,.{decimals}f}" if sign else f"{value:,.{decimals}f}"
+    if float(text.replace(",", "")) == 0:
+        text = text.replace("-", "+" if sign else "")
+    return text.replace(",", "\u2009").replace("-", "−")
+
+
+def p_value(p: float) -> str:
+    """Two digits that matter, never "0"."""
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.3f}" if p < 0.095 else f"{p:.2f}"
+
+
+def pair(interval: Sequence[float], decimals: int = 3, sign: bool = False) -> str:
+    """``[low, high]``."""
+    return f"[{number(interval[0], decimals, sign)}, {number(interval[1], decimals, sign)}]"
+
+
+def _cell(row: Mapping[str, Any], column: Column, decimals: int, best: float | None, missing: Missing | None) -> Cell:
+    value = row.get(column.key)
+    if column.kind in ("text", "method"):
+        return Cell(NONE, state="none") if value in (None, "") else Cell(str(value), value=str(value))
+    if column.kind == "interval":
+        if value is None or not all(map(is_number, value)):
+            return _absent(row, column, value, missing)
+        return Cell(pair(value, decimals), value=f"{value[0]!r} {value[1]!r}")
+    if isinstance(value, str):  # a word in the place of a number: "best"
+        return Cell(value)
+    if not is_number(value):
+        return _absent(row, column, value, missing)
+    assert value is not None
+    return Cell(
+        _text(float(value), column, decimals),
+        _extra(row, column, decimals),
+        repr(value),
+        "best" if best is not None and value == best else "",
+    )
+
+
+def _text(value: float, column: Column, decimals: int) -> str:
+    if column.kind == "p":
+        return p_value(value)
+    if column.kind == "percent":
+        return f"{number(value, decimals)}\u2009%"
+    if column.kind == "figures":
+        return f"{value:.3g}".replace("-", "−")
+    return number(value, decimals, sign=column.kind == "difference")
+
+
+def _extra(row: Mapping[str, Any], column: Column, decimals: int) -> str:
+    if column.radius is not None:
+        radius = row.get(column.radius)
+        return f"±\u2009{number(radius, decimals)}" if is_number(radius) and radius is not None else ""
+    if column.interval is not None:
+        interval = row.get(column.interval)
+        known = interval is not None and all(map(is_number, interval))
+        return pair(interval, decimals, column.kind == "difference") if known and interval is not None else ""
+    return ""
+
+
+def _absent(row: Mapping[str, Any], column: Column, value: Any, missing: Missing | None) -> Cell:
+    why = missing(row, column) if missing is not None else None
+    if isinstance(value, float) and why is None:  # NaN or infinite: a number was computed and is none
+        why = f"undefined ({value})"
+    return Cell(why, state="bad") if why else Cell(NONE, state="none")
+
+
+def _decimals(column: Column, rows: Iterable[Mapping[str, Any]]) -> int:
+    if column.kind == "count":
+        return 0
+    if column.kind == "percent":
+        return 0 if all(float(v or 0).is_integer() for row in rows if is_number(v := row.get(column.key))) else 1
+    if column.kind != "amount":
+        return column.decimals
+    values = [abs(float(value)) for row in rows if is_number(value := row.get(column.key)) and value]
+    if not values:
+        return 0
+    return max(0, min(3, 1 - math.floor(math.log10(min(values)))))
+
+
+def _best(column: Column, rows: Iterable[Mapping[str, Any]]) -> float | None:
+    if column.better is None:
+        return None
+    values = [value for row in rows if is_number(value := row.get(column.key)) and value is not None]
+    if len(values) < 2:
+        return None
+    return max(values) if column.better == "high" else min(values)

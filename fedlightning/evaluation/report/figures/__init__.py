@@ -1,0 +1,1 @@
+"""The report's figures: one panel each, drawn from plain numbers."""

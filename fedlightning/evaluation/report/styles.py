@@ -1,0 +1,70 @@
+"""One colour, marker and line for each method, the same on the whole page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+INK, MUTED, GRID = "#1c2126", "#5b6570", "#d9dee3"
+BAD, WARN = "#b3261e", "#8a5300"
+
+# After Okabe & Ito (2008), made darker where needed: each has at least 3:1 against white, neighbours differ in lightness.
+COLOURS = (
+    "#0072b2", "#d55e00", "#008f6b", "#aa3377", "#9a7400", "#332288",
+    "#3b93cf", "#7a4b2a", "#d9558f", "#5f7a1f", "#1c7c8c", "#c0392b",
+)  # fmt: skip
+GREYS = ("#4d4d4d", "#808080", "#2b2b2b", "#6b6b6b")
+GREY_MARKERS = ("X", "P", "h", "d")
+MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h", "d", "P", "X")
+LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.2, 1.2)))
+SEQUENTIAL, DIVERGING = "cividis", "RdBu"
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a method is drawn: ``colour`` as ``#rrggbb``, matplotlib ``marker`` and ``line`` style."""
+
+    colour: str
+    marker: str
+    line: Any = "-"
+
+
+def styles(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Style]:
+    """A style for every method, by its place; baselines are grey.
+
+    With more than twelve methods colours come again with another marker and line, so no two methods look the same.
+    """
+    grey = set(baselines)
+    out: dict[str, Style] = {}
+    places = {True: 0, False: 0}
+    for method in dict.fromkeys(methods):
+        baseline = method in grey
+        place = places[baseline]
+        places[baseline] += 1
+        palette = GREYS if baseline else COLOURS
+        turn = place // len(palette)
+        markers = GREY_MARKERS if baseline else MARKERS
+        marker = markers[(place + turn * 5) % len(markers)]
+        out[method] = Style(palette[place % len(palette)], marker, LINES[(place + turn + baseline) % len(LINES)])
+    return out
+
+
+def shorten(name: str, limit: int = 22) -> str:
+    """A name that fits beside an axis; the middle of a long one is left out, since names often differ at their ends."""
+    if len(name) <= limit:
+        return name
+    head = (limit - 1) * 3 // 5
+    return f"{name[:head]}…{name[len(name) - (limit - 1 - head) :]}"
+
+
+def short_names(names: Iterable[str], limit: int = 22) -> dict[str, str]:
+    """Shortened names, numbered where two would look the same."""
+    out: dict[str, str] = {}
+    for name in names:
+        short, number = shorten(name, limit), 2
+        while short in out.values():
+            mark = f" ({number})"
+            short, number = shorten(name, limit - len(mark)) + mark, number + 1
+        out[name] = short
+    return out
