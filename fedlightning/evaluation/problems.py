@@ -14,8 +14,8 @@ from fedlightning.evaluation.runs import Run
 if TYPE_CHECKING:
     from fedlightning.evaluation.study import Study
 
-NOTES = ("single_seed", "different_budget", "undefined", "identical_seeds")
-"""Kinds that leave every number as it is, and must be known to read it."""
+NOTES = ("single_seed", "different_budget", "undefined", "identical_seeds", "uncomparable_baseline")
+"""Kinds that leave every score as it is, and must be known to read it."""
 TOLERANCE = 0.01
 """Relative difference of optimizer steps that still counts as the same budget."""
 
@@ -26,7 +26,7 @@ class Problem:
 
     Attributes:
         kind: ``failed``, ``duplicate``, ``missing_seed``, ``missing_score``, ``different_splits``,
-            ``different_training_data``, ``nan``, ``uncomparable_baseline``, ``no_baseline``, or one of :data:`NOTES`.
+            ``different_training_data``, ``nan``, ``no_baseline``, or one of :data:`NOTES`.
         run: the method, ``None`` for the whole study; seed: ``None`` for all of its seeds.
         text: the sentence.
     """
@@ -38,7 +38,7 @@ class Problem:
 
     @property
     def severity(self) -> str:
-        """``"note"`` where every number stands as it is, else ``"problem"``."""
+        """``"note"`` where every score stands as it is, else ``"problem"``."""
         return "note" if self.kind in NOTES else "problem"
 
     def as_dict(self) -> dict[str, Any]:

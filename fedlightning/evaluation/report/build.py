@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.evaluation.export import as_csv, comparison, flat, plain, write_comparison
+from fedlightning.evaluation.problems import Problem
 from fedlightning.evaluation.ranks import ranks
 from fedlightning.evaluation.report.context import LABELS, Context
 from fedlightning.evaluation.report.html import Page, Section, Trouble, render, slug
@@ -161,13 +162,21 @@ def _write_comparisons(studies: Mapping[str, Study], out: Path) -> None:
 
 
 def _troubles(context: Context, severity: str) -> list[Trouble]:
-    """Problems of one severity, method by method, in the order they were found."""
-    texts: dict[str | None, list[str]] = {}
+    """Problems of one severity in the order they were found: by methods; what several methods share is said once."""
+    found: dict[str, list[Problem]] = {}
     for problem in context.study.problems:
         if problem.severity == severity:
-            texts.setdefault(problem.run, []).append(problem.text)
+            tail = problem.text.removeprefix(f"{problem.run} ")  # what it says of the method it begins with
+            found.setdefault(tail, []).append(problem)
+    texts: dict[tuple[str | None, ...], list[str]] = {}
+    for tail, problems in found.items():
+        text = problems[0].text if len(problems) == 1 else f"They {tail}" if tail[:1].islower() else tail
+        texts.setdefault(tuple(dict.fromkeys(problem.run for problem in problems)), []).append(text)
     where = f"{context.name}: " if context.name else ""
-    return [Trouble(f"{where}{method or 'all runs'}", method, of) for method, of in texts.items()]
+    return [
+        Trouble(where + ", ".join(method or "all runs" for method in of), of[0] if len(of) == 1 else None, said)
+        for of, said in texts.items()
+    ]
 
 
 def _kept(sections: Iterable[Section | None]) -> list[Section]:
