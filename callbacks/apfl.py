@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -11,6 +11,10 @@ from fedlightning.client import Client
 from fedlightning.hooks import FederatedCallback, Setup, Stage
 from fedlightning.messages import Update
 from fedlightning.wrappers import uses_forward
+
+if TYPE_CHECKING:
+    from fedlightning.callbacks.apfl_stacked import StackedMixtures
+    from fedlightning.engines.stacked_fit import StackedFit
 
 
 class APFL(FederatedCallback):
@@ -107,6 +111,16 @@ class APFL(FederatedCallback):
         mixture = client.scratch.pop(self.key, None)
         if mixture is not None:
             client.state[self.key] = mixture.state()
+
+    def claims(self, role: str) -> bool:
+        """A stack mixes parameters only."""
+        return super().claims(role) and not (role == "stack_hooks" and self.mix == "logits")
+
+    def stack_hooks(self, fit: StackedFit) -> StackedMixtures:
+        """The same for a stack of clients."""
+        from fedlightning.callbacks.apfl_stacked import StackedMixtures
+
+        return StackedMixtures(self, fit)
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """``vbar``, with whatever ``w`` the client's module holds at ``stage``."""

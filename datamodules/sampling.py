@@ -84,11 +84,15 @@ class AddressedSampler(Sampler[int]):
         self._address = (self.client, self.round + rounds, epoch_in_round)
         self.generator.manual_seed(address(self.seed, "workers", *self._address))
 
-    def order(self) -> list[int]:
-        """The whole order of the current epoch, before ranks share it."""
+    def permutation(self) -> torch.Tensor:
+        """The whole order of the current epoch, before ranks share it: int64, shape ``(size,)``."""
         if not self.shuffle:
-            return list(range(self.size))
-        order: list[int] = torch.randperm(self.size, generator=generator(self.seed, "batches", *self._address)).tolist()
+            return torch.arange(self.size)
+        return torch.randperm(self.size, generator=generator(self.seed, "batches", *self._address))
+
+    def order(self) -> list[int]:
+        """:meth:`permutation` as a list."""
+        order: list[int] = self.permutation().tolist()
         return order
 
     def __iter__(self) -> Iterator[int]:

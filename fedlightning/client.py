@@ -98,6 +98,7 @@ class Client:
         self.phase = Phase()
         self._streams: dict[str, Iterator[Any]] = {}
         self._anchor: dict[tuple[torch.device, str], Tensor] = {}
+        self._num_samples: int | None = None
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
@@ -112,7 +113,9 @@ class Client:
     @property
     def num_samples(self) -> int:
         """Training samples that an epoch of this job really uses."""
-        return self._runner.num_samples(self.message)
+        if self._num_samples is None:
+            self._num_samples = self._runner.num_samples(self.message)
+        return self._num_samples
 
     @property
     def class_counts(self) -> list[int] | None:
@@ -198,6 +201,11 @@ class Client:
         self.scratch["probes"] = self.scratch.get("probes", 0) + 1
         seed = self._address("probe", self.scratch["probes"])
         return probes.probing(module, self.precision, *seed, update_buffers=update_buffers)
+
+    def next_probe(self) -> tuple[object, ...]:
+        """The address of the randomness of one more probe."""
+        self.scratch["probes"] = self.scratch.get("probes", 0) + 1
+        return self._address("probe", self.scratch["probes"])
 
     @property
     def loss_scale(self) -> float:

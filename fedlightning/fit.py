@@ -1,7 +1,8 @@
-"""The local loop ``trainer``: one fit of a client's module by a quiet Lightning Trainer of its own.
+"""One fit of a client's module, by one of two local loops that give the same bits.
 
-Everything Lightning can do works inside a visit, because it is Lightning that does it. :class:`VisitCallback` adds what
-a federation needs: addressed seeds, corrections on unscaled gradients, and a count of the steps that really happened.
+``trainer`` is a quiet Lightning Trainer of its own (:mod:`lightning_loop`); ``fast`` makes the same calls at a fraction
+of the cost (:mod:`fast`). In both :class:`VisitCallback` adds what a federation needs: addressed seeds, corrections on
+unscaled gradients, and a count of the steps that really happened.
 """
 
 from __future__ import annotations
@@ -14,21 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.fast import train_fast
 from fedlightning.hooks import CallbackList, FederatedCallback, GradientContext, Phase
+from fedlightning.lightning_loop import release, train_with_lightning
 from fedlightning.loss_terms import loss_terms
-from fedlightning.quiet import quiet
 from fedlightning.seeding import seed_all
 
 if TYPE_CHECKING:
     from fedlightning.client import Client
-
-UNLIMITED = -1
 
 
 @dataclass
@@ -42,6 +39,7 @@ class LocalSettings:
         optimizer_state: ``"reset"``: optimizers, schedulers and clocks are new in every visit; ``"keep"``: they
             go on, with the horizon of the whole federation.
         lr_decay: factor on every learning rate per round.
+        local_loop: ``"fast"``, ``"trainer"``, or ``"auto"``: fast where it applies.
     """
 
     seed: int
@@ -53,6 +51,7 @@ class LocalSettings:
     trainer_arguments: dict[str, Any] = field(default_factory=dict)
     callbacks: list[Callback] = field(default_factory=list)
     logger: Any = False
+    local_loop: Literal["auto", "trainer", "fast"] = "auto"
 
     @property
     def unit(self) -> Literal["epochs", "steps"]:
@@ -63,23 +62,6 @@ class LocalSettings:
     def work(self) -> int:
         """Default work of a visit, in the trainer's unit."""
         return self.local_steps if self.local_steps is not None else int(self.local_epochs or 0)
-
-
-class MemoryCheckpointIO(CheckpointIO):
-    """Lets Lightning's own save and resume carry a client's optimizers and clocks, without a file."""
-
-    def __init__(self, checkpoint: dict[str, Any] | None = None) -> None:
-        self.checkpoint = checkpoint
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        self.checkpoint = checkpoint
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.checkpoint is not None
-        return self.checkpoint
-
-    def remove_checkpoint(self, path: Any) -> None:
-        self.checkpoint = None
 
 
 class VisitCallback(Callback):
@@ -187,22 +169,21 @@ class VisitCallback(Callback):
                     moved = True
         self.steps += index == 0 and moved  # a training_step that returned None moves nothing
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._stops_itself and self.unit == "steps" and self.attempts >= self.work:
-            trainer.should_stop = True
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._stops_itself and self.unit == "epochs":
-            trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
-
-    @property
-    def _stops_itself(self) -> bool:
-        """Under ``keep`` the Trainer's limit is the whole federation's horizon, and a visit ends before it."""
-        return self.settings.optimizer_state == "keep"
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+class KeepingVisitCallback(VisitCallback):
+    """Under ``optimizer_state="keep"`` the Trainer's limit is the whole federation's horizon: a visit ends before it."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self.unit == "steps" and self.attempts >= self.work:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.unit == "epochs":
+            trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
 
 
 def address_of(phase: Phase) -> str:
@@ -225,6 +206,7 @@ def fit(
     phase: Phase,
     work: int,
     val_loader: Any = None,
+    kit: Trainer | None = None,
 ) -> VisitCallback:
     """Train ``client.module`` in place for ``work`` epochs or steps and keep what Lightning keeps in its record.
 
@@ -234,100 +216,40 @@ def fit(
         start_sampler: addresses the loader's order, given (first epoch's number, rank, world size).
         phase: which fit this is, and whose terms act in it; work: epochs or steps.
         val_loader: for ``check_val_every_n_epoch``.
+        kit: a Trainer made with the run's arguments: train by the fast loop; ``None``: by Lightning's Trainer.
 
     Raises:
         RuntimeError: if Lightning ran no step although there was data (a fit that silently trains nothing is a bug).
+        NotInFastLoop: if the fast loop met what it cannot repeat; nothing but ``client`` has changed then.
     """
     record = client.record.lightning.setdefault(phase.name, {})
-    visit = VisitCallback(client, callbacks, settings, phase, work)
+    kind = KeepingVisitCallback if settings.optimizer_state == "keep" else VisitCallback
+    visit = kind(client, callbacks, settings, phase, work)
     ordinary = [copy.deepcopy(callback) for callback in settings.callbacks]
-    keep = settings.optimizer_state == "keep"
-    arguments = {key: copy.deepcopy(value) for key, value in settings.trainer_arguments.items()}
-    memory = MemoryCheckpointIO(_resumable(record.get("checkpoint"), client.module) if keep else None)
-    plugins = arguments.pop("plugins", None) or []
-    plugins = [*plugins] if isinstance(plugins, list | tuple) else [plugins]
-    if keep:
-        plugins.append(memory)
-    in_epochs = visit.unit == "epochs"
-    epochs_before = int(record.get("epochs", 0)) if keep else 0
-    limit = work
-    if keep:
-        horizon = settings.max_rounds * (settings.work if phase.work is None else phase.work)
-        limit = max(horizon, int(record.get("epochs" if in_epochs else "steps", 0)) + work)
-    if val_loader is None:
-        arguments["limit_val_batches"] = 0  # Lightning would take the module's own val_dataloader
-    if isinstance(getattr(loader, "sampler", None), AddressedSampler):
-        arguments["use_distributed_sampler"] = False  # it shares the batches among ranks itself
-    with quiet():
-        trainer = Trainer(
-            **arguments,
-            max_epochs=limit if in_epochs else UNLIMITED,
-            max_steps=UNLIMITED if in_epochs else limit,
-            plugins=plugins,
-            callbacks=[*callbacks, visit, *ordinary],
-            logger=settings.logger,
-            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in ordinary),
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-        )
-        # A visit ends its last epoch, if need be early. With a step limit Lightning would go on inside that epoch.
-        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
-        start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
-        for callback in ordinary:
-            state = record.get("callbacks", {}).get(callback.state_key)
-            if state is not None and not keep:
-                callback.load_state_dict(copy.deepcopy(state))
-        client.scratch["trainer"] = trainer
-        with loss_terms(client, acting(callbacks.loss_terms(), phase)):
-            trainer.fit(
-                client.module,
-                train_dataloaders=loader,
-                val_dataloaders=val_loader,
-                ckpt_path="memory" if keep and memory.checkpoint is not None else None,
+    for callback in ordinary if settings.optimizer_state == "reset" else ():
+        state = record.get("callbacks", {}).get(callback.state_key)
+        if state is not None:
+            callback.load_state_dict(copy.deepcopy(state))
+    everything = [*callbacks, visit, *ordinary]
+    trainer: Any
+    with loss_terms(client, acting(callbacks.loss_terms(), phase)):
+        if kit is None:
+            trainer = train_with_lightning(
+                client, visit, everything, settings, loader, start_sampler, phase, val_loader
             )
-        if keep:
-            trainer.save_checkpoint("memory")
-            record["epochs"], record["steps"] = trainer.current_epoch, trainer.global_step
-            record["checkpoint"] = {k: v for k, v in (memory.checkpoint or {}).items() if k != "state_dict"}
+        else:
+            start_sampler(0, 0, 1)
+            anomaly = bool(settings.trainer_arguments.get("detect_anomaly"))
+            trainer = train_fast(client, visit, everything, loader, kit, anomaly)
     record["precision"] = trainer.precision_plugin.state_dict()
     batches = trainer.num_training_batches
     states = {callback.state_key: callback.state_dict() for callback in ordinary}
     record["callbacks"] = {key: state for key, state in states.items() if state}
     client.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
-    _release(trainer)
-    left = vars(client.module).get("forward")
-    if getattr(left, "__func__", None) is type(client.module).forward:
-        del client.module.forward  # under DDP Lightning leaves the bound method on the instance
+    release(trainer) if isinstance(trainer, Trainer) else trainer.release()
     if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and batches:
         raise RuntimeError(
             f"Client '{client.id}' was asked for {work} of work but took no optimizer step. "
             "Check accumulate_grad_batches, limit_train_batches and callbacks that stop training."
         )
     return visit
-
-
-def _release(trainer: Trainer) -> None:
-    """Cut what a finished Trainer holds of the client's model.
-
-    A Trainer is full of reference cycles: without this, the models of many clients stay in memory until Python's
-    collector comes by.
-    """
-    for optimizer in trainer.optimizers:
-        optimizer.state.clear()
-        optimizer.param_groups.clear()
-    strategy, fit_loop = trainer.strategy, trainer.fit_loop
-    strategy.optimizers, strategy.lr_scheduler_configs = [], []
-    strategy.model = strategy._lightning_module = None
-    loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-    for loop in loops:
-        loop._data_source.instance = None
-    trainer._data_connector._datahook_selector = None
-    getattr(trainer, "callbacks", []).clear()
-
-
-def _resumable(checkpoint: dict[str, Any] | None, module: LightningModule) -> dict[str, Any] | None:
-    """The kept checkpoint with the module's present weights; copied, since optimizers edit their state in place."""
-    if checkpoint is None:
-        return None
-    return copy.deepcopy(checkpoint) | {"state_dict": module.state_dict()}

@@ -26,6 +26,8 @@ from fedlightning.wrappers.features import FeatureTap
 
 if TYPE_CHECKING:
     from fedlightning.client import Client
+    from fedlightning.engines.stacked_fit import StackedFit
+    from fedlightning.engines.stacked_hooks import StackHooks
     from fedlightning.server import Server
 
 Owner = str
@@ -234,6 +236,13 @@ class FederatedCallback(Callback):
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         """A gradient-form term: after unscaling, before clipping, once per optimizer step. Chains."""
         return gradient
+
+    def stack_hooks(self, fit: StackedFit) -> StackHooks:
+        """The counterpart of this callback's Lightning hooks for a stack of clients, made for one phase of it.
+
+        Optional: without it ``engine="vectorized"`` refuses a callback that has Lightning hooks inside a fit.
+        """
+        raise NotImplementedError
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """The features that :meth:`training_loss` wants to see, by label: taps on submodules, not attached."""

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from fedlightning import fit as local_fit
-from fedlightning.client import Client, ClientRecord, detached_copy
+from fedlightning.client import Client, ClientRecord
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.evaluation.scoring import Scorer
+from fedlightning.fast_copy import Copier
+from fedlightning.fast_trainer import NotInFastLoop
 from fedlightning.fit import LocalSettings, VisitCallback, address_of
 from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
 from fedlightning.layers import expand
+from fedlightning.loop_choice import LoopChoice
 from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import address, isolated, seed_all
 from fedlightning.tensors import clone, entry_kinds, first_nonfinite, load_state, module_state, select
@@ -40,6 +45,27 @@ class Evaluate:
     data: tuple[str, ...] = ("local",)
 
 
+@dataclass(frozen=True)
+class Fit:
+    """A fit that a visit is about to do: ``work`` epochs or steps of ``phase``, on the client's module as it stands."""
+
+    client: Client
+    message: Message
+    phase: Phase
+    work: int
+
+
+class Fitted(Protocol):
+    """What came of a fit: optimizer steps really taken, steps attempted, and per parameter the sum of learning rates."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def attempts(self) -> int: ...
+    @property
+    def lr_sums(self) -> Mapping[str, float]: ...
+
+
 @dataclass
 class LocalRunner:
     """Builds clients and carries out their visits. An engine decides where; this is what happens there.
@@ -54,18 +80,27 @@ class LocalRunner:
     data: FederatedDataModule
     settings: LocalSettings
     scorer: Scorer = field(init=False)
+    loop: LoopChoice = field(init=False)
+    _copier: Copier | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.settings.trainer_arguments)
+        self.loop = LoopChoice(self.settings, self.callbacks, self.scorer)
 
     # -- building --------------------------------------------------------------------------------------------------
     def build(self, owner: str) -> LightningModule:
         """A fresh copy of the template, wrapped by every callback. The same bits for every call with one owner."""
-        with isolated(self.settings.seed, "build"):
-            module = detached_copy(self.template)
-            module.configure_model()
-            for callback in self.callbacks:
-                module = callback.wrap_module(module, owner)
+        if self._copier is None:
+            self._copier = Copier(self.template)
+        wraps = any(callback.claims("wrap_module") for callback in self.callbacks)
+        draws = wraps or is_overridden("configure_model", self.template)
+        with isolated(self.settings.seed, "build") if draws else nullcontext():
+            module: LightningModule = self._copier.copy()
+            module.trainer = None
+            if draws:
+                module.configure_model()
+                for callback in self.callbacks:
+                    module = callback.wrap_module(module, owner)
         return self.scorer.convert(module)
 
     def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
@@ -117,11 +152,11 @@ class LocalRunner:
         client.evaluating = evaluating
         client.received = dict(message.state)
         client.message.state = dict(message.state)
-        for callback in self.callbacks:
-            callback._client = client
+        self.bind(client)
         try:
             self.callbacks.event("on_build", client, client.message)
-            load_state(client.module, client.record.personal)
+            if client.record.personal:
+                load_state(client.module, client.record.personal)
             self.callbacks.event("on_receive", client, client.message)
             load_state(client.module, client.message.state)
             yield client
@@ -130,6 +165,11 @@ class LocalRunner:
                 for name in ("_client", "log", "log_dict"):  # Lightning leaves the last two on every callback
                     callback.__dict__.pop(name, None)
             client.module.trainer = None
+
+    def bind(self, client: Client) -> None:
+        """Let every callback see this client as its own. An engine that has several open binds the one it goes on with."""
+        for callback in self.callbacks:
+            callback._client = client
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """The model the client deploys at ``stage``."""
@@ -141,20 +181,48 @@ class LocalRunner:
 
         A client without samples, with a NaN, or whose code raises, answers with ``update.error`` and its old record.
         """
+        try:
+            return self._one_visit(message, record, evaluate)
+        except NotInFastLoop as reason:  # neither the record nor the message has changed: begin again
+            self.loop.give_up(str(reason))
+            return self._one_visit(message, record, evaluate)
+
+    def _one_visit(self, message: Message, record: ClientRecord, evaluate: Evaluate) -> tuple[Update, ClientRecord]:
+        visit = self.visiting(message, record, evaluate)
+        try:
+            wanted = next(visit)
+            while True:
+                try:
+                    fitted = self._fit(wanted)
+                except BaseException as error:  # an interrupt too: the visit closes its client
+                    wanted = visit.throw(error)
+                else:
+                    wanted = visit.send(fitted)
+        except StopIteration as end:
+            answer: tuple[Update, ClientRecord] = end.value
+            return answer
+
+    def visiting(
+        self, message: Message, record: ClientRecord, evaluate: Evaluate
+    ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
+        """A visit that stops at each of its fits and leaves it to whoever runs the visit: :meth:`visit`, or an engine
+        that trains several clients at once. Send back what came of the fit, or throw what it raised.
+        """
         seed_all(self.settings.seed, message.round, message.client, "visit")
         update = Update(message.round, message.client, model=message.model, tag=message.tag)
         update.num_samples = self.num_samples(message)
-        return agree(*self._guarded_visit(message, record, update, evaluate))
+        return agree(*(yield from self._guarded_visit(message, record, update, evaluate)))
 
     def _guarded_visit(
         self, message: Message, record: ClientRecord, update: Update, evaluate: Evaluate
-    ) -> tuple[Update, ClientRecord]:
+    ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
         if message.work != 0 and update.num_samples == 0:
             update.error = f"client '{message.client}' has no training samples"
             return update, record
         try:
             with self.client(message, record) as client:
-                return self._visit(client, message, update, evaluate)
+                client._num_samples = update.num_samples
+                return (yield from self._visit(client, message, update, evaluate))
         except (KeyboardInterrupt, SystemExit):
             raise
         except Exception as error:  # one client's failure must not take the round with it; the loop reports it
@@ -165,11 +233,11 @@ class LocalRunner:
 
     def _visit(
         self, client: Client, message: Message, update: Update, evaluate: Evaluate
-    ) -> tuple[Update, ClientRecord]:
+    ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
         must_be_finite = _finite_entries(client.module)
         if message.work != 0:
             self.callbacks.event("on_visit_start", client)
-            self._train(client, message)
+            yield from self._train(client, message)
             client.record.visits += 1
             client.record.last_round = message.round
             client.record.num_samples = update.num_samples
@@ -199,48 +267,52 @@ class LocalRunner:
             update.evaluations = self.evaluate(client, "L2", evaluate)
         return update, client.record
 
-    def _train(self, client: Client, message: Message) -> None:
+    def _train(self, client: Client, message: Message) -> Generator[Fit, Fitted, None]:
         owner = self.callbacks.role("local_phases")
         phases = [Phase()] if owner is None else owner.local_phases(client)
         for phase in phases:
-            visit = self._fit_phase(client, message, phase)
+            client.phase = phase
+            before = client.model_state() if phase.keep_as is not None else None
+            if phase.start is not None:
+                load_state(client.module, phase.start)
+            fitted = yield Fit(client, message, phase, self._work(message, phase))
+            if phase.keep_as is not None:
+                phase.keep_as(client)
+                assert before is not None
+                load_state(client.module, before)
             if phase.federated:
-                client.steps += visit.steps
-                client.skipped += visit.attempts - visit.steps
-                for name, lr_sum in visit.lr_sums.items():
+                client.steps += fitted.steps
+                client.skipped += fitted.attempts - fitted.steps
+                for name, lr_sum in fitted.lr_sums.items():
                     client.lr_sums[name] = client.lr_sums.get(name, 0.0) + lr_sum
         client.lr_sum = max(client.lr_sums.values(), default=0.0)
 
-    def _fit_phase(self, client: Client, message: Message, phase: Phase) -> VisitCallback:
-        client.phase = phase
-        before = client.model_state() if phase.keep_as is not None else None
-        if phase.start is not None:
-            load_state(client.module, phase.start)
+    def _work(self, message: Message, phase: Phase) -> int:
+        return next(work for work in (phase.work, message.work, self.settings.work) if work is not None)
+
+    def start_fit(self, fit: Fit, loader: Any, offset: int = 0, rank: int = 0, world_size: int = 1) -> None:
+        """Address the batch order of a fit on its ``loader``."""
+        own = address_of(fit.phase)
+        purpose = "" if own == "fit" else f"phase-{own}"
+        self.start_sampler(loader, fit.message, purpose, epoch_offset=offset, rank=rank, world_size=world_size)
+
+    def _fit(self, wanted: Fit) -> VisitCallback:
+        client, message, phase = wanted.client, wanted.message, wanted.phase
         loader = self.loader(message, "train")
+        kit = self.loop.kit(client.module, loader)
         wants_validation = self.settings.trainer_arguments.get("check_val_every_n_epoch") is not None
         with only_training(client.module, phase.train):
-            visit = local_fit.fit(
+            return local_fit.fit(
                 client,
                 self.callbacks,
                 self.settings,
                 loader,
-                lambda offset, rank, world: self.start_sampler(
-                    loader,
-                    message,
-                    purpose="" if address_of(phase) == "fit" else f"phase-{address_of(phase)}",
-                    epoch_offset=offset,
-                    rank=rank,
-                    world_size=world,
-                ),
+                partial(self.start_fit, wanted, loader),
                 phase=phase,
-                work=next(work for work in (phase.work, message.work, self.settings.work) if work is not None),
+                work=wanted.work,
                 val_loader=self.loader(message, "val") if wants_validation else None,
+                kit=kit,
             )
-        if phase.keep_as is not None:
-            phase.keep_as(client)
-            assert before is not None
-            load_state(client.module, before)
-        return visit
 
     # -- evaluation ------------------------------------------------------------------------------------------------
     def evaluate(self, client: Client, stage: Stage, evaluate: Evaluate) -> list[tuple[str, str, str, str, float, int]]:
@@ -276,12 +348,10 @@ class LocalRunner:
 
 def _finite_entries(module: LightningModule) -> list[str]:
     """What training must leave finite: parameters, and running statistics (a mask of infinities may stay one)."""
-    state = module_state(module)
-    return [
-        name
-        for name, kind in entry_kinds(module).items()
-        if kind == "trainable" or (kind == "float_buffer" and first_nonfinite({name: state[name]}) is None)
-    ]
+    kinds = entry_kinds(module)
+    buffers = select(module_state(module), (name for name, kind in kinds.items() if kind == "float_buffer"))
+    masks = {name for name, value in buffers.items() if first_nonfinite({name: value}) is not None}
+    return [name for name, kind in kinds.items() if kind in ("trainable", "float_buffer") and name not in masks]
 
 
 def agree(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:

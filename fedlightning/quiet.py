@@ -36,10 +36,17 @@ def quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            for pattern in _HARMLESS:
-                warnings.filterwarnings("ignore", pattern)
+        with without_warnings():
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Within the block warnings that every visit would repeat are dropped. To change a logger's level costs far more."""
+    with warnings.catch_warnings():
+        for pattern in _HARMLESS:
+            warnings.filterwarnings("ignore", pattern)
+        yield

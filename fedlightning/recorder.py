@@ -80,6 +80,7 @@ class Recorder:
             "seed": arguments["seed"],
             "bytes_up": server.bytes_up,
             "bytes_down": server.bytes_down,
+            "local_loop": server.runner.loop.used,
             "local_steps_total": server.steps,
             "seconds": round(seconds, 3),
             "per_round": [dict(entry) for entry in history],

@@ -35,7 +35,10 @@ def seed_all(*parts: object) -> None:
     seed = address(*parts)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # torch.manual_seed would note a stack trace for each kind of device that may come yet: a millisecond
+        torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

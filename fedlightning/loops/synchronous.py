@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from fedlightning.engines.sequential import SequentialEngine
+from fedlightning.engines.base import Engine
 from fedlightning.hooks import Job, Plan
 from fedlightning.local import Evaluate
 from fedlightning.messages import Message, Update
@@ -22,7 +22,7 @@ def default_plan(server: Server) -> Plan:
 
 
 def run_round(
-    server: Server, engine: SequentialEngine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
+    server: Server, engine: Engine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
 ) -> list[Update]:
     """One round: plan, visit, fold, step. Returns the updates without their model entries.
 
@@ -50,7 +50,7 @@ def run_round(
         if not jobs:
             aggregation.finish()
             aggregation = Aggregation(server)
-        for job, update in zip(jobs, engine.run(_messages(server, jobs), evaluate), strict=True):
+        for job, update in zip(jobs, engine.run(messages(server, jobs), evaluate), strict=True):
             server.bytes_up += update.num_bytes
             server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one
             if update.error is None and update.state:
@@ -79,7 +79,8 @@ def _refuse_if_all_failed(server: Server, updates: list[Update], cause: Exceptio
         ) from cause
 
 
-def _messages(server: Server, jobs: list[Job]) -> Iterator[Message]:
+def messages(server: Server, jobs: list[Job]) -> Iterator[Message]:
+    """The jobs' messages, made when an engine asks for them and counted."""
     for job in jobs:
         message = server.message(job)
         server.bytes_down += message.num_bytes

@@ -122,9 +122,10 @@ class ToyData(FederatedDataModule):
         """Length of the client's split."""
         return len(self.data[client, split]) if (client, split) in self.data else 0
 
-    def class_counts(self, client: str, split: str = "train") -> list[int]:
-        """Samples of each class."""
-        return torch.bincount(self.data[client, split].tensors[1], minlength=CLASSES).tolist()
+    def class_counts(self, client: str, split: str = "train") -> list[int] | None:
+        """Samples of each class; ``None`` where there is no such split."""
+        held = self.data.get((client, split))
+        return None if held is None else torch.bincount(held.tensors[1], minlength=CLASSES).tolist()
 
     def _loader(self, dataset: TensorDataset, client: str, split: str) -> DataLoader[Any]:
         sampler = AddressedSampler(len(dataset), client, shuffle=split == "train" and not self.identical)

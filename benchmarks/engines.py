@@ -1,0 +1,148 @@
+"""Engines on the same work, as ratios to the bare loop: ``python -m benchmarks.engines``.
+
+    python -m benchmarks.engines [--works mlp,cnn] [--workers 1,2,4] [--repeats 5] [--rounds 3]
+
+All in one program: bare loop and engines take turns, so that a machine that slows down slows all of them. An engine is
+started for a turn, trains one round that is not counted, then the counted ones. Everything has one torch thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedlightning  # noqa: F401  before lightning
+
+# isort: split
+from lightning.pytorch import LightningModule
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.work import WORKS, BareLoop, Work
+from fedlightning import FederatedCallback, FederatedTrainer
+from fedlightning.callbacks import FedAvg
+from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.engines.pool import usable_cores
+
+
+class Module(LightningModule):
+    """The work's network, trained by plain SGD. Importable, so that worker processes can be sent it."""
+
+    def __init__(self, make: Callable[[], nn.Module], lr: float) -> None:
+        super().__init__()
+        self.net, self.lr = make(), lr
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class Data(IndexedFederatedDataModule):
+    """The work's clients, as views of shared arrays."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(batch_size=work.batch)
+        self.work = work
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        x, y = max(self.work.data(), key=lambda pair: len(pair[1]))
+        indices = [torch.arange(size).numpy() for size in self.work.sizes]
+        return [str(index) for index in range(len(indices))], {"train": Split(ArrayDataset(x, y), indices)}
+
+
+class Clock(FederatedCallback):
+    """Notes when rounds end, in the process of the trainer."""
+
+    marks: list[float] = []
+
+    def on_round_end(self, server: Any) -> None:
+        self.marks.append(time.perf_counter())
+
+
+def engine_rounds(work: Work, rounds: int, **options: Any) -> list[float]:
+    """Seconds of each of ``rounds`` rounds of training (nothing is evaluated or written), after one that warms up.
+
+    Args:
+        work: a work whose network can be made by an importable function; options: of the trainer (``engine`` ...).
+    """
+    torch.manual_seed(0)
+    Clock.marks.clear()
+    with tempfile.TemporaryDirectory() as folder:
+        FederatedTrainer(
+            max_rounds=rounds + 1,
+            participation=1.0 if work.participants is None else work.participants,
+            callbacks=[FedAvg(), Clock()],
+            evaluate_every=0,
+            save_state=0,
+            logger=False,
+            enable_progress_bar=False,
+            accelerator="cpu",
+            default_root_dir=folder,
+            **options,
+        ).fit(Module(work.make, work.lr), Data(work))
+    return [after - before for before, after in itertools.pairwise(Clock.marks)]
+
+
+def bare_rounds(work: Work, rounds: int) -> list[float]:
+    """The same of the hand-written loop."""
+    loop = BareLoop(work)
+    loop.round(0)
+    seconds = []
+    for number in range(rounds):
+        started = time.perf_counter()
+        loop.round(number + 1)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def compare(work: Work, engines: Mapping[str, Mapping[str, Any]], rounds: int, repeats: int) -> dict[str, list[float]]:
+    """By engine, the ratio of a round's median wall time to the bare loop's, for each of ``repeats`` turns."""
+    ratios: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(repeats):
+        bare = statistics.median(bare_rounds(work, rounds))
+        for name, options in engines.items():
+            ratios[name].append(statistics.median(engine_rounds(work, rounds, **options)) / bare)
+    return ratios
+
+
+def engines_of(workers: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """What is compared: one process, and so many worker processes."""
+    return {"sequential": {"engine": "sequential"}} | {
+        f"processes, {count} workers": {"engine": "processes", "workers": count} for count in workers
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--works", default="mlp,cnn,unequal")
+    parser.add_argument("--workers", default=str(usable_cores()))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    shown = Table(title="Wall time of a round as a ratio to the bare loop (median of turns)", title_justify="left")
+    for column in ("work", "engine", "ratio", "min - max"):
+        shown.add_column(column)
+    for work in options.works.split(","):
+        engines = engines_of([int(count) for count in options.workers.split(",")])
+        for name, ratios in compare(WORKS[work], engines, options.rounds, options.repeats).items():
+            shown.add_row(work, name, f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} - {max(ratios):.2f}")
+    Console(width=None if Console().is_terminal else 100).print(shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Local training alone, by visit and by step, as ratios to the bare loop: ``python -m benchmarks.visit``.
+
+    python -m benchmarks.visit [--works mlp,cnn] [--loops fast,trainer] [--repeats 9] [--rounds 2]
+
+All in one process that takes turns, so that a slow machine slows down everybody; one torch thread; seconds are those of
+this process's CPU time, so that other processes on the machine do not count. A round of each contestant is left out
+first. The cost of a visit is found by training it with one and with two epochs: what the second one adds is steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import fedlightning  # noqa: F401  before lightning
+
+# isort: split
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engines import Data, Module
+from benchmarks.work import WORKS, Work
+from fedlightning.client import ClientRecord
+from fedlightning.fit import LocalSettings
+from fedlightning.hooks import CallbackList
+from fedlightning.local import Evaluate, LocalRunner
+from fedlightning.messages import Message
+from fedlightning.tensors import clone, module_state
+
+
+@dataclass
+class Cost:
+    """CPU milliseconds: of a visit of one epoch, of one step, and of all of a visit that is not a step."""
+
+    visit: float
+    step: float
+
+    def fixed(self, steps: int) -> float:
+        """What a visit of so many steps costs beside them."""
+        return self.visit - steps * self.step
+
+
+def bare_visits(work: Work) -> Callable[[int], None]:
+    """Visits every client by hand for so many epochs: one model, resident tensors, index slices; state in and out."""
+    model, data = work.make(), work.data()
+    parameters = list(model.parameters())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+
+    def run(epochs: int) -> None:
+        for x, y in data:
+            model.load_state_dict(state)
+            optimizer = torch.optim.SGD(parameters, lr=work.lr)
+            for _ in range(epochs):
+                order = torch.randperm(len(y), generator=generator)
+                for start in range(0, len(y), work.batch):
+                    chosen = order[start : start + work.batch]
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(x[chosen]), y[chosen]).backward()
+                    optimizer.step()
+            assert all(value.clone().isfinite().all() for value in model.state_dict().values())
+
+    return run
+
+
+def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
+    """Visits every client through :class:`~fedlightning.local.LocalRunner`, as an engine does."""
+    data = Data(work)
+    data.setup("fit")
+    settings = LocalSettings(
+        seed=0,
+        max_rounds=1,
+        trainer_arguments={"accelerator": "cpu", "devices": 1},
+        local_loop=local_loop,  # type: ignore[arg-type]
+    )
+    runner = LocalRunner(Module(work.make, work.lr), CallbackList([]), data, settings)
+    state = clone(module_state(runner.build("server")))
+    names = tuple(state)
+    record = ClientRecord()
+
+    def run(epochs: int) -> None:
+        for client in data.client_ids:
+            message = Message(round=0, client=client, state=state, returns=names, work=epochs)
+            update, _ = runner.visit(message, record, Evaluate())
+            assert update.error is None, update.error
+
+    return run
+
+
+def measure(runs: dict[str, Callable[[int], None]], work: Work, repeats: int, rounds: int) -> dict[str, Cost]:
+    """The cost of each contestant: medians over ``repeats`` turns of ``rounds`` rounds each."""
+    visits = len(work.sizes) * rounds
+    taken: dict[tuple[str, int], list[float]] = {}
+    for turn in range(repeats + 1):
+        for name, run in runs.items():
+            for epochs in (1, 2):
+                start = time.process_time()
+                for _ in range(rounds):
+                    run(epochs)
+                if turn:
+                    taken.setdefault((name, epochs), []).append(time.process_time() - start)
+    costs = {}
+    for name in runs:
+        one, two = (1000 * statistics.median(taken[name, epochs]) / visits for epochs in (1, 2))
+        costs[name] = Cost(one, (two - one) * len(work.sizes) / work.steps)
+    return costs
+
+
+def contestants(work: Work, loops: list[str]) -> dict[str, Callable[[int], None]]:
+    """The bare loop, and a visit with each of the local loops."""
+    return {"bare": bare_visits(work)} | {loop: own_visits(work, loop) for loop in loops}
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", default="mlp,cnn", help=f"of {', '.join(WORKS)}")
+    parser.add_argument("--loops", default="fast,trainer")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=2)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table("work", "loop", "visit [ms]", "ratio", "step [ms]", "ratio", "beside steps [ms]", "above bare [ms]")
+    for name in given.works.split(","):
+        work = WORKS[name]
+        steps = work.steps // len(work.sizes)
+        costs = measure(contestants(work, given.loops.split(",")), work, given.repeats, given.rounds)
+        bare = costs["bare"]
+        for loop, cost in costs.items():
+            table.add_row(
+                name, loop, f"{cost.visit:.3f}", f"{cost.visit / bare.visit:.3f}", f"{cost.step:.4f}",
+                f"{cost.step / bare.step:.3f}", f"{cost.fixed(steps):.3f}",
+                f"{cost.fixed(steps) - bare.fixed(steps):+.3f}",
+            )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

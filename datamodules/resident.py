@@ -1,0 +1,88 @@
+"""Batches of data that lies in memory, by index slices: the same batches as the loader's, without its machinery."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
+
+_COPIES: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Tensor]]] = weakref.WeakKeyDictionary()
+
+
+class ResidentBatches:
+    """Iterates over the batches of a loader whose samples are rows of tensors in memory.
+
+    Args:
+        loader: one that :func:`resident_batches` accepts.
+        device: where the batches are wanted; data without a transform is kept there, transforms run where the
+            data lies, so that their bits do not change.
+    """
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self._loader, self._device = loader, device
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        """One epoch in the loader's order; each batch is the list of tensors that the loader would give."""
+        loader = self._loader
+        view, size = loader.dataset, loader.batch_size
+        assert isinstance(view, IndexView) and size is not None
+        rows = view.indices
+        if type(loader.sampler) is AddressedSampler:
+            rows = rows[loader.sampler.permutation()]
+        end = len(rows) - len(rows) % size if loader.drop_last else len(rows)
+        source, device = view.dataset, self._device
+        if device.type != "cpu":
+            rows = rows.to(device)
+        for chosen in rows[:end].split(size) if end else ():
+            yield rows_of(source, chosen, device)
+
+
+def rows_of(source: Any, chosen: Tensor, device: torch.device) -> list[Tensor]:
+    """The batch of the given rows on ``device``."""
+    if device.type == "cpu":
+        return source.rows(chosen) if isinstance(source, ArrayDataset) else [part[chosen] for part in source.tensors]
+    if isinstance(source, ArrayDataset) and source.transform is not None:
+        return [part.to(device) for part in source.rows(chosen.cpu())]
+    parts = (source.x, source.y) if isinstance(source, ArrayDataset) else source.tensors
+    return [on_device(source, index, part, device)[chosen] for index, part in enumerate(parts)]
+
+
+def on_device(source: Any, index: int, part: Tensor, device: torch.device) -> Tensor:
+    """A copy of a dataset's tensor on ``device``, made once for as long as the dataset lives and stays what it is."""
+    copies = _COPIES.setdefault(source, {})
+    mark = (part.data_ptr(), part.shape, part._version)
+    found = copies.get((index, device))
+    if found is None or found[0] != mark:
+        found = copies[index, device] = (mark, part.to(device))
+    return found[1]
+
+
+def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | None:
+    """The batches of ``loader`` by index slices, or ``None`` where only the loader itself can make them.
+
+    It has to be a plain ``DataLoader`` over whole tensors in memory, without workers, with this package's collate
+    function, in the order of an :class:`AddressedSampler` or in the data's own, and with a generator of its own (a
+    loader without one draws a number from torch's global generator in every epoch).
+    """
+    if type(loader) is not DataLoader or loader.num_workers or loader.collate_fn is not collate_rows:
+        return None
+    view = loader.dataset
+    if type(view) is not IndexView or not view.whole or loader.generator is None:
+        return None
+    if loader.pin_memory and device.type == "cpu":
+        return None
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        return None
+    if type(loader.sampler) not in (AddressedSampler, SequentialSampler) or len(view) == 0:
+        return None
+    sampler = loader.sampler
+    if isinstance(sampler, AddressedSampler) and (sampler.size != len(view) or sampler.world_size != 1):
+        return None
+    return ResidentBatches(loader, device)

@@ -1,0 +1,226 @@
+"""Objects between processes through shared memory: everything but tensors and arrays is pickled, those are laid out flat.
+
+An :class:`Arena` is an anonymous file that two processes map. It has no name, so a process that is killed leaves nothing
+behind, and no mount point limits its size. Writer and reader take turns; an arena is used again for the next message
+and grows when one does not fit.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import tempfile
+import traceback
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes; what torch gives its own CPU tensors, so that kernels take the same path on a mapped one."""
+
+Slot = tuple[int, int]
+"""Where something lies in an arena: offset and size in bytes."""
+
+
+class Arena:
+    """Shared memory that grows. It lives as long as a process holds its file descriptor.
+
+    Args:
+        descriptor: of an arena that another process made; ``None`` makes a new one.
+        private: changes stay in this process (copy on write), for data that many processes map.
+    """
+
+    def __init__(self, descriptor: int | None = None, private: bool = False) -> None:
+        self.descriptor = anonymous_file() if descriptor is None else descriptor
+        self._access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        self._memory: memoryview = memoryview(b"")
+        self.end = 0
+
+    def append(self, data: memoryview) -> Slot:
+        """Write ``data`` behind what is there."""
+        slot = (self.end, data.nbytes)
+        after = self.end + data.nbytes
+        if after > len(self._memory):
+            if after > os.fstat(self.descriptor).st_size:
+                os.ftruncate(self.descriptor, max(after, 2 * len(self._memory), mmap.PAGESIZE))
+            self._map()
+        self._memory[slot[0] : after] = data
+        self.end = -(-after // ALIGNMENT) * ALIGNMENT + (ALIGNMENT if not data.nbytes else 0)
+        return slot
+
+    def clear(self) -> None:
+        """Start anew at offset 0. Nobody may be reading."""
+        self.end = 0
+
+    def view(self, slot: Slot) -> memoryview:
+        """What lies in ``slot``, without copying."""
+        offset, size = slot
+        if offset + size > len(self._memory):
+            self._map()
+        return self._memory[offset : offset + size]
+
+    def _map(self) -> None:
+        # a new mapping; the old one goes when the last view of it goes
+        self._memory = memoryview(mmap.mmap(self.descriptor, 0, access=self._access))
+
+    def close(self) -> None:
+        """Release this process's hold; the memory is freed when nobody holds it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor, self._memory = -1, memoryview(b"")
+
+
+def anonymous_file() -> int:
+    """Descriptor of a file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fedlightning")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+class Broadcast:
+    """Writes each tensor that goes to several receivers once.
+
+    A tensor is taken to be one for several when it is seen for the second time: the model that every message of a
+    round carries is one and the same object. What goes to a single client never gets here.
+    """
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self._seen: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._written: dict[int, tuple[Tensor, Slot]] = {}  # keeps the tensors, so that no id is given again
+
+    def slot(self, tensor: Tensor) -> Slot | None:
+        """Where ``tensor`` lies in :attr:`arena`; ``None`` at first sight."""
+        if id(tensor) in self._written:
+            return self._written[id(tensor)][1]
+        if self._seen.get(id(tensor)) is not tensor:
+            self._seen[id(tensor)] = tensor
+            return None
+        slot = self.arena.append(_bytes_of(tensor))
+        self._written[id(tensor)] = (tensor, slot)
+        return slot
+
+    def clear(self) -> None:
+        """Forget everything. Nobody may be reading."""
+        self._seen.clear()
+        self._written.clear()
+        self.arena.clear()
+
+
+def pack(value: Any, arena: Arena, broadcast: Broadcast | None = None) -> bytes:
+    """Lay the tensors and arrays of ``value`` out in ``arena`` (over what was there) and pickle the rest.
+
+    Args:
+        value: any tree that can be pickled. A tensor that occurs several times is one tensor again afterwards.
+        arena: written from the start; to be read by :func:`unpack` before it is written again.
+        broadcast: where tensors go that are sent to several receivers.
+    """
+    arena.clear()
+    file = io.BytesIO()
+    slots: list[Slot] = []
+    packer = _Packer(file, arena, broadcast, slots)
+    packer.dump(value)
+    return pickle.dumps((file.getvalue(), slots))
+
+
+def unpack(header: bytes, arena: Arena, broadcast: Arena | None = None, copy: bool = True) -> Any:
+    """The value that :func:`pack` was given.
+
+    Args:
+        header: what ``pack`` returned; arena, broadcast: the arenas it wrote to.
+        copy: ``False``: tensors and arrays stay in the arena, which must then not be written any more.
+    """
+    payload, slots = pickle.loads(header)
+    views = [arena.view(slot) for slot in slots]
+    buffers = [bytearray(view) if copy else view for view in views]
+    return _Unpacker(io.BytesIO(payload), arena, broadcast, copy, buffers).load()
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, arena: Arena, broadcast: Broadcast | None, slots: list[Slot]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=lambda buffer: slots.append(arena.append(buffer.raw())))
+        self._arena, self._broadcast = arena, broadcast
+        self._known: dict[int, tuple[Tensor, Any]] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        # other tensors (parameters, views with strides, on a device) are left to torch's own pickling
+        if type(value) is not Tensor or not _is_plain(value):
+            return None
+        if id(value) not in self._known:
+            slot = None if self._broadcast is None else self._broadcast.slot(value)
+            place = ("own", self._arena.append(_bytes_of(value))) if slot is None else ("broadcast", slot)
+            self._known[id(value)] = (value, (*place, value.dtype, tuple(value.shape)))
+        return self._known[id(value)][1]
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, BaseException):
+            return _revive, _exception(value)
+        return NotImplemented
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, arena: Arena, broadcast: Arena | None, copy: bool, buffers: list[Any]) -> None:
+        super().__init__(file, buffers=buffers)
+        self._arenas = {"own": arena, "broadcast": broadcast}
+        self._copy = copy
+        self._known: dict[tuple[str, Slot], Tensor] = {}
+
+    def persistent_load(self, place: Any) -> Tensor:
+        where, slot, dtype, shape = place
+        if (where, slot) not in self._known:
+            arena = self._arenas[where]
+            assert arena is not None
+            self._known[where, slot] = _tensor(arena.view(slot), dtype, shape, self._copy)
+        return self._known[where, slot]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not tensor.is_quantized
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not vars(tensor)
+    )
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data  # bit patterns of any dtype
+
+
+def _tensor(memory: memoryview, dtype: torch.dtype, shape: tuple[int, ...], copy: bool) -> Tensor:
+    if not memory.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    mapped = torch.frombuffer(memory, dtype=dtype).reshape(shape)
+    return mapped.clone() if copy else mapped
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception that was raised in another process, as text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"in another process:\n{text}")
+
+
+def _exception(error: BaseException) -> tuple[bytes | None, str, str]:
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)  # one whose __init__ wants other arguments than it keeps fails only here
+    except Exception:
+        return None, f"{type(error).__name__}: {error}", text
+    return pickled, "", text
+
+
+def _revive(pickled: bytes | None, summary: str, text: str) -> BaseException:
+    error: BaseException = RuntimeError(summary) if pickled is None else pickle.loads(pickled)
+    error.__cause__ = RemoteTraceback(text)
+    return error

@@ -1,0 +1,226 @@
+"""The engine ``processes``: the same tasks on persistent local workers, each with one torch thread.
+
+Answers come in the order of the tasks and are held until it is their turn, at most as many as fit into
+:data:`HELD_BYTES`. While more tasks are to come than may be held, they are given out in order; as soon as all that is
+left can be seen, the longest first, so that no worker starts a large client when the others are done.
+"""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any, TypeVar, cast
+
+from fedlightning.client import ClientRecord
+from fedlightning.engines.arena import Broadcast
+from fedlightning.engines.base import Engine, Task
+from fedlightning.engines.pool import Setup, UnpicklableError, Worker, own_gpu, usable_cores
+from fedlightning.engines.store import ClientStore
+from fedlightning.engines.worker import Reply
+from fedlightning.local import LocalRunner
+
+HELD_BYTES = 2**28
+"""Answers that are held back until their turn: so many bytes, but at least two for every worker."""
+TRIES = 2
+"""How many workers a task may cost before its client is given up."""
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(eq=False)
+class Entry:
+    """A task in the engine's hands."""
+
+    task: Task[Any]
+    cost: float
+    worker: int | None = None
+    tries: int = 0
+    done: bool = False
+    answer: Any = None
+
+
+class ProcessesEngine(Engine):
+    """Carries out tasks on worker processes. They start at the first task and stay until :meth:`close`.
+
+    The records live in the main process; a worker gets one with a task and sends the new one back. So a worker that is
+    killed takes nothing with it: another one takes its place and does the task again, with the same result.
+
+    Args:
+        runner: sent to each worker once; store: the clients' records.
+        workers: how many processes; ``None``: as many as there are cores, but not more than clients.
+    """
+
+    def __init__(self, runner: LocalRunner, store: ClientStore, workers: int | None = None) -> None:
+        super().__init__(runner, store)
+        self.width = min(workers or usable_cores(), max(len(runner.data.client_ids), 1))
+        self._workers: dict[int, Worker] = {}
+        self._busy: dict[int, Entry] = {}
+        self._setup: Setup | None = None
+        self._broadcast: Broadcast | None = None
+        self._turn = 0  # which call of map is the last one: it ends those that were left unfinished
+
+    def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
+        """See :meth:`fedlightning.engines.base.Engine.map`.
+
+        Raises:
+            UnpicklableError: if the federation cannot be sent to another process.
+            RuntimeError: if workers die while they start, or if it is gone on with after another call.
+        """
+        self._forget()
+        self._start()
+        self._turn += 1
+        turn = self._turn
+        window: deque[Entry] = deque()
+        source = _Source(tasks, self.runner, at_least=2 * self.width)
+        try:
+            while source.fill(window):
+                self._hand_out(window, longest_first=source.exhausted)
+                if window[0].done:
+                    yield window.popleft().answer
+                    if turn != self._turn:
+                        raise RuntimeError(
+                            "The engine has been given other tasks, or was closed, since the last answer."
+                        )
+                else:
+                    self._collect()
+        finally:
+            if turn == self._turn:
+                self._forget()
+
+    # -- one step of the work -------------------------------------------------------------------------------------
+    def _hand_out(self, window: Iterable[Entry], longest_first: bool) -> None:
+        """Give idle workers what may start: a client's tasks follow one another."""
+        waiting: list[Entry] = []
+        clients: set[str] = set()
+        for entry in window:
+            if entry.done or entry.task.client in clients:
+                continue
+            if entry.task.client is not None:
+                clients.add(entry.task.client)
+            if entry.worker is None:
+                waiting.append(entry)
+        if longest_first:
+            waiting.sort(key=lambda entry: -entry.cost)
+        idle = [index for index in range(self.width) if index not in self._busy]
+        for index, entry in zip(idle, waiting, strict=False):
+            self._give(index, entry)
+
+    def _give(self, index: int, entry: Entry) -> None:
+        assert self._setup is not None and self._broadcast is not None
+        if index not in self._workers:
+            gpu = own_gpu(index, self.runner.settings.trainer_arguments.get("devices"))
+            self._workers[index] = Worker(self._setup, self._broadcast, gpu)
+        client = entry.task.client
+        record = ClientRecord() if client is None else self.store.get(client)
+        entry.worker, self._busy[index] = index, entry
+        try:
+            self._workers[index].give(entry.task, record, self._broadcast)
+        except OSError:
+            self._lose(index)
+        except UnpicklableError as error:
+            warnings.warn(
+                f"A task is done in the main process, for it cannot be sent to a worker: {error}", stacklevel=2
+            )
+            self._finish(index, Reply(*entry.task.run(self.runner, record)))
+
+    def _collect(self) -> None:
+        """Wait until at least one worker has answered, or is gone."""
+        indices = {self._workers[index].connection: index for index in self._busy}
+        for ready in connection.wait(list(indices)):
+            index = indices[cast(connection.Connection, ready)]
+            try:
+                reply = self._workers[index].take()
+            except (EOFError, OSError):
+                self._lose(index)
+                continue
+            if reply is not None:
+                self._finish(index, reply)
+
+    def _finish(self, index: int, reply: Reply) -> None:
+        entry = self._busy.pop(index)
+        if reply.error is not None and not self._workers[index].ready:
+            raise RuntimeError(
+                f"A worker process could not take over the federation: {reply.error}. What is defined in an interactive "
+                'session, or under `if __name__ == "__main__":`, is not there for other processes: define it at the top '
+                "of a file, or use engine='sequential'."
+            ) from reply.error
+        if reply.error is not None:
+            raise reply.error
+        if reply.record is not None and entry.task.client is not None:
+            self.store.put(entry.task.client, reply.record)
+        entry.answer, entry.done, entry.worker = reply.answer, True, None
+
+    def _lose(self, index: int) -> None:
+        """A worker is gone; what it worked on is done again, or given up. The next task there starts another one."""
+        entry, was_ready = self._busy[index], self._workers[index].ready
+        how = self._end(index, grace=5.0)
+        if not was_ready:
+            raise RuntimeError(
+                f"A worker process ended while it started ({how}); what it said is above. If this is a script, put "
+                'what starts the training under `if __name__ == "__main__":`, because every worker imports the script.'
+            ) from None
+        entry.worker, entry.tries = None, entry.tries + 1
+        who = f"client '{entry.task.client}'" if entry.task.client is not None else "an evaluation"
+        if entry.tries < TRIES:
+            warnings.warn(f"A worker process ended ({how}) at work on {who}, which is done again.", stacklevel=2)
+            return
+        entry.answer = entry.task.lost(
+            f"{entry.tries} worker processes ended while they worked on it, the last by {how} "
+            "(the system kills a process by SIGKILL when memory runs out: try fewer workers)"
+        )
+        entry.done = True
+
+    # -- life -----------------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        if self._setup is not None:
+            return
+        self._setup, self._broadcast = Setup(self.runner), Broadcast()
+        atexit.register(self.close)  # runs before multiprocessing waits for its processes
+
+    def _end(self, index: int, grace: float) -> str:
+        self._busy.pop(index, None)
+        return self._workers.pop(index).end(grace)
+
+    def _forget(self) -> None:
+        """Let go of tasks that nobody waits for: their workers end, for they may be long at it."""
+        for index in list(self._busy):
+            self._end(index, grace=0.0)
+        if self._broadcast is not None:
+            self._broadcast.clear()
+
+    def close(self) -> None:
+        """End the workers. The engine starts new ones if it is used again."""
+        atexit.unregister(self.close)
+        self._turn += 1
+        for index in list(self._workers):
+            self._end(index, grace=0.0 if index in self._busy else 5.0)
+        if self._setup is not None and self._broadcast is not None:
+            self._setup.arena.close()
+            self._broadcast.arena.close()
+        self._setup = self._broadcast = None
+
+
+class _Source:
+    """The tasks to come, drawn as far ahead as their answers may be held."""
+
+    def __init__(self, tasks: Iterable[Task[Any]], runner: LocalRunner, at_least: int) -> None:
+        self._tasks = iter(tasks)
+        self._runner = runner
+        self._at_least = at_least
+        self._largest = 1
+        self.exhausted = False
+
+    def fill(self, window: deque[Entry]) -> bool:
+        """Draw tasks into ``window``; whether there is anything in it."""
+        while not self.exhausted and len(window) < max(self._at_least, HELD_BYTES // self._largest):
+            task = next(self._tasks, None)
+            if task is None:
+                self.exhausted = True
+            else:
+                self._largest = max(self._largest, task.num_bytes)
+                window.append(Entry(task, task.cost(self._runner)))
+        return bool(window)

@@ -1,0 +1,302 @@
+"""One phase of local training for a stack of clients: every client takes exactly the steps it would take alone.
+
+Clients are independent, so only the order of a client's own steps matters. In each turn those whose next batches have the
+same shape step together, the smaller batches first: ragged last batches are got out of the way, and the full batches of
+all clients meet again. A client that is done leaves; the stack is ordered by work, so those that go on are a slice of it.
+Nothing is padded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedlightning.client import Client
+from fedlightning.engines.stacked_batches import Gatherer
+from fedlightning.engines.stacked_corrections import Correction
+from fedlightning.engines.stacked_hooks import Turn
+from fedlightning.engines.stacked_logs import StackedLogs
+from fedlightning.engines.stacked_optimizers import RULES, Settings, StackedOptimizer
+from fedlightning.engines.stacked_step import NoLossError, Place, StackedStep, StepResult, clip, gradients
+from fedlightning.engines.stacking import Rows, Stack, laid_out_like, named_tensors, put, side_by_side
+from fedlightning.hooks import FederatedCallback
+
+
+@dataclass
+class Recipe:
+    """A client's optimizer and schedulers: never stepped themselves, they say what the settings are at each moment.
+
+    Attributes:
+        optimizer: as ``configure_optimizers`` gave it; schedules: (scheduler, "epoch" or "step", frequency).
+    """
+
+    optimizer: torch.optim.Optimizer
+    schedules: list[tuple[Any, str, int]] = field(default_factory=list)
+
+    def tick(self, unit: str, number: int) -> None:
+        """The end of batch or epoch ``number``, counted from 1."""
+        for scheduler, interval, frequency in self.schedules:
+            if interval == unit and number % frequency == 0:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # that the optimizer itself has not been stepped
+                    scheduler.step()
+
+
+@dataclass
+class Trainee:
+    """One client of a stack in a phase.
+
+    Attributes:
+        source: its batches; batches: how many an epoch has.
+        max_epochs, max_steps: how much it trains; one of them.
+        steps, attempts, lr_sums, metrics: what came of it; error: why it failed.
+    """
+
+    client: Client
+    source: Any
+    batches: int
+    recipe: Recipe
+    max_epochs: int | None = None
+    max_steps: int | None = None
+    epoch: int = 0
+    batch: int = 0
+    steps: int = 0
+    attempts: int = 0
+    lr_sums: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    error: Exception | None = None
+    done: bool = False
+
+    @property
+    def expected(self) -> int:
+        """Batches it is going to train on."""
+        return self.max_steps if self.max_steps is not None else self.batches * (self.max_epochs or 0)
+
+    @property
+    def place(self) -> Place:
+        """Where it stands."""
+        return Place(self.batch, self.epoch, self.attempts)
+
+    def start_epoch(self) -> None:
+        """Begin the next epoch, unless the work is done."""
+        self.batch = 0
+        self.done = self.attempts >= self.expected
+        if not self.done:
+            self.source.start_epoch(self.epoch)
+
+
+class StackedFit:
+    """Trains the clients of a stack through one phase, in place.
+
+    Args:
+        module: of one of the clients, lends its code; stack: the clients' tensors.
+        trainees: the clients, in the order of the rows.
+        step: the module's step on the stack.
+        callbacks: all federated callbacks, of which some work inside a fit.
+        correctors: callbacks whose gradient-form terms act in this phase; phase: its name.
+        gatherer: stacks batches; clip_value, clip_algorithm: gradient clipping.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        stack: Stack,
+        trainees: Sequence[Trainee],
+        step: StackedStep,
+        *,
+        callbacks: Iterable[FederatedCallback] = (),
+        correctors: Sequence[FederatedCallback] = (),
+        phase: str = "fit",
+        gatherer: Gatherer,
+        clip_value: float | None = None,
+        clip_algorithm: str = "norm",
+    ) -> None:
+        self.stack, self.trainees, self.step = stack, trainees, step
+        self.gatherer, self.clip_value, self.clip_algorithm = gatherer, clip_value, clip_algorithm
+        self.logs = StackedLogs(stack.size)
+        parameters, _ = named_tensors(module)
+        by_id = {id(parameter): name for name, parameter in parameters.items()}
+        optimizer = next(trainee for trainee in trainees if trainee.client.module is module).recipe.optimizer
+        self.group_of: dict[str, int] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            self.group_of |= {by_id[id(p)]: index for p in group["params"] if p.requires_grad and id(p) in by_id}
+        self.names = [name for name in stack.parameters if name in self.group_of]
+        self.optimizer: StackedOptimizer = RULES[type(optimizer)](
+            {name: stack.tensors[name] for name in self.names}, stack.size
+        )
+        self.shared_recipe = all(trainee.recipe is trainees[0].recipe for trainee in trainees)
+        clients = [trainee.client for trainee in trainees]
+        self.device = stack.tensors[stack.parameters[0]].device
+        self.corrections = [Correction(callback, clients, self.names, phase, self.device) for callback in correctors]
+        self.hooks = [callback.stack_hooks(self) for callback in callbacks if callback.claims("stack_hooks")]
+        self._settled = False
+        self._rates: dict[tuple[str, ...], list[float]] = {}
+        self._views: dict[tuple[int, int], tuple[list[Tensor], dict[str, Tensor]]] = {}
+
+    def run(self) -> None:
+        """Train everybody to the end of the phase; what came of it is in the trainees."""
+        for row, trainee in enumerate(self.trainees):
+            self._guarded_start(row, trainee)
+        with self.step.attached():
+            while (turn := self._next()) is not None:
+                self._turn(*turn)
+        for hooks in self.hooks:
+            hooks.finish()
+        for row, (trainee, metrics) in enumerate(zip(self.trainees, self.logs.metrics(), strict=True)):
+            trainee.metrics = metrics
+            for names, totals in self._rates.items():
+                for name in names:
+                    if totals[row]:
+                        trainee.lr_sums[name] = trainee.lr_sums.get(name, 0.0) + totals[row]
+
+    def _guarded_start(self, row: int, trainee: Trainee) -> None:
+        try:
+            self.logs.start_epoch(row)
+            trainee.start_epoch()
+        except Exception as error:
+            self._fail(trainee, error)
+
+    @staticmethod
+    def _fail(trainee: Trainee, error: Exception) -> None:
+        trainee.error, trainee.done = error, True
+
+    def _next(self) -> tuple[list[int], int] | None:
+        """The rows that step next and the number of samples in each one's batch; ``None`` when all are done."""
+        groups: dict[Any, list[int]] = {}
+        for row, trainee in enumerate(self.trainees):
+            if trainee.done:
+                continue
+            try:
+                shape = trainee.source.peek()
+            except Exception as error:  # of this client's data
+                self._fail(trainee, error)
+                continue
+            place = trainee.place if self.step.watch.looked else None
+            groups.setdefault((*shape, place), []).append(row)
+        if not groups:
+            return None
+        key = min(groups, key=lambda key: key[0]) if len(groups) > 1 else next(iter(groups))
+        return groups[key], key[0]
+
+    def _turn(self, numbers: list[int], size: int) -> None:
+        batch = self.gatherer.gather([self.trainees[number].source for number in numbers])
+        self._try(numbers, batch, size)
+        for number in numbers:
+            self._advance(number)
+
+    def _advance(self, number: int) -> None:
+        trainee = self.trainees[number]
+        trainee.attempts += 1
+        trainee.batch += 1
+        if not self.shared_recipe:
+            trainee.recipe.tick("step", trainee.batch)
+        if trainee.batch == trainee.batches or trainee.attempts >= trainee.expected:
+            trainee.epoch += 1
+            if not self.shared_recipe:
+                trainee.recipe.tick("epoch", trainee.epoch)
+            if trainee.attempts >= trainee.expected or trainee.error is not None:
+                trainee.done = True
+            else:
+                self._guarded_start(number, trainee)
+
+    def _try(self, numbers: list[int], batch: Any, size: int) -> None:
+        """Step; if that raises, one by one, so that only the client whose data are bad fails."""
+        kept = {name: self.stack.tensors[name][numbers] for name in self.stack.buffers}
+        try:
+            self._take_step(numbers, batch, size)
+        except NoLossError:
+            return
+        except Exception as error:
+            for name, value in kept.items():
+                self.stack.tensors[name][numbers] = value
+            if len(numbers) == 1:
+                self._fail(self.trainees[numbers[0]], error)
+                return
+            for place, number in enumerate(numbers):
+                self._try([number], self.gatherer.one(batch, place), size)
+
+    def _take_step(self, numbers: list[int], batch: Any, size: int) -> None:
+        rows = side_by_side(numbers)
+        tensors, training = self._tensors(rows)
+        sources = [self.trainees[number].source for number in numbers]
+        place = self.trainees[numbers[0]].place
+        result: StepResult = self.step(tensors, batch, place, [source.generator for source in sources])
+        self.logs.add(numbers, result.logged, self.step.log_options, size)
+        for name, value in zip(self.stack.buffers, tensors[len(self.stack.parameters) :], strict=True):
+            put(self.stack.tensors[name], rows, value)
+        raw = gradients(result.losses, [training[name] for name in self.names])
+        found = {name: gradient for name, gradient in zip(self.names, raw, strict=True) if gradient is not None}
+        del result, raw
+        turn = Turn(numbers, batch, place, self._settings(numbers))
+        for hooks in self.hooks:
+            hooks.before_step(turn)
+        settings = turn.settings
+        if self.corrections:
+            rates = {
+                name: [float(g["lr"]) for g in self._each(settings[self.group_of[name]], numbers)] for name in found
+            }
+            values = {name: training[name].detach() for name in found}
+            for correction in self.corrections:
+                found = correction(rows, numbers, values, found, rates)
+        if self.clip_value:
+            clip(found.values(), self.clip_value, self.clip_algorithm)
+        if not self._settled:
+            self._settle(found)
+        for name, gradient in found.items():
+            self.optimizer.step(name, rows, gradient, settings[self.group_of[name]])
+        for hooks in self.hooks:
+            hooks.after_step(turn)
+        self._count(numbers, found, settings)
+
+    def _settle(self, found: Mapping[str, Tensor]) -> None:
+        """Once, when the first gradients are there and the optimizer has no state yet: lay the parameters out like them."""
+        self._settled = True
+        for name, gradient in found.items():
+            self.optimizer.parameters[name] = self.stack.tensors[name] = laid_out_like(
+                self.stack.tensors[name], gradient
+            )
+        self._views.clear()
+
+    def _tensors(self, rows: Rows) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The step's tensors, and those among them that train: leaves over the stack's memory where rows are a slice."""
+        key = (rows.start, rows.stop) if isinstance(rows, slice) else None
+        if key is not None and key in self._views:
+            return self._views[key]
+        tensors, training = [], {}
+        for name in (*self.stack.parameters, *self.stack.buffers):
+            value = self.stack.tensors[name][rows].detach()
+            if name in self.group_of:
+                training[name] = value.requires_grad_()
+            tensors.append(value)
+        if key is not None:
+            self._views[key] = tensors, training
+        return tensors, training
+
+    def _settings(self, numbers: Sequence[int]) -> list[Settings]:
+        """Per parameter group what the optimizer says now: once if all clients share it."""
+        if self.shared_recipe:
+            return list(self.trainees[0].recipe.optimizer.param_groups)
+        each = [self.trainees[number].recipe.optimizer.param_groups for number in numbers]
+        return [list(groups) for groups in zip(*each, strict=True)]
+
+    @staticmethod
+    def _each(settings: Settings, numbers: Sequence[int]) -> Sequence[Mapping[str, Any]]:
+        return [settings] * len(numbers) if isinstance(settings, Mapping) else settings
+
+    def _count(self, numbers: Sequence[int], found: Mapping[str, Tensor], settings: Sequence[Settings]) -> None:
+        if not found:
+            return
+        for number in numbers:
+            self.trainees[number].steps += 1
+        for index, of_group in enumerate(settings):
+            names = tuple(name for name in found if self.group_of[name] == index)
+            if names:
+                totals = self._rates.setdefault(names, [0.0] * self.stack.size)
+                for number, group in zip(numbers, self._each(of_group, numbers), strict=True):
+                    totals[number] += float(group["lr"])

@@ -1,0 +1,263 @@
+"""The engine ``vectorized``: clients of one architecture train together, as one stack on a leading client axis.
+
+Each client's visit runs as in every engine, with its own message, record, loader and callbacks, up to its local training.
+There the visits wait for one another, the clients of a chunk take their steps together, and each visit goes on with what
+came of it. Results equal those of ``sequential`` up to the rounding of sums that are taken in another order. What cannot
+be stacked is refused before the first round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from fedlightning.client import ClientRecord
+from fedlightning.engines.base import Engine, Task, Visit
+from fedlightning.engines.planning import Clock, chunk_size, configure, takes_index
+from fedlightning.engines.stacked_batches import Gatherer, LoaderSource, resident
+from fedlightning.engines.stacked_fit import Recipe, StackedFit, Trainee
+from fedlightning.engines.stacked_random import ClientDraws
+from fedlightning.engines.stacked_step import StackedStep
+from fedlightning.engines.stacking import Stack, named_tensors
+from fedlightning.engines.store import ClientStore
+from fedlightning.engines.vectorizable import Finding, examine
+from fedlightning.fit import acting, address_of
+from fedlightning.local import Fit, Fitted, LocalRunner, only_training
+from fedlightning.messages import Update
+from fedlightning.probes import move_batch
+
+Answer = TypeVar("Answer")
+PLAIN = (bool, int, float, str)
+"""Attributes of a module that a step may look at, and in which the clients of a stack must agree."""
+Visiting = Generator[Fit, Fitted, tuple[Update, ClientRecord]]
+
+
+@dataclass
+class Member:
+    """A client of a chunk: its visit, its record before, the fit it waits for, and its answer when it is over."""
+
+    visit: Visiting
+    before: ClientRecord
+    fit: Fit | None = None
+    answer: tuple[Update, ClientRecord] | None = None
+
+    def go_on(self, step: Any) -> None:
+        """Run the visit up to its next fit or to its end; ``step`` starts it or hands it what it waits for."""
+        try:
+            self.fit = step()
+        except StopIteration as end:
+            self.fit, self.answer = None, end.value
+
+
+@contextmanager
+def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
+    """A block in which the module is where the stack is: a step may ask for ``self.device``."""
+    home = module.device
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(home)
+
+
+class VectorizedEngine(Engine):
+    """Trains clients in stacks.
+
+    Args:
+        runner, store: see :class:`~fedlightning.engines.base.Engine`.
+        clients_per_stack: how many clients train together; ``None``: as many as fit into a share of the memory (see
+            :func:`~fedlightning.engines.planning.chunk_size`). Results do not depend on it beyond rounding.
+    """
+
+    def __init__(self, runner: LocalRunner, store: ClientStore, clients_per_stack: int | None = None) -> None:
+        super().__init__(runner, store)
+        self._size = clients_per_stack
+        self._found: Finding | None = None
+        self.device = runner.scorer.device
+        self._gatherer = Gatherer(self.device, runner.scorer.precision.convert_input)
+
+    def check(self) -> None:
+        """Refuse what cannot be stacked.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        self._found = examine(self.runner)
+
+    def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
+        chunk: list[Visit] = []
+        for task in tasks:
+            stackable = isinstance(task, Visit) and task.message.work != 0
+            if chunk and (not stackable or len(chunk) >= self.size or task.client in [one.client for one in chunk]):
+                yield from cast("Iterator[Answer]", self._visit(chunk))
+                chunk = []
+            if stackable:
+                chunk.append(cast(Visit, task))
+                continue
+            before = ClientRecord() if task.client is None else self.store.get(task.client)
+            answer, after = task.run(self.runner, before)
+            if after is not None and task.client is not None:
+                self.store.put(task.client, after)
+            yield answer
+        if chunk:
+            yield from cast("Iterator[Answer]", self._visit(chunk))
+
+    @property
+    def size(self) -> int:
+        """Clients in a stack."""
+        if self._size is None:
+            self._size = chunk_size(self.found.bytes_of_client, self.found.bytes_of_step, self.device)
+        return self._size
+
+    @property
+    def found(self) -> Finding:
+        """What :meth:`check` found; a resumed run checks at its first visit."""
+        if self._found is None:
+            self.check()
+        assert self._found is not None
+        return self._found
+
+    def _visit(self, tasks: Sequence[Visit]) -> Iterator[Update]:
+        members = []
+        for task in tasks:
+            before = self.store.get(task.client)
+            member = Member(self.runner.visiting(task.message, before, task.evaluate), before)
+            member.go_on(partial(next, member.visit))
+            members.append(member)
+        while waiting := [member for member in members if member.fit is not None]:
+            for group in self._groups(waiting):
+                self._train(group)
+        for task, member in zip(tasks, members, strict=True):
+            assert member.answer is not None
+            update, after = member.answer
+            if after is not member.before:
+                self.store.put(task.client, after)
+            yield update
+
+    def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
+        """Who can train in one stack: clients in the same phase whose modules have the same tensors and plain values."""
+        groups: dict[Any, list[Member]] = {}
+        for member in members:
+            fit = member.fit
+            assert fit is not None
+            phase, module = fit.phase, fit.client.module
+            tensors = [
+                (name, value.shape, value.dtype) for part in named_tensors(module) for name, value in part.items()
+            ]
+            same = (
+                phase.name,
+                phase.train,
+                phase.unit,
+                phase.lr_factor,
+                phase.federated,
+                phase.terms_of,
+                phase.repeats,
+            )
+            plain = [(name, value) for name, value in vars(module).items() if type(value) in PLAIN]
+            groups.setdefault((type(module), tuple(tensors), tuple(plain), same), []).append(member)
+        return list(groups.values())
+
+    # -- training ----------------------------------------------------------------------------------------------------
+    def _train(self, members: Sequence[Member]) -> None:
+        fits = [cast(Fit, member.fit) for member in members]
+        order: list[int] = []
+        try:
+            trainees = self._trainees(fits)
+            order = sorted(range(len(fits)), key=lambda place: -trainees[place].expected)
+            stack = self._fit(fits[0], [trainees[place] for place in order])
+        except Exception as error:  # of what they share: the module's optimizer, say
+            for member, fit in zip(members, fits, strict=True):
+                self.runner.bind(fit.client)
+                member.go_on(partial(member.visit.throw, error))
+            return
+        rows = {place: row for row, place in enumerate(order)}
+        for place, (member, fit, trainee) in enumerate(zip(members, fits, trainees, strict=True)):
+            self.runner.bind(fit.client)
+            if trainee.error is not None:
+                member.go_on(partial(member.visit.throw, trainee.error))
+                continue
+            stack.push(rows[place], fit.client.module)
+            fit.client.metrics |= trainee.metrics
+            fit.client.record.lightning.setdefault(fit.phase.name, {}).update(precision={}, callbacks={})
+            member.go_on(partial(member.visit.send, trainee))
+
+    def _trainees(self, fits: Sequence[Fit]) -> list[Trainee]:
+        first, shared = fits[0], None
+        trainees = []
+        for fit in fits:
+            loader = self.runner.loader(fit.message, "train")
+            self.runner.start_fit(fit, loader)
+            batches = self._batches(loader)
+            in_epochs = (fit.phase.unit or self.runner.settings.unit) == "epochs"
+            epochs, steps = (fit.work, None) if in_epochs else (None, fit.work)
+            clock = Clock(epochs, steps, batches)
+            recipe = shared or self._recipe(fit, clock)
+            if fit is first and not recipe.schedules and not clock.looked:
+                shared = recipe
+            seed = partial(self._seed, fit)
+            source = resident(loader, batches, seed) if self._plain_transfer(fit.client.module) else None
+            trainees.append(
+                Trainee(
+                    fit.client,
+                    source or LoaderSource(loader, partial(self._convert, fit), seed),
+                    batches,
+                    recipe,
+                    max_epochs=epochs,
+                    max_steps=steps,
+                )
+            )
+        return trainees
+
+    def _fit(self, first: Fit, trainees: Sequence[Trainee]) -> Stack:
+        """Train the clients; ``first`` is the one whose module lends its code (and its optimizer, if all share one)."""
+        runner, phase, module = self.runner, first.phase, first.client.module
+        stack = Stack(module, len(trainees), self.device)
+        for row, trainee in enumerate(trainees):
+            stack.pull(row, trainee.client.module)
+        clip = runner.settings.trainer_arguments.get("gradient_clip_val")
+        algorithm = runner.settings.trainer_arguments.get("gradient_clip_algorithm") or "norm"
+        with only_training(module, phase.train), on_device(module, self.device):
+            context = runner.scorer.precision.train_step_context
+            step = StackedStep(module, context, takes_index(module), ClientDraws() if self.found.draws else None)
+            StackedFit(
+                module,
+                stack,
+                trainees,
+                step,
+                callbacks=runner.callbacks,
+                correctors=acting(runner.callbacks.correctors(), phase),
+                phase=phase.name,
+                gatherer=self._gatherer,
+                clip_value=clip,
+                clip_algorithm=algorithm,
+            ).run()
+        return stack
+
+    def _recipe(self, fit: Fit, clock: Clock) -> Recipe:
+        return configure(fit.client.module, self.runner.settings, fit.phase, fit.client.round, clock)
+
+    def _batches(self, loader: Any) -> int:
+        """Batches in an epoch, as Lightning counts them under ``limit_train_batches``."""
+        limit = self.runner.settings.trainer_arguments.get("limit_train_batches")
+        batches = len(loader)
+        if limit is None:
+            return batches
+        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+    def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
+        return self.runner.settings.seed, fit.client.round, fit.client.id, address_of(fit.phase), epoch
+
+    def _convert(self, fit: Fit, batch: Any) -> Any:
+        return move_batch(fit.client.module, self.runner.scorer.precision.convert_input(batch))
+
+    @staticmethod
+    def _plain_transfer(module: LightningModule) -> bool:
+        hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        return not any(is_overridden(hook, module) for hook in hooks)

@@ -1,0 +1,150 @@
+"""A worker process: it is given the federation's parts once, then does one task after another until it is told to end.
+
+The fork server imports this module before it forks workers, so what is imported here is imported once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+import torch
+import torch._dynamo  # the first optimizer of a process imports it, for a second or two
+
+from fedlightning.engines.arena import Arena, pack, unpack
+from fedlightning.local import LocalRunner
+
+READY = b"ready"
+END = b"end"
+
+
+@dataclass(frozen=True)
+class Caught:
+    """A warning in a worker, to be given again where the user is."""
+
+    message: Warning
+    category: type[Warning]
+    filename: str
+    lineno: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a worker answers: the task's answer and the client's new record, or what the task raised."""
+
+    answer: Any = None
+    record: Any = None
+    error: BaseException | None = None
+    caught: tuple[Caught, ...] = ()
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Settings of a whole process that results depend on."""
+
+    dtype: torch.dtype
+    matmul: str
+    deterministic: bool
+    warn_only: bool
+    start_method: str
+
+    @classmethod
+    def of_this_process(cls) -> Switches:
+        """As they are here."""
+        return cls(
+            dtype=torch.get_default_dtype(),
+            matmul=torch.get_float32_matmul_precision(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            start_method=multiprocessing.get_start_method(),
+        )
+
+    def apply(self) -> None:
+        """Make this process alike."""
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        # of a DataLoader's workers: left alone, they would start as this process did, and import everything anew
+        multiprocessing.set_start_method(self.start_method, force=True)
+
+
+def parts_of(runner: LocalRunner) -> dict[str, Any]:
+    """What a runner is made of; its evaluating Trainer stays, each process makes its own."""
+    return {part.name: getattr(runner, part.name) for part in fields(runner) if part.init}
+
+
+def work(connection: Connection, environment: Mapping[str, str]) -> None:
+    """The life of a worker: the target of its process.
+
+    Args:
+        connection: to the main process, which sends four arenas, then headers of (task, record).
+        environment: variables of the main process, and of this worker alone (the GPU it sees).
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the main process, which ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    try:
+        inbox, outbox, common = (Arena(recv_handle(connection)) for _ in range(3))
+        setup = Arena(recv_handle(connection), private=True)
+        header = connection.recv_bytes()
+    except EOFError:  # ended before it began
+        return
+    caught: list[Caught] = []
+    warnings.showwarning = lambda message, category, filename, lineno, *_: caught.append(
+        Caught(message if isinstance(message, Warning) else category(message), category, filename, lineno)
+    )
+    try:
+        switches, parts = unpack(header, setup, copy=False)
+        switches.apply()
+        runner = LocalRunner(**parts)
+    except BaseException as error:
+        connection.send_bytes(pack(Reply(error=error), outbox))
+        return
+    connection.send_bytes(READY)
+    while True:
+        try:
+            header = connection.recv_bytes()
+        except EOFError:
+            return
+        if header == END:
+            return
+        reply = _do(runner, header, inbox, common)
+        try:
+            header = pack(_with(reply, caught), outbox)
+        except Exception as error:
+            text = (
+                f"What a task answered cannot be pickled ({error}). Keep tensors and plain values in states and extras."
+            )
+            header = pack(Reply(error=TypeError(text)), outbox)
+        caught.clear()
+        connection.send_bytes(header)
+
+
+def _do(runner: LocalRunner, header: bytes, inbox: Arena, common: Arena) -> Reply:
+    try:
+        task, record = unpack(header, inbox, common)
+        return Reply(*task.run(runner, record))
+    except BaseException as error:  # SystemExit too: the main process raises it, as if the task had run there
+        return Reply(error=error)
+
+
+def _with(reply: Reply, caught: list[Caught]) -> Reply:
+    return Reply(reply.answer, reply.record, reply.error, tuple(caught))
+
+
+def _end_with_parent() -> None:
+    """End at once when the main process is gone, however it went."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
