@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,53 +33,26 @@ def fedlightning(work: Work, rounds: int, **options: Any) -> Marks:
         work, rounds: what to do.
         options: of the trainer, such as ``engine``, ``workers`` or ``local_loop``.
     """
-    from fedlightning import FederatedCallback, FederatedTrainer
-
-    # isort: split
-    from lightning.pytorch import LightningModule
-
+    from benchmarks.engines import Clock, Data, Module
+    from fedlightning import FederatedTrainer
     from fedlightning.callbacks import FedAvg
-    from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
-    from fedlightning.datamodules.views import ArrayDataset
-
-    class Module(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = work.make()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            return F.cross_entropy(self.net(x), y)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=work.lr)
-
-    class Data(IndexedFederatedDataModule):
-        def build(self) -> tuple[list[str], Mapping[str, Split]]:
-            x, y = max(work.data(), key=lambda pair: len(pair[1]))
-            clients = [str(index) for index in range(len(work.sizes))]
-            return clients, {"train": Split(ArrayDataset(x, y), [torch.arange(size).numpy() for size in work.sizes])}
-
-    class Clock(FederatedCallback):
-        def on_round_end(self, server: Any) -> None:
-            marks.append(time.perf_counter())
 
     torch.manual_seed(0)
-    trainer = FederatedTrainer(
-        max_rounds=rounds,
-        participation=1.0 if work.participants is None else work.participants,
-        callbacks=[FedAvg(), Clock()],
-        evaluate_every=0,
-        save_state=0,
-        logger=False,
-        enable_progress_bar=False,
-        accelerator="cpu",
-        default_root_dir="/tmp/fedlightning-benchmarks",
-        **options,
-    )
-    marks = [time.perf_counter()]
-    trainer.fit(Module(), Data(batch_size=work.batch))
-    return marks
+    Clock.marks[:] = [time.perf_counter()]
+    with tempfile.TemporaryDirectory() as folder:
+        FederatedTrainer(
+            max_rounds=rounds,
+            participation=1.0 if work.participants is None else work.participants,
+            callbacks=[FedAvg(), Clock()],
+            evaluate_every=0,
+            save_state=0,
+            logger=False,
+            enable_progress_bar=False,
+            accelerator="cpu",
+            default_root_dir=folder,
+            **options,
+        ).fit(Module(work.make, work.lr), Data(work))
+    return list(Clock.marks)
 
 
 def pfl(work: Work, rounds: int) -> Marks:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning import FederatedCallback, FederatedTrainer
 from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedAdam, FedPer, FedProx, Local, LocalCheckpoint
+from fedlightning.hooks import Job
 from fedlightning.local import LocalRunner
 from fedlightning.loops.synchronous import FederationError
 from fedlightning.tensors import module_state
@@ -228,6 +229,21 @@ def test_if_nobody_can_contribute_it_ends_in_a_sentence(tmp_path):
     with pytest.raises(FederationError) as error:
         federate(Breaks(), toy_data([7]))
     assert isinstance(error.value.__cause__, RuntimeError)
+
+
+def test_a_plan_of_single_visits_goes_on_without_the_client_that_fails():
+    class OneByOne(FederatedCallback):
+        def plan_round(self, server):
+            for client in server.participants():
+                yield [Job(client)]
+
+        def on_send(self, client, update):
+            if client.id == "0":
+                raise OSError("disk full")
+
+    with pytest.warns(UserWarning, match="client '0' failed: OSError: disk full"):
+        trainer = federate(Toy(), toy_data(), [OneByOne()], max_rounds=1)
+    assert [trainer.store.get(client).visits for client in "012"] == [0, 1, 1]
 
 
 def test_no_samples_at_all():

@@ -141,7 +141,7 @@ def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, task
     )
     table = Table.grid(padding=(0, 2))
     for method in plan.methods:
-        made = "added as a baseline" if method.baseline else method.configs[-1]
+        made = "added as a baseline" if method.baseline else " + ".join(method.configs)
         table.add_row(f"  {escape(method.name)}", escape(made), method.budget)
     screen.print(table, highlight=False)
     baselines = [method.config for method in plan.methods if method.baseline]

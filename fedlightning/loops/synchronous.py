@@ -36,7 +36,7 @@ def run_round(
         report: called with each update as it comes.
 
     Raises:
-        FederationError: if every visit of one list of jobs failed; the first failure is its cause.
+        FederationError: if every visit failed, of the round or of a list of several jobs; the first failure is its cause.
     """
     server.callbacks.event("on_round_start", server)
     owner = server.callbacks.role("plan_round")
@@ -61,11 +61,13 @@ def run_round(
             light.append(replace(update, state={}, extras=update.extras if job.work == 0 else {}, cause=None))
             report(light[-1])
         done += light
-        _refuse_if_all_failed(server, light, cause)
+        if len(light) > 1:  # a plan of single jobs, one client after another, goes on without one that fails
+            _refuse_if_all_failed(server, light, cause)
         try:
             jobs = plan.send(light)
         except StopIteration:
             jobs = None
+    _refuse_if_all_failed(server, done, cause)
     aggregation.finish()
     return done
 
