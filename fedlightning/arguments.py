@@ -88,6 +88,11 @@ def check(given: Mapping[str, Any]) -> None:
     for name in ("evaluate_every", "save_state"):
         if not isinstance(given[name], int) or given[name] < 0:
             raise ConfigurationError(f"{name}={given[name]!r} must be a whole number; 0 switches it off.")
+    memory = given["client_memory_gb"]
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float) or memory < 0):
+        raise ConfigurationError(
+            f"client_memory_gb={memory!r} must be a number of gigabytes; 0 keeps all but one on disk."
+        )
     share = given["participation"]
     known_type = isinstance(share, int | float) and not isinstance(share, bool)
     if not known_type or share <= 0 or (isinstance(share, float) and share > 1.0):
@@ -173,7 +178,9 @@ LASTING = (
 """Arguments that a resumed run must not change: with another value its rounds would be those of two different runs."""
 
 
-def lasting(given: Mapping[str, Any], callbacks: Iterable[FederatedCallback], data: FederatedDataModule) -> dict[str, Any]:
+def lasting(
+    given: Mapping[str, Any], callbacks: Iterable[FederatedCallback], data: FederatedDataModule
+) -> dict[str, Any]:
     """What a run must not change when it is resumed: :data:`LASTING`, the algorithms' options, who trains on what."""
     return (
         {name: given[name] for name in LASTING}

@@ -71,6 +71,8 @@ class FederatedTrainer:
         local_loop: what trains inside a visit: ``"trainer"``: a Lightning Trainer of the visit's own; ``"fast"``: a short
             loop that makes the same calls at a fraction of the cost per step, equal bit for bit, for one device;
             ``"auto"``: fast where it applies, else trainer, and one line says why.
+        client_memory_gb: what clients keep between visits (personal models, states) beyond so many GB lies on disk, those
+            not visited for longest first; default: a quarter of the machine's memory.
         evaluate_every: rounds between evaluations on validation data (the last round is always evaluated); 0: never.
         stages: what is evaluated: ``"G"`` the server's model, ``"L1"`` what each client holds after receiving,
             ``"L2"`` after local training.
@@ -111,6 +113,7 @@ class FederatedTrainer:
         workers: int | None = None,
         clients_per_stack: int | None = None,
         local_loop: Literal["auto", "trainer", "fast"] = "auto",
+        client_memory_gb: float | None = None,
         evaluate_every: int = 1,
         stages: list[Literal["G", "L1", "L2"]] | None = None,
         evaluate_data: list[Literal["local", "pooled"]] | None = None,
@@ -298,7 +301,8 @@ class FederatedTrainer:
             local_loop=a["local_loop"],
         )
         runner = LocalRunner(model, self.callbacks, data, settings)
-        store = ClientStore()
+        memory = a["client_memory_gb"]
+        store = ClientStore(limit=None if memory is None else int(memory * 1e9))
         server = Server(
             runner,
             max_rounds=self.max_rounds,

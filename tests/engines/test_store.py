@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from fedlightning import FederatedTrainer
+
+# isort: split
+from fedlightning.arguments import ConfigurationError
+from fedlightning.callbacks import FedPer
 from fedlightning.client import ClientRecord
 from fedlightning.engines.store import ClientStore, default_limit, tensor_bytes
+from fedlightning.tensors import equal, module_state
+from tests.helpers import Toy, federate, toy_data
 
 
 def record(value: float, size: int = 100) -> ClientRecord:
@@ -59,3 +67,14 @@ def test_one_record_larger_than_the_limit_is_still_held():
     store.put("a", record(1.0))
     assert store.num_bytes == SIZE
     assert 0 < default_limit() < 2**60
+
+
+def test_a_run_with_its_clients_on_disk_is_the_same_run():
+    module = Toy("adam")
+    runs = [federate(module, toy_data(), [FedPer()], client_memory_gb=memory) for memory in (None, 0)]
+    assert runs[0].store.num_bytes > runs[1].store.num_bytes > 0
+    for client in "012":
+        assert equal(module_state(runs[0].module(client)), module_state(runs[1].module(client)))
+        assert equal(runs[0].store.get(client).personal, runs[1].store.get(client).personal)
+    with pytest.raises(ConfigurationError, match="client_memory_gb=-1"):
+        FederatedTrainer(client_memory_gb=-1)
