@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -100,7 +101,7 @@ def ratios(
         loop.round(0)
         found = []
         for _ in range(repeats):
-            pairs = [(seconds(lambda n=n: loop.round(n)), seconds(lambda: visits(run))) for n in range(rounds)]
+            pairs = [(seconds(partial(loop.round, n)), seconds(partial(visits, run))) for n in range(rounds)]
             found.append(sum(pair[1] for pair in pairs) / sum(pair[0] for pair in pairs))
     return found
 

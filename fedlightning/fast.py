@@ -106,6 +106,8 @@ class FastFit:
         except BaseException as error:
             for hook in hooks.callbacks("on_exception"):
                 hook(error)
+            if isinstance(error, KeyboardInterrupt):
+                raise SystemExit(1) from error  # as Lightning's Trainer does
             raise
         finally:
             self.book.detach()

@@ -39,11 +39,11 @@ class Copier:
     ``__deepcopy__`` of its own or cannot be recorded, every copy is an ordinary ``copy.deepcopy``.
 
     Args:
-        module: must not change afterwards.
+        module: only the values of its tensors may change afterwards.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._kept: list[Any] = []
         self._recipe: bytes | None = None
         try:
@@ -54,12 +54,12 @@ class Copier:
     def copy(self) -> Any:
         """A new deep copy."""
         if self._recipe is None:
-            return copy.deepcopy(self._module)
+            return copy.deepcopy(self.module)
         return _Builder(self._recipe, self._kept).load()
 
     def _record(self) -> bytes:
         file = io.BytesIO()
-        _Recorder(file, self._kept).dump(self._module)
+        _Recorder(file, self._kept).dump(self.module)
         return file.getvalue()
 
 

@@ -53,7 +53,7 @@ def refusal(module: LightningModule, loader: Any, kit: Trainer, testing: bool) -
 @per_class
 def takes_plain_batches(kind: type[LightningModule]) -> bool:
     """Whether the steps of a class take a batch and perhaps its number."""
-    steps = (kind.validation_step, kind.test_step)
+    steps = [step for step in (kind.validation_step, kind.test_step) if callable(step)]
     special = ("dataloader_iter", "dataloader_idx")
     return not any(is_param_in_hook_signature(step, name, explicit=True) for step in steps for name in special)
 
@@ -62,19 +62,22 @@ def takes_plain_batches(kind: type[LightningModule]) -> bool:
 def takes_index(kind: type[LightningModule]) -> tuple[bool, bool]:
     """Whether ``validation_step`` and ``test_step`` of a class want the batch's number."""
     validation, test = (
-        bool(is_param_in_hook_signature(step, "batch_idx", min_args=2))
+        callable(step) and bool(is_param_in_hook_signature(step, "batch_idx", min_args=2))
         for step in (kind.validation_step, kind.test_step)
     )
     return validation, test
 
 
-def evaluate(module: LightningModule, loader: Any, kit: Trainer, testing: bool, listen: Listener) -> dict[str, Tensor]:
+def evaluate(
+    module: LightningModule, loader: Any, kit: Trainer, testing: bool, listen: Listener, inference_mode: bool = True
+) -> dict[str, Tensor]:
     """What ``module`` logs for the epoch when it is validated (or tested) on ``loader``.
 
     Args:
         module: comes back in its modes, on the kit's device.
         kit: a Trainer made with the run's arguments for evaluation on one device.
         listen: told of every step's output.
+        inference_mode: as the Trainer's argument.
 
     Raises:
         NotInFastLoop: if the module does what only Lightning's Trainer can serve.
@@ -86,9 +89,9 @@ def evaluate(module: LightningModule, loader: Any, kit: Trainer, testing: bool, 
     which = "test" if testing else "val"
     count = fast_refusals.num_batches(loader, getattr(kit, f"limit_{which}_batches"))
     vars(trainer).update({f"{which}_dataloaders": loader, f"num_{which}_batches": [count]})
-    module.trainer = trainer
+    module.trainer = trainer  # type: ignore[assignment]
     hooks, precision = Hooks(trainer, book), kit.precision_plugin
-    without_gradients: AbstractContextManager[Any] = torch.inference_mode() if kit.inference_mode else torch.no_grad()
+    without_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
     book.attach()
     try:
         with without_warnings():

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from fedlightning.fast_log import LogBook
 
 AS_GIVEN = frozenset((
-    "accelerator", "check_val_every_n_epoch", "default_root_dir", "fast_dev_run", "global_rank", "inference_mode",
+    "accelerator", "check_val_every_n_epoch", "default_root_dir", "fast_dev_run", "global_rank",
     "is_global_zero", "limit_predict_batches", "limit_test_batches", "limit_train_batches", "local_rank", "log_dir",
-    "log_every_n_steps", "logger", "loggers", "max_time", "node_rank", "num_devices", "num_nodes",
-    "overfit_batches", "precision", "profiler", "reload_dataloaders_every_n_epochs", "use_distributed_sampler",
+    "log_every_n_steps", "logger", "loggers", "node_rank", "num_devices", "num_nodes",
+    "overfit_batches", "precision", "profiler", "reload_dataloaders_every_n_epochs",
     "val_check_interval", "world_size", "barebones", "progress_bar_callback", "datamodule", "received_sigterm",
     "interrupted", "device_ids", "distributed_sampler_kwargs",
 ))  # fmt: skip

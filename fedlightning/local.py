@@ -84,13 +84,13 @@ class LocalRunner:
     _copier: Copier | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.scorer = Scorer(self.settings.trainer_arguments)
+        self.scorer = Scorer(self.settings.trainer_arguments, fast=self.settings.local_loop != "trainer")
         self.loop = LoopChoice(self.settings, self.callbacks, self.scorer)
 
     # -- building --------------------------------------------------------------------------------------------------
     def build(self, owner: str) -> LightningModule:
         """A fresh copy of the template, wrapped by every callback. The same bits for every call with one owner."""
-        if self._copier is None:
+        if self._copier is None or self._copier.module is not self.template:  # a resumed run has its own template
             self._copier = Copier(self.template)
         wraps = any(callback.claims("wrap_module") for callback in self.callbacks)
         draws = wraps or is_overridden("configure_model", self.template)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
 
 from fedlightning.callbacks import APFL, SCAFFOLD, FedProx, FedRep
+from fedlightning.evaluation.scoring import Scorer
 from fedlightning.fast_copy import Copier
 from tests.helpers import CLASSES, NormNet, Spy, Toy, make_trainer, samples, spied, toy_data
 
@@ -457,3 +458,57 @@ def test_what_copies_itself_is_copied_by_its_own_rule():
     copier = Copier(module)
     assert copier._recipe is None
     assert copier.copy().shared is module.shared
+
+
+# -- scores ----------------------------------------------------------------------------------------------------------
+class Scores(Logs):
+    """Scores with a metric object, by step and by epoch, and from the hooks of an evaluation."""
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("accuracy", self.accuracy)
+        self.log("both", self(batch[0]).mean(), on_step=True, on_epoch=True)
+        self.log("only_step", 1.0, on_step=True, on_epoch=False)
+        self.log("unseen", 1.0, logger=False)
+
+    def on_validation_epoch_end(self):
+        self.log("end", self.trainer.callback_metrics["both"] + 1)
+
+
+class LossOnly(Toy):
+    def validation_step(self, batch):
+        return {"loss": F.cross_entropy(self(batch[0]), batch[1])}
+
+
+class Curious(Toy):
+    """Asks for what only a Trainer has."""
+
+    def on_validation_epoch_end(self):
+        self.log("loops", float(self.trainer.validate_loop is not None))
+
+
+SETTINGS = [
+    {},
+    {"precision": "bf16-mixed"},
+    {"precision": "64-true"},
+    {"limit_val_batches": 2},
+    {"inference_mode": False},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_scores_are_those_of_the_trainer(settings):
+    data = toy_data([8, 8], val=21)
+    data.setup("fit")
+    arguments = {"accelerator": "cpu", "devices": 1} | settings
+    slow, fast = Scorer(arguments, fast=False), Scorer(arguments)
+    for kind in (Toy, NormNet, Scores, LossOnly, Curious):
+        module = slow.convert(kind()).train()
+        for split in ("val", "test", "val"):  # the second time it is no trial
+            for client in "01":
+                loader = data.client_dataloader(client, split)
+                expected = slow.score(copy.deepcopy(module), loader, split)
+                assert alike(fast.score(module, loader, split), expected) and expected
+                assert module.training and module._trainer is None and "log" not in vars(module)
+    assert set(fast._refused) == {Curious}

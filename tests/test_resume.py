@@ -329,7 +329,7 @@ def test_another_configuration_is_refused(tmp_path, changed, sentence):
 def test_another_option_of_an_algorithm_is_refused(tmp_path):
     make_trainer(tmp_path, [FLIU(gamma=0.5)], max_rounds=1, name="r").fit(NormNet("sgd"), datamodule=toy_data())
     again = make_trainer(tmp_path, [FLIU(gamma=0.25)], max_rounds=2, name="r")
-    with pytest.raises(ValueError, match="gamma was 0.5 and is 0.25"):
+    with pytest.raises(ValueError, match=r"gamma was 0\.5 and is 0\.25"):
         again.fit(NormNet("sgd"), datamodule=toy_data(), resume="last")
 
 

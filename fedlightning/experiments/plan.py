@@ -126,7 +126,7 @@ class _Reader:
             sentence = explain(error)
             if sentence is None:
                 raise
-            raise InputError(f"{name} ({' + '}.join(files)}): {sentence}" if files else f"{name}: {sentence}") from error
+            raise InputError(f"{name} ({' + '.join(files)}): {sentence}" if files else f"{name}: {sentence}") from error
 
     def read_config(self, name: str, config: Config) -> tuple[Config, int, list[str]]:
         """The same for a configuration that is no file yet."""

@@ -251,20 +251,20 @@ class _Visits:
 
 @contextmanager
 def _watching() -> Iterator[_Visits]:
-    """Intercept every visit of a run: what went down, what came up, what stayed."""
-    visits, visit = _Visits(), LocalRunner.visit
+    """Intercept every visit of a run in this process: what went down, what came up, what stayed."""
+    visits, visiting = _Visits(), LocalRunner.visiting
 
-    def watched(self: LocalRunner, message: Message, record: Any, evaluate: Any) -> tuple[Update, Any]:
-        update, kept = visit(self, message, record, evaluate)
+    def watched(self: LocalRunner, message: Message, record: Any, evaluate: Any) -> Any:
+        update, kept = yield from visiting(self, message, record, evaluate)
         visits.all.append((message, update, kept))
         visits.records[message.client] = kept
         return update, kept
 
-    LocalRunner.visit = watched  # type: ignore[method-assign]
+    LocalRunner.visiting = watched  # type: ignore[method-assign]
     try:
         yield visits
     finally:
-        LocalRunner.visit = visit  # type: ignore[method-assign]
+        LocalRunner.visiting = visiting  # type: ignore[method-assign]
 
 
 def _server(trainer: FederatedTrainer) -> Server:

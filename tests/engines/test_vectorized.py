@@ -35,6 +35,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.hooks import GradientContext
+from fedlightning.testing import check_algorithm
 from tests.helpers import (
     NormNet,
     PiecesStyle,
@@ -45,6 +46,12 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*has no training samples"),
+    pytest.mark.filterwarnings("ignore:.*took no real step"),
+    pytest.mark.filterwarnings("ignore:.*client '[12]' failed"),
+]
 
 SIZES = (24, 40, 16, 5, 0, 8)
 """In batches of 8: several whole ones, a ragged last one, a single ragged one, none at all, exactly one."""
@@ -189,6 +196,30 @@ def test_two_runs_are_the_same_bit_for_bit() -> None:
     module = Toy(dropout=0.3)
     a, b = (federate(module, toy_data(SIZES), engine="vectorized") for _ in range(2))
     assert furthest(global_state(a), global_state(b)) == 0.0
+
+
+RULES = (
+    "order_of_clients",
+    "resume",
+    "absent_clients",
+    "wire",
+    "every_kind_of_entry",
+    "small_and_empty_clients",
+    "nan_client",
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_rules_of_every_algorithm_hold(rule: str) -> None:
+    check_algorithm(SCAFFOLD(), only=[rule], engine="vectorized")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm", [FedAvg(), Ditto(), APFL(), FLIU(), FedPer(personal=["head"])], ids=lambda a: a.key
+)
+def test_the_rules_of_every_algorithm_hold_for(algorithm: FederatedCallback) -> None:
+    check_algorithm(algorithm, only=RULES, engine="vectorized")
 
 
 def loaders(**options: Any) -> LoaderDataModule:
