@@ -51,7 +51,7 @@ def test_trains_with_its_default_optimizer_and_logs() -> None:
     trainer = quiet(max_epochs=8)
     trainer.fit(module, loader(x, y), loader(x, y, 64))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    names = ("loss", "accuracy", "balanced_accuracy", "f1_macro", "f1_macro_all", "auroc")
+    names = ("loss", "accuracy", "balanced_accuracy", "f1_macro", "f1_macro_all", "auroc", "ece")
     assert set(logged) == {"train_loss", *(f"val_{name}" for name in names)}
     assert logged["val_accuracy"] > 0.9 and logged["val_auroc"] > 0.95
     result = run_test(module, x, y)
