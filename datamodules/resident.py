@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,18 +41,40 @@ class ResidentBatches:
         source, device = view.dataset, self._device
         if device.type != "cpu":
             rows = rows.to(device)
+        batch_of = partial(rows_on_device, source, device) if device.type != "cpu" else gather(source, rows)
         for chosen in rows[:end].split(size) if end else ():
-            yield rows_of(source, chosen, device)
+            yield batch_of(chosen)
 
 
-def rows_of(source: Any, chosen: Tensor, device: torch.device) -> list[Tensor]:
-    """The batch of the given rows on ``device``."""
-    if device.type == "cpu":
-        return source.rows(chosen) if isinstance(source, ArrayDataset) else [part[chosen] for part in source.tensors]
+def gather(source: Any, rows: Tensor) -> Callable[[Tensor], list[Tensor]]:
+    """The function from indices, among them ``rows`` at most, to a batch on the CPU."""
+    parts = parts_of(source)
+    if not all(map(is_plain, parts)) or int(rows.min()) < 0:
+        return source.rows if isinstance(source, ArrayDataset) else lambda chosen: [part[chosen] for part in parts]
+    transform = source.transform if isinstance(source, ArrayDataset) else None
+
+    def batch_of(chosen: Tensor) -> list[Tensor]:
+        batch = [part.index_select(0, chosen) for part in parts]  # the bits of indexing, several times faster
+        return batch if transform is None else [transform(batch[0]), batch[1]]
+
+    return batch_of
+
+
+def parts_of(source: Any) -> tuple[Tensor, ...]:
+    """The tensors whose rows are the samples of ``source``."""
+    return (source.x, source.y) if isinstance(source, ArrayDataset) else source.tensors
+
+
+def is_plain(part: Tensor) -> bool:
+    """Whether rows of ``part`` can be copied one by one: what indexing gives then has the same values and strides."""
+    return type(part) is Tensor and part.layout == torch.strided and part.is_contiguous() and not part.requires_grad
+
+
+def rows_on_device(source: Any, device: torch.device, chosen: Tensor) -> list[Tensor]:
+    """The batch of the given rows on ``device``, another one than the CPU."""
     if isinstance(source, ArrayDataset) and source.transform is not None:
         return [part.to(device) for part in source.rows(chosen.cpu())]
-    parts = (source.x, source.y) if isinstance(source, ArrayDataset) else source.tensors
-    return [on_device(source, index, part, device)[chosen] for index, part in enumerate(parts)]
+    return [on_device(source, index, part, device)[chosen] for index, part in enumerate(parts_of(source))]
 
 
 def on_device(source: Any, index: int, part: Tensor, device: torch.device) -> Tensor:

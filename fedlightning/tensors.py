@@ -6,6 +6,7 @@ needs of one is the kind of each entry (:func:`entry_kinds`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -138,7 +139,9 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
     """The first name whose tensor holds a NaN or an infinity, or ``None``."""
     for name, value in state.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if not value.is_floating_point() or math.isfinite(value.sum()):  # one NaN or infinity makes the sum one too
+            continue
+        if not bool(torch.isfinite(value).all()):  # a sum of finite values can overflow
             return name
     return None
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedlightning.evaluation.ranks import ranks
 from fedlightning.persistence import write_text_atomically
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def write_comparison(study: Study | Mapping[str, Study], out: str | Path) -> dic
 
     The JSON has the lines of ``results``, ``overview`` and ``problems``, and what they are of: ``methods``, ``seeds``,
     ``metric`` ... There is ``null`` where there is no number, never NaN. Of several studies every line begins with its
-    ``dataset``, and what they are of is listed under ``datasets``.
+    ``dataset``, what they are of is listed under ``datasets``, and ``ranks`` holds
+    :func:`fedlightning.evaluation.ranks.ranks` (``null`` where there can be none).
 
     The CSV has ``results`` without nested columns: ``ci95`` as ``ci95_low`` and ``ci95_high``, ``undefined`` and
     ``diverged`` as text; values by seed and by client are in the JSON alone.
@@ -70,7 +72,11 @@ def comparison(study: Study | Mapping[str, Study]) -> dict[str, Any]:
     about = {name: {key: one[key] for key in one if key not in TABLES} for name, one in each.items()}
     methods = list(dict.fromkeys(method for one in each.values() for method in one["methods"]))
     seeds = sorted({seed for one in each.values() for seed in one["seeds"]})
-    return tables | {"methods": methods, "seeds": seeds, "datasets": about}
+    try:
+        ranked = plain(ranks(study))
+    except ValueError:
+        ranked = None  # fewer than 3 methods that all have; the report says why
+    return tables | {"methods": methods, "seeds": seeds, "datasets": about, "ranks": ranked}
 
 
 def flat(line: Mapping[str, Any]) -> dict[str, Any]:

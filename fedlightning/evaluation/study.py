@@ -1,7 +1,6 @@
 """A study: methods x seeds on the same data, and every number that a comparison of them needs.
 
->>> from fedlightning.evaluation.ranks import ranks, seed_ranks
-from fedlightning.evaluation.runs import load_study
+>>> from fedlightning.evaluation.runs import load_study
 >>> study = Study(load_study(["runs/heart"]), metric="accuracy")  # doctest: +SKIP
 >>> study.overview()[0]["mean"], study.problems  # doctest: +SKIP
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlightning.evaluation.export import as_csv, comparison, flat, plain, write_comparison
+from fedlightning.evaluation.export import write_comparison
 from fedlightning.evaluation.problems import Problem
-from fedlightning.evaluation.ranks import ranks
 from fedlightning.evaluation.report.context import LABELS, Context
 from fedlightning.evaluation.report.html import Page, Section, Trouble, render, slug
 from fedlightning.evaluation.report.sections import clients, fairness, layers, scores, setting, statistics, training
@@ -17,7 +16,6 @@ from fedlightning.evaluation.report.styles import styles
 from fedlightning.evaluation.report.words import answers
 from fedlightning.evaluation.runs import DEPLOYED, STUDY_FILE, load_study
 from fedlightning.evaluation.study import Study
-from fedlightning.persistence import write_text_atomically
 
 REPORT_FILE = "report.html"
 
@@ -48,10 +46,7 @@ def build_report(
         name: Study(load_study(paths), metric=metric, checkpoint=checkpoint) for name, paths in _groups(runs).items()
     }
     out = Path(out)
-    if len(studies) == 1:
-        write_comparison(next(iter(studies.values())), out)
-    else:
-        _write_comparisons(studies, out)
+    write_comparison(next(iter(studies.values())) if len(studies) == 1 else studies, out)
     page = make_page(studies, out / "figures", title, _about(runs))
     path = out / REPORT_FILE
     path.write_text(render(page), encoding="utf-8")
@@ -141,24 +136,6 @@ def _about(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
         name: json.loads((paths[0] / STUDY_FILE).read_text()) if (paths[0] / STUDY_FILE).exists() else {}
         for name, paths in _groups(runs).items()
     }
-
-
-def _write_comparisons(studies: Mapping[str, Study], out: Path) -> None:
-    """``comparison.json`` and ``comparison.csv`` of several data sets: the same lines, each with its ``data_set``."""
-    found = {name: comparison(study) for name, study in studies.items()}
-    tables = {
-        table: [{"data_set": name} | line for name, of in found.items() for line in of[table]]
-        for table in ("results", "overview", "problems")
-    }
-    rest = {name: {key: of[key] for key in of if key not in tables} for name, of in found.items()}
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        ranked = plain(ranks(studies))
-    except ValueError:
-        ranked = None  # the report says why
-    content = tables | {"studies": rest, "ranks": ranked}
-    write_text_atomically(out / "comparison.json", json.dumps(content, indent=1, allow_nan=False))
-    write_text_atomically(out / "comparison.csv", as_csv([flat(line) for line in tables["results"]]))
 
 
 def _troubles(context: Context, severity: str) -> list[Trouble]:

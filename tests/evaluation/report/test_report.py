@@ -234,7 +234,7 @@ def test_several_data_sets_are_ranked_and_kept_apart(several):
     shown = {row[0][0].strip(): float(row[1][1]) for row in reader.tables["table-ranks"]}
     assert shown == found["ranks"]
     content = json.loads((path.parent / "comparison.json").read_text())
-    assert len({row["data_set"] for row in content["results"]}) == 2
+    assert len({row["dataset"] for row in content["results"]}) == 2
     assert content["ranks"]["ranks"] == found["ranks"]
 
 

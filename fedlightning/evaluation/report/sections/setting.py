@@ -59,8 +59,8 @@ DEFINITIONS = (
     ),
     (
         "GMA",
-        "Global model appeal: clients for whom the global model's training loss is below that of their own local "
-        "model (MaxFL).",
+        "Global model appeal: clients for whom the global model's loss is below that of their own siloed model (MaxFL, "
+        "on training losses; here on validation losses where a run recorded none of the global model in training).",
     ),
     (
         "ρε",

@@ -111,23 +111,28 @@ def rank_section(context: Context, studies: Mapping[str, Study]) -> Section | No
 
 
 def _friedman(found: Mapping[str, Any]) -> str:
-    p = found["iman_davenport_p"]
+    finite = is_number(found["iman_davenport"])  # infinite: all data sets agree, which few do by chance
+    p = found["iman_davenport_p"] if finite else found["p_value"]
     verdict = (
         "the methods do not all rank alike"
         if p < 0.05
         else "this does not tell the methods apart, and with few data sets only large differences can"
     )
-    f = number(found["iman_davenport"], 2) if is_number(found["iman_davenport"]) else "∞"
+    form = (
+        f"In the less conservative form of Iman and Davenport F = {number(found['iman_davenport'], 2)}, p = {p_value(p)}: "
+        if finite
+        else f"All {found['blocks']} agree on the order, where the form of Iman and Davenport gives no p-value; by χ²: "
+    )
     return (
         f"Friedman test over {found['datasets']} {found['blocks']}: χ² = {number(found['statistic'], 2)}, "
-        f"p = {p_value(found['p_value'])}. In the less conservative form of Iman and Davenport F = {f}, "
-        f"p = {p_value(p)}: {verdict}. Nemenyi’s critical difference of average ranks at {found['alpha']:g}: "
+        f"p = {p_value(found['p_value'])}. {form}{verdict}. Nemenyi’s critical difference of average ranks at {found['alpha']:g}: "
         f"{number(found['critical_difference'], 2)}."
     ).replace("= <", "<")
 
 
 def _lines(context: Context, rows: Sequence[Row]) -> list[Line]:
-    ordered = sorted(rows, key=lambda row: (not is_number(row["mean"]), -(row["mean"] or 0.0)))
+    sign = -1.0 if context.higher else 1.0
+    ordered = sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
     return [
         Line(
             row["method"],

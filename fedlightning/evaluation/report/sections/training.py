@@ -15,6 +15,7 @@ SPENT: dict[str, tuple[str, Kind]] = {
     "rounds": ("rounds", "count"),
     "mb": ("MB", "amount"),
     "local_steps": ("steps", "count"),
+    "seconds": ("s", "amount"),
 }
 """Columns of what was spent until a target, with their titles and kinds."""
 STAGES = {"G": "G: the server's model", "L1": "L1: as received", "L2": "L2: after local training"}
@@ -22,7 +23,7 @@ STAGES = {"G": "G: the server's model", "L1": "L1: as received", "L2": "L2: afte
 
 def learning_curves(context: Context) -> Section | None:
     """Validation scores over rounds: one panel a stage, never two stages in one line."""
-    rows = _curves(context)
+    rows = context.study.curves()
     panels = [
         (stage, data)
         for data in ("local", "pooled")
@@ -47,9 +48,11 @@ def learning_curves(context: Context) -> Section | None:
         Column("stage", "stage", "text"),
         Column("data", "data", "text"),
         Column("round", "round", "count"),
-        Column("mean", "mean", decimals=4, radius="radius"),
+        Column("mean", "mean", decimals=4, radius="ci95_radius"),
         Column("mb", "MB so far", "amount"),
-        Column("steps", "steps so far", "count"),
+        Column("local_steps", "steps so far", "count"),
+        Column("seconds", "seconds so far", "amount"),
+        Column("n_seeds", "seeds", "count"),
     ]
     table = context.table("curves", f"Validation {context.metric} by round", columns, rows)
     return context.section(
@@ -89,7 +92,7 @@ def costs(context: Context) -> Section | None:
             lambda: curves(spent, context.styles, "MB so far", f"validation {context.metric}"),
         )
         columns = [METHOD, Column("round", "round", "count"), Column("mb", "MB so far", "amount")]
-        columns.append(Column("mean", "mean", decimals=4, radius="radius"))
+        columns.append(Column("mean", "mean", decimals=4, radius="ci95_radius"))
         table = context.table(
             "cost-curve", f"Validation {context.metric} and MB by round", columns, _of_stage(context, stage)
         )
@@ -136,21 +139,8 @@ def _lines(context: Context, rows: Sequence[Row], x: str) -> dict[str, list[Poin
     return lines
 
 
-def _curves(context: Context) -> list[Row]:
-    """:meth:`Study.curves` with megabytes in the place of bytes."""
-    return [
-        row
-        | {
-            "mb": None
-            if row["bytes_up"] is None or row["bytes_down"] is None
-            else (row["bytes_up"] + row["bytes_down"]) / 1e6
-        }
-        for row in context.study.curves()
-    ]
-
-
 def _of_stage(context: Context, stage: str) -> list[Row]:
-    return [row for row in _curves(context) if row["stage"] == stage and row["data"] == "local"]
+    return [row for row in context.study.curves() if row["stage"] == stage and row["data"] == "local"]
 
 
 def _spent(context: Context) -> tuple[str, dict[str, list[Point]]]:
