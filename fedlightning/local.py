@@ -31,7 +31,7 @@ from fedlightning.layers import expand
 from fedlightning.loop_choice import LoopChoice
 from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import address, isolated, seed_all
-from fedlightning.tensors import clone, entry_kinds, first_nonfinite, load_state, module_state, select
+from fedlightning.tensors import clone, first_nonfinite, load_state, module_state, select
 
 EPOCHS_OF_A_VISIT = 2**31
 """More than any visit has: its epochs never get the address of another round's."""
@@ -47,12 +47,16 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fit that a visit is about to do: ``work`` epochs or steps of ``phase``, on the client's module as it stands."""
+    """A fit that a visit is about to do: ``work`` epochs or steps of ``phase``, on the client's module as it stands.
+
+    A ``loader`` that nobody has iterated yet may come with it.
+    """
 
     client: Client
     message: Message
     phase: Phase
     work: int
+    loader: DataLoader[Any] | None = None
 
 
 class Fitted(Protocol):
@@ -111,7 +115,9 @@ class LocalRunner:
 
     def num_samples(self, message: Message) -> int:
         """Training samples that one epoch really uses: ``drop_last`` and ``limit_train_batches`` are counted."""
-        loader = self.loader(message, "train")
+        return self._used_samples(self.loader(message, "train"))
+
+    def _used_samples(self, loader: DataLoader[Any] | None) -> int:
         if loader is None or len(loader) == 0:
             return 0
         samples = len(loader.dataset)  # type: ignore[arg-type]
@@ -210,11 +216,12 @@ class LocalRunner:
         """
         seed_all(self.settings.seed, message.round, message.client, "visit")
         update = Update(message.round, message.client, model=message.model, tag=message.tag)
-        update.num_samples = self.num_samples(message)
-        return agree(*(yield from self._guarded_visit(message, record, update, evaluate)))
+        loader = self.loader(message, "train")
+        update.num_samples = self._used_samples(loader)
+        return agree(*(yield from self._guarded_visit(message, record, update, evaluate, loader)))
 
     def _guarded_visit(
-        self, message: Message, record: ClientRecord, update: Update, evaluate: Evaluate
+        self, message: Message, record: ClientRecord, update: Update, evaluate: Evaluate, loader: Any
     ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
         if message.work != 0 and update.num_samples == 0:
             update.error = f"client '{message.client}' has no training samples"
@@ -222,7 +229,7 @@ class LocalRunner:
         try:
             with self.client(message, record) as client:
                 client._num_samples = update.num_samples
-                return (yield from self._visit(client, message, update, evaluate))
+                return (yield from self._visit(client, message, update, evaluate, loader))
         except (KeyboardInterrupt, SystemExit):
             raise
         except Exception as error:  # one client's failure must not take the round with it; the loop reports it
@@ -232,12 +239,12 @@ class LocalRunner:
             return failed, record
 
     def _visit(
-        self, client: Client, message: Message, update: Update, evaluate: Evaluate
+        self, client: Client, message: Message, update: Update, evaluate: Evaluate, loader: Any
     ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
         must_be_finite = _finite_entries(client.module)
         if message.work != 0:
             self.callbacks.event("on_visit_start", client)
-            yield from self._train(client, message)
+            yield from self._train(client, message, loader)
             client.record.visits += 1
             client.record.last_round = message.round
             client.record.num_samples = update.num_samples
@@ -267,7 +274,7 @@ class LocalRunner:
             update.evaluations = self.evaluate(client, "L2", evaluate)
         return update, client.record
 
-    def _train(self, client: Client, message: Message) -> Generator[Fit, Fitted, None]:
+    def _train(self, client: Client, message: Message, loader: Any) -> Generator[Fit, Fitted, None]:
         owner = self.callbacks.role("local_phases")
         phases = [Phase()] if owner is None else owner.local_phases(client)
         for phase in phases:
@@ -275,7 +282,8 @@ class LocalRunner:
             before = client.model_state() if phase.keep_as is not None else None
             if phase.start is not None:
                 load_state(client.module, phase.start)
-            fitted = yield Fit(client, message, phase, self._work(message, phase))
+            fitted = yield Fit(client, message, phase, self._work(message, phase), loader)
+            loader = None  # each of the other phases begins with a new one
             if phase.keep_as is not None:
                 phase.keep_as(client)
                 assert before is not None
@@ -298,7 +306,7 @@ class LocalRunner:
 
     def _fit(self, wanted: Fit) -> VisitCallback:
         client, message, phase = wanted.client, wanted.message, wanted.phase
-        loader = self.loader(message, "train")
+        loader = self.loader(message, "train") if wanted.loader is None else wanted.loader
         kit = self.loop.kit(client.module, loader)
         wants_validation = self.settings.trainer_arguments.get("check_val_every_n_epoch") is not None
         with only_training(client.module, phase.train):
@@ -348,10 +356,12 @@ class LocalRunner:
 
 def _finite_entries(module: LightningModule) -> list[str]:
     """What training must leave finite: parameters, and running statistics (a mask of infinities may stay one)."""
-    kinds = entry_kinds(module)
-    buffers = select(module_state(module), (name for name, kind in kinds.items() if kind == "float_buffer"))
-    masks = {name for name, value in buffers.items() if first_nonfinite({name: value}) is not None}
-    return [name for name, kind in kinds.items() if kind in ("trainable", "float_buffer") and name not in masks]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [
+        name
+        for name, value in module_state(module).items()
+        if (parameters[name].requires_grad if name in parameters else first_nonfinite({name: value}) is None)
+    ]
 
 
 def agree(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:

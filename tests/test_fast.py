@@ -59,13 +59,22 @@ def both(module, callbacks=(), make=dict, data=None, **options):
     return fast
 
 
+def slow(*values):
+    """A case that says less than its neighbours."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def fp16():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
 
 
-@pytest.mark.parametrize("work", [{"local_epochs": 2}, {"local_steps": 7}], ids=str)
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "steplr", "onecycle"])
+EPOCHS, STEPS = {"local_epochs": 2}, {"local_steps": 7}
+FAST_PAIRS = [("sgd", EPOCHS), ("adamw", STEPS), ("steplr", EPOCHS), ("onecycle", STEPS)]
+SLOW_PAIRS = [("sgd", STEPS), ("adamw", EPOCHS), ("steplr", STEPS), ("onecycle", EPOCHS)]
+
+
+@pytest.mark.parametrize("optimizer, work", FAST_PAIRS + [slow(*pair) for pair in SLOW_PAIRS], ids=str)
 def test_optimizers_schedulers_and_dropout(optimizer, work):
     spy = both(Toy(optimizer, dropout=0.3), **work)
     assert any((value != spy.rounds[0][name]).any() for name, value in spy.rounds[1].items())
@@ -80,9 +89,9 @@ def test_precisions(precision):
 PLANS = [
     {"accumulate_grad_batches": 2},
     {"accumulate_grad_batches": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    {"gradient_clip_val": 0.05},
+    slow({"gradient_clip_val": 0.05}),
     {"limit_train_batches": 2},
-    {"limit_train_batches": 0.5},
+    slow({"limit_train_batches": 0.5}),
     {"detect_anomaly": True, "lr_decay": 0.5},
 ]
 
@@ -258,7 +267,7 @@ class Logs(Toy):
         self.log("end", self.trainer.callback_metrics["both_epoch"] + 1)
 
 
-@pytest.mark.parametrize("make", [dict, fp16, lambda: {"precision": "64-true"}], ids=["32", "fp16", "64"])
+@pytest.mark.parametrize("make", [dict, slow(fp16), lambda: {"precision": "64-true"}], ids=["32", "fp16", "64"])
 def test_everything_that_is_logged(make):
     spy = both(Logs(), make=make, local_epochs=2)
     assert {"step", "both", "both_step", "both_epoch", "accuracy_epoch", "norm_step", "end"} <= set(
@@ -313,7 +322,7 @@ def test_user_callbacks_stop_and_log():
     assert "z" in spy.updates[0].metrics
 
 
-@pytest.mark.parametrize("callback", [SCAFFOLD(), FedProx(mu=0.5), APFL(), FedRep(personal=["net.3"])], ids=str)
+@pytest.mark.parametrize("callback", [SCAFFOLD(), FedProx(mu=0.5), slow(APFL()), FedRep(personal=["net.3"])], ids=str)
 def test_algorithms(callback):
     both(Toy("momentum", dropout=0.2) if not isinstance(callback, SCAFFOLD) else Toy("sgd"), [callback], local_epochs=2)
 
@@ -490,9 +499,9 @@ class Curious(Toy):
 
 SETTINGS = [
     {},
-    {"precision": "bf16-mixed"},
+    slow({"precision": "bf16-mixed"}),
     {"precision": "64-true"},
-    {"limit_val_batches": 2},
+    slow({"limit_val_batches": 2}),
     {"inference_mode": False},
 ]
 

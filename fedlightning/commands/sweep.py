@@ -187,7 +187,7 @@ class Sweep:
             part = override(self.methods[best.name].config, list(best.values))
             files = " ".join(f"--config {file}" for file in self.options.config)
             head = (
-                f"# The best of {len(self.trials)} trials: val_{self.options.metric} {best.objective:.6g}, mean over "
+                f"# The best of {len(self.trials)} trials: {content['metric']} {best.objective:.6g}, mean over "
                 f"seeds {', '.join(map(str, self.seeds))}. Stack it on the files of the sweep:\n"
                 f"#   fedlightning fit {files} --config {self.out / 'best.yaml'}\n"
             )

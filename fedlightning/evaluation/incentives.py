@@ -25,10 +25,11 @@ Scores = dict[str, float]
 def fairness(study: Study, thresholds: Sequence[float] | None = None) -> list[dict[str, Any]]:
     """One line a method: how its score is spread over clients, and how many gain.
 
-    Statistics over clients are taken for each seed and averaged over seeds: ``mean``, ``median``, ``std``, ``variance``,
-    ``worst``, ``tenth_percentile``, ``best``. ``variance_of_medians`` is the population variance over clients of each
-    client's median over seeds (as PLayer-FL's code). ``ipr``, ``ipr_of_medians``, ``opt_outs`` (percent), ``pma``,
-    ``gma`` ...: see :func:`incentives`. ``above_E`` and ``below_E``: clients strictly above and below each threshold.
+    Statistics over clients are taken for each seed and averaged over seeds: ``mean``, ``weighted_mean``, ``median``,
+    ``std``, ``variance``, ``worst``, ``tenth_percentile``, ``best``. ``variance_of_medians`` is the population variance
+    over clients of each client's median over seeds (as PLayer-FL's code). ``ipr``, ``ipr_of_medians``, ``opt_outs``
+    (percent), ``pma``, ``gma`` ...: see :func:`incentives`. ``above_E`` and ``below_E``: clients strictly above and below
+    each threshold.
 
     Args:
         study: the study.
@@ -40,6 +41,7 @@ def fairness(study: Study, thresholds: Sequence[float] | None = None) -> list[di
     for method in study.methods:
         scores = list(study.deployed(method).values())
         line: dict[str, Any] = {"method": method, "mean": mean_of([score.mean for score in scores])}
+        line |= {"weighted_mean": mean_of([score.weighted_mean for score in scores])}
         line |= {name: statistic(scores, name) for name in STATISTICS}
         middle = medians(scores)
         line["variance_of_medians"] = float(np.var(list(middle.values()))) if middle else None
@@ -47,7 +49,8 @@ def fairness(study: Study, thresholds: Sequence[float] | None = None) -> list[di
         for level in thresholds:
             for word, count in (("above", measure.above), ("below", measure.below)):
                 line[f"{word}_{level:g}"] = mean_of([count(s.defined, level) if s.sound else None for s in scores])
-        lines.append(line | {"clients": _count(scores), "n_seeds": len(scores)})
+        line |= {"clients": _count(scores), "n_seeds": len(scores), "seeds": len(study.seeds)}
+        lines.append(line | {"comparable": study.comparable(method)})
     return lines
 
 

@@ -25,7 +25,7 @@ class Problem:
     """One thing that a reader must know.
 
     Attributes:
-        kind: ``failed``, ``duplicate``, ``missing_seed``, ``missing_score``, ``different_splits``,
+        kind: ``failed``, ``duplicate``, ``missing_seed``, ``missing_score``, ``mixed_models``, ``different_splits``,
             ``different_training_data``, ``nan``, ``no_baseline``, or one of :data:`NOTES`.
         run: the method, ``None`` for the whole study; seed: ``None`` for all of its seeds.
         text: the sentence.
@@ -76,6 +76,7 @@ def find_problems(study: Study) -> list[Problem]:
         *_splits(study),
         *_broken(study),
         *_missing_scores(study),
+        *_mixed_models(study),
         *study.baseline_problems,
         *_budgets(study),
         *_undefined(study),
@@ -167,6 +168,21 @@ def _missing_scores(study: Study) -> Iterator[Problem]:
             f"{study.split} data: {have}. Test the run with checkpoint='all', or compare another metric."
         )
         yield Problem("missing_score", name, seed, text)
+
+
+def _mixed_models(study: Study) -> Iterator[Problem]:
+    """Methods whose seeds deploy models of different checkpoints or stages."""
+    for name in study.methods:
+        found: dict[str, list[str]] = {}
+        for seed, score in study.deployed(name).items():
+            found.setdefault(f"{score.row['checkpoint']} ({score.row['stage']})", []).append(str(seed))
+        if len(found) > 1:
+            said = "; ".join(f"{which} at seed {', '.join(seeds)}" for which, seeds in found.items())
+            text = (
+                f"{name} deploys different models at different seeds ({said}), and its mean is over all of them. Give its "
+                "runs the same checkpoints, or compare with --checkpoint latest."
+            )
+            yield Problem("mixed_models", name, None, text)
 
 
 def _undefined(study: Study) -> Iterator[Problem]:

@@ -127,6 +127,24 @@ def checkpoints(study: Study) -> list[dict[str, Any]]:
     return lines
 
 
+def measured(study: Study) -> list[dict[str, Any]]:
+    """Everything that was measured of the deployed models on the clients' own data: one line a method.
+
+    For each metric (loss, accuracy, calibration error ...) its mean over seeds under its own name, with ``NAME_ci95`` and
+    ``NAME_radius``; ``None`` where a run did not measure it, or a model diverged.
+    """
+    names = dict.fromkeys(name for found in study.finished.values() for name in found.metrics(study.split))
+    lines = []
+    for method in study.methods:
+        line: dict[str, Any] = {"method": method}
+        for name in names:
+            found = study.estimate([score.mean for score in study.deployed(method, metric=name).values()])
+            line |= {name: found.mean, f"{name}_ci95": found.ci95, f"{name}_radius": found.radius}
+        line |= {"n_seeds": len(study.deployed(method)), "seeds": len(study.seeds)}
+        lines.append(line | {"comparable": study.comparable(method)})
+    return lines
+
+
 def chosen(study: Study, method: str) -> tuple[str | None, str | None, str | None]:
     """(model, checkpoint, stage) of the deployed models."""
     row = next((score.row for score in study.deployed(method).values()), None)

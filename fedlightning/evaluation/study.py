@@ -48,7 +48,7 @@ class Study:
         odd: (method, seed) of runs on other test data than most of that seed -> one of those.
 
     Raises:
-        ValueError: if there is no run, or no run has the metric.
+        ValueError: if there is no run, or no run has the metric or the checkpoint.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Study:
         self.finished = {(run.name, run.seed): RunScores(run) for run in self.runs if run.error is None}
         self.odd = odd_splits([found.run for found in self.finished.values()], split)
         self._check_metric()
+        self._check_checkpoint()
 
     def _check_metric(self) -> None:
         known = [found.metrics(self.split) for found in self.finished.values()]
@@ -83,6 +84,15 @@ class Study:
             raise ValueError(
                 f"No run has a score '{self.metric}' on {self.split} data; there is: {have}. Choose one of these, or test "
                 "the runs first."
+            )
+
+    def _check_checkpoint(self) -> None:
+        rows = [score.row for found in self.finished.values() for score in found if score.row["split"] == self.split]
+        known = list(dict.fromkeys(str(row["checkpoint"]) for row in rows))
+        if known and self.checkpoint not in (DEPLOYED, *known):
+            raise ValueError(
+                f"No run has scores of a checkpoint '{self.checkpoint}' on {self.split} data; there is: {DEPLOYED}, "
+                f"{', '.join(known)}."
             )
 
     # -- what there is ---------------------------------------------------------------------------------------------
@@ -187,6 +197,10 @@ class Study:
     def results(self) -> Table:
         """Every score of every method; see :func:`fedlightning.evaluation.scores.results`."""
         return scores.results(self)
+
+    def measured(self) -> Table:
+        """Every metric of the deployed models; see :func:`fedlightning.evaluation.scores.measured`."""
+        return scores.measured(self)
 
     def stages(self) -> Table:
         """Before and after aggregation; see :func:`fedlightning.evaluation.scores.stages`."""

@@ -238,3 +238,17 @@ def test_ranks_leave_out_what_is_not_on_every_data_set(tmp_path):
         ranks({"one": one})
     with pytest.raises(ValueError, match="one metric"):
         ranks({"one": one, "two": Study(one.runs, metric="loss")})
+
+
+def test_seeds_that_deploy_different_models_are_told(tmp_path):
+    def edit(method, seed, rows, summary):
+        return [row for row in rows if row.checkpoint != "best_local"] if (method, seed) == ("fliu", 1) else None
+
+    (problem,) = [p for p in Study(write_study(tmp_path, edit=edit)).problems if p.kind == "mixed_models"]
+    assert problem.run == "fliu" and problem.severity == "problem"
+    assert "best_local (L1) at seed 0, 2; latest (L1) at seed 1" in problem.text
+
+
+def test_an_unknown_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"'best_lokal'.*there is: deployed, latest"):
+        Study(write_study(tmp_path), checkpoint="best_lokal")

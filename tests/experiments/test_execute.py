@@ -142,7 +142,8 @@ def test_nothing_is_written_by_bad_input_or_a_dry_run(tmp_path, capsys):
     file = small(tmp_path / "a.yaml")
     Path("typo.yaml").write_text("trainer: {max_round: 3}")
     assert main(["compare", file, "typo.yaml", "--config", file, "--out=out", *COMMON]) == 2
-    assert "typo (typo.yaml): trainer has no option 'max_round'. Did you mean max_rounds" in capsys.readouterr().err
+    sentence = f"typo ({file} + typo.yaml): trainer has no option 'max_round'. Did you mean max_rounds"
+    assert sentence in capsys.readouterr().err
     assert main(["compare", file, "--out=out", "--seeds=2", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert sum(line.startswith("fedlightning fit --config") for line in shown.splitlines()) == 2 * 4

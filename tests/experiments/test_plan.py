@@ -152,7 +152,7 @@ def test_what_varies_can_be_chosen(tmp_path):
     [
         (
             "trainer: {max_round: 3}",
-            r"third \(third.yaml\): trainer has no option 'max_round'. Did you mean max_rounds",
+            r"third \(.*a.yaml \+ third.yaml\): trainer has no option 'max_round'. Did you mean max_rounds",
         ),
         ("trainer: {max_rounds: 0}", "third .*max_rounds=0 must be a whole number"),
         ("data: {class_path: MNISTDataModule, init_args: {root: nowhere}}", "third .*MNISTDataModule did not find"),

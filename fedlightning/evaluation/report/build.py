@@ -102,6 +102,7 @@ PARTS = (
     statistics.differences,
     clients.clients,
     fairness.fairness,
+    scores.measured,
     scores.stages,
     scores.checkpoints,
     clients.matrices,

@@ -122,7 +122,7 @@ def _cell(row: Mapping[str, Any], column: Column, decimals: int, best: float | N
         _text(float(value), column, decimals),
         _extra(row, column, decimals),
         repr(value),
-        "best" if best is not None and value == best else "",
+        "best" if best is not None and value == best and _ranked(row) else "",
     )
 
 
@@ -170,7 +170,12 @@ def _decimals(column: Column, rows: Iterable[Mapping[str, Any]]) -> int:
 def _best(column: Column, rows: Iterable[Mapping[str, Any]]) -> float | None:
     if column.better is None:
         return None
-    values = [value for row in rows if is_number(value := row.get(column.key)) and value is not None]
+    values = [value for row in rows if _ranked(row) and is_number(value := row.get(column.key)) and value is not None]
     if len(values) < 2:
         return None
     return max(values) if column.better == "high" else min(values)
+
+
+def _ranked(row: Mapping[str, Any]) -> bool:
+    """Whether a row's numbers are of all seeds, on the data of the other rows: else none of them is called the best."""
+    return bool(row.get("comparable", True)) and row.get("n_seeds", 0) >= row.get("seeds", 0)

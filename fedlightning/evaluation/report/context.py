@@ -72,6 +72,10 @@ class Context:
         """The better end of the metric, for a column."""
         return "high" if self.higher else "low"
 
+    def over(self, name: str) -> str:
+        """What a gain over ``name`` is: positive where it is better, so for a loss ``name``'s value comes first."""
+        return f"{self.metric} minus {name}’s" if self.higher else f"{name}’s {self.metric} minus own"
+
     @cached_property
     def overview(self) -> list[dict[str, Any]]:
         """One line a method, best first; those without a mean last."""
@@ -112,6 +116,9 @@ class Context:
         method = column.key[1:] if column.key.startswith("@") else row.get("method")
         if method is None or column.kind == "text":
             return None
+        role = self.study.role(method)
+        if column.key in INCENTIVES and (role == "fedavg" or (role == "siloed" and column.key in ("ipr", "gma"))):
+            return None  # measured against itself
         if column.key == "global" and not self.study.shared(method):
             return None  # there is no such model
         if broken := self.diverged.get(method):

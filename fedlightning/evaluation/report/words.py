@@ -70,6 +70,13 @@ def _real(context: Context, first: Row, methods: Sequence[Row]) -> Answer:
             f"{best} is {size} ahead of the second, {second}, in one run of each. Whether that is more than chance needs "
             "more seeds.",
         )
+    if line["ci95"][0] == line["ci95"][1]:
+        return Answer(
+            question,
+            "Cannot be said",
+            f"{best} is {size} ahead of the second, {second}, by exactly the same at each of {line['n']} seeds: seeds that "
+            "change nothing say nothing about chance.",
+        )
     low, high = sorted(abs(end) if (end > 0) == (line["mean"] > 0) else -abs(end) for end in line["ci95"])
     p, adjusted, n = line["p"], line["p_holm"], line["n"]
     compared = sum(other["p"] is not None for other in lines)

@@ -10,6 +10,7 @@ import pytest
 from fedlightning.evaluation.ranks import ranks
 from fedlightning.evaluation.report import build, build_report
 from fedlightning.evaluation.report.build import make_page
+from fedlightning.evaluation.report.cells import Column, layout
 from fedlightning.evaluation.report.context import Context
 from fedlightning.evaluation.report.figures.clients import client_bars
 from fedlightning.evaluation.report.html import Gallery, render
@@ -188,6 +189,44 @@ def test_a_difference_is_called_real_only_beyond_the_variation_of_seeds(tmp_path
     assert found["At what price?"].sentence.startswith(f"{best} sends ")
 
 
+def test_seeds_that_change_nothing_say_nothing_about_chance(tmp_path):
+    folder = make_study(tmp_path, methods=("fedavg", "apfl"), shift=0.2, matrix=False)
+    for method in (0, 1):
+        for seed in (1, 2):
+            first, other = (folder / f"runs/run_{method}/seed_{s}/summary.json" for s in (0, seed))
+            other.write_text(json.dumps(json.loads(first.read_text()) | {"seed": seed}))
+    found, _ = told(folder)
+    assert found["Is the difference real?"].answer == "Cannot be said"
+    assert "p =" not in found["Is the difference real?"].sentence
+
+
+def test_for_a_loss_less_is_better_everywhere(tmp_path):
+    reader, _, study = page_of(make_study(tmp_path, matrix=False), metric="loss")
+    rows = {row["method"]: row for row in study.overview()}
+    shown = [row[0][0].strip() for row in reader.tables["table-overview"]]
+    assert shown == sorted(rows, key=lambda name: rows[name]["mean"])
+    gains = {(row["client"], row["method"]): row["gain"] for row in study.clients()}
+    assert "Siloed’s loss minus own" in reader.text
+    for line in reader.tables["table-clients-gain"]:
+        values = {value for _, value in line[1:]}
+        assert values == {repr(gains[line[0][0], m]) for m in rows if m != "siloed"}
+
+
+def test_curves_have_their_intervals_and_prices_as_numbers(built):
+    reader, study = Reader(built[0].read_text()), built[1]
+    curve = study.curves()[0]
+    row = reader.tables["table-curves"][0]
+    assert f"{curve['ci95_radius']:.4f}" in " ".join(text for text, _ in row)
+    values = [value for _, value in row]
+    assert repr(curve["local_steps"]) in values and repr(curve["seconds"]) in values
+
+
+def test_a_method_on_other_data_is_never_bold():
+    rows = [{"x": 1.0}, {"x": 2.0}, {"x": 9.0, "comparable": False}, {"x": 8.0, "n_seeds": 1, "seeds": 3}]
+    states = [line[0].state for line in layout([Column("x", "x", better="high")], rows)]
+    assert states == ["", "best", "", ""]
+
+
 def test_methods_with_fewer_seeds_are_not_ranked(tmp_path):
     found, _ = told(make_study(tmp_path, methods=("fedavg", "apfl"), without=[("apfl", 1)], shift=0.2, matrix=False))
     best = found["Which method is best on average?"]
@@ -218,6 +257,15 @@ def several(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "PARTS", (scores.overview,))
         return build_report(out, folders, title="Two & more"), [Study(load_study([folder])) for folder in folders]
+
+
+def test_data_sets_that_agree_are_judged_by_chi_square(tmp_path):
+    folders = [make_study(tmp_path / name, seeds=(0,), shift=0.1, matrix=False) for name in "ab"]
+    studies = {folder.name: Study(load_study([folder])) for folder in folders}
+    found = ranks(studies)
+    assert found["iman_davenport"] == float("inf") and found["p_value"] > 0.05  # 3 methods, 2 data sets
+    section = rank_section(Context(studies["a"], styles(studies["a"].methods)), studies)
+    assert "does not tell the methods apart" in section.parts[0].paragraphs[0]
 
 
 def test_several_data_sets_are_ranked_and_kept_apart(several):

@@ -45,7 +45,7 @@ def client_bars(
         else:
             axes.hlines(marks, places - 0.43, places + 0.43, color=INK, linewidth=2, label=reference_name)
     if many:
-        axes.set_xlabel(f"{len(clients)} clients, best first")
+        axes.set_xlabel(f"{len(clients)} clients, highest first")
         axes.set_xticks([])
     else:
         names = short_names(clients, 14)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from fedlightning.evaluation.report.cells import Column, is_number
+from fedlightning.evaluation.report.cells import Column, Kind, is_number
 from fedlightning.evaluation.report.context import Context, summary
 from fedlightning.evaluation.report.figures.clients import MANY, client_bars, heat_map, strips
-from fedlightning.evaluation.report.html import Section, Table
+from fedlightning.evaluation.report.html import Gallery, Section, Table
 
 SMALL = 16
 """Up to this many clients, a matrix is written out; of more, each row's summary (and all of it as CSV)."""
@@ -27,18 +27,8 @@ def clients(context: Context) -> Section | None:
     reference = scores.get(siloed) if siloed is not None else None
     values = [value for of in scores.values() for value in of.values() if is_number(value) and value is not None]
     top = 1.0 if context.higher and max(values, default=0) <= 1 else max(values, default=1.0) * 1.05
+    names = list(dict.fromkeys(client for of in scores.values() for client in of))
     pictures = []
-    gains = {method: of for method, of in context.by_client("gain").items() if method != siloed}
-    if gains:
-        pictures.append(
-            context.picture(
-                "clients-gain",
-                f"Gain of each client over {siloed}",
-                "Marks: each client's score minus its score alone; medians: "
-                + summary([(m, _median(of)) for m, of in gains.items()]),
-                lambda: strips(gains, context.styles, f"{context.metric} minus {siloed}’s, a mark a client"),
-            )
-        )
     for method in methods:
         if method == siloed:
             continue
@@ -58,18 +48,56 @@ def clients(context: Context) -> Section | None:
                 ),
             )
         )
-    names = list(dict.fromkeys(client for of in scores.values() for client in of))
-    rows = [{"client": c} | {f"@{m}": scores[m].get(c) for m in methods} for c in names]
-    columns = [Column("client", "client", "text")]
-    columns += [Column(f"@{method}", method, better=context.better) for method in methods]
-    table = context.table(
-        "clients", f"Test {context.metric} of each client's deployed model, mean over seeds", columns, rows
+    table = by_client_table(
+        context, "clients", f"Test {context.metric} of each client's deployed model, mean over seeds", scores, names
     )
     reading = f"Black lines: the same client's score with {siloed}." if reference is not None else ""
     many = f" More than {MANY} clients stand in order of their score." if len(names) > MANY else ""
     return context.section(
-        "clients", "Which client gets what", "Clients", [context.gallery(pictures, table, reading + many)]
+        "clients",
+        "Which client gets what",
+        "Clients",
+        [_gains(context, names), context.gallery(pictures, table, reading + many)],
     )
+
+
+def by_client_table(
+    context: Context,
+    name: str,
+    caption: str,
+    values: Mapping[str, Mapping[str, float | None]],
+    clients: Sequence[str],
+    kind: Kind = "score",
+    better: Any = None,
+) -> Table:
+    """A row a client, a column a method.
+
+    Args:
+        context, name, caption: see :meth:`Context.table`; values: method -> client -> value; clients: the rows.
+        kind, better: of the columns; default: scores, the metric's better end.
+    """
+    rows = [{"client": c} | {f"@{m}": of.get(c) for m, of in values.items()} for c in clients]
+    columns = [Column("client", "client", "text")]
+    columns += [Column(f"@{method}", method, kind, better=better or context.better) for method in values]
+    return context.table(name, caption, columns, rows)
+
+
+def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
+    """Each client against its own siloed model, where there is one."""
+    siloed = context.siloed
+    gains = {method: of for method, of in context.by_client("gain").items() if method != siloed}
+    if siloed is None or not gains:
+        return None
+    picture = context.picture(
+        "clients-gain",
+        f"Gain of each client over {siloed}",
+        "Marks: what each client gains over its score alone; medians: "
+        + summary([(m, _median(of)) for m, of in gains.items()]),
+        lambda: strips(gains, context.styles, f"{context.over(siloed)}, a mark a client"),
+    )
+    caption = f"{context.over(siloed)[:1].upper()}{context.over(siloed)[1:]}, by client, mean over seeds"
+    table = by_client_table(context, "clients-gain", caption, gains, clients, "difference", "high")
+    return context.gallery([picture], table, "Right of 0 (positive): better than alone. Lines: medians.")
 
 
 def matrices(context: Context) -> Section | None:

@@ -9,7 +9,8 @@ import numpy as np
 from fedlightning.evaluation.report.cells import Column, is_number
 from fedlightning.evaluation.report.context import METHOD, Context, Row, summary
 from fedlightning.evaluation.report.figures.spread import against, distribution
-from fedlightning.evaluation.report.html import Prose, Section
+from fedlightning.evaluation.report.html import Gallery, Prose, Section
+from fedlightning.evaluation.report.sections.clients import by_client_table
 
 
 def fairness(context: Context) -> Section | None:
@@ -18,10 +19,7 @@ def fairness(context: Context) -> Section | None:
     rows = sorted(context.study.fairness(), key=lambda row: order.index(row["method"]))
     better = context.better
     scores = {m: _known(of.values()) for m, of in context.by_client("score").items() if m not in context.diverged}
-    appeal: dict[str, list[float]] = {}
-    for row in sorted(context.study.appeal(), key=lambda row: order.index(row["method"])):
-        appeal.setdefault(row["method"], []).extend(_known([row["pma"]]))
-    appeal = {method: values for method, values in appeal.items() if values}
+    appeal = _appeal(context)
     points = {row["method"]: (row.get("mean"), row.get("worst")) for row in context.overview}
     pictures = [
         context.picture(
@@ -39,20 +37,11 @@ def fairness(context: Context) -> Section | None:
             lambda: distribution(scores, context.styles, f"test {context.metric}", "share of clients"),
         ),
     ]
-    if appeal:
-        pictures.append(
-            context.picture(
-                "fairness-appeal",
-                "Personal model appeal (PMA)",
-                f"Lines: share of clients at or below an appeal; left of 0 FedAvg is better; medians: {_medians(appeal)}.",
-                lambda: distribution(
-                    appeal, context.styles, f"{context.metric} minus FedAvg’s", "share of clients", zero=True
-                ),
-            )
-        )
     columns = [
         METHOD,
         Column("mean", "mean", better=better),
+        Column("weighted_mean", "weighted", better=better, help="mean weighted by test samples"),
+        Column("median", "median", better=better),
         Column("std", "std", decimals=4, better="low", help="standard deviation over clients"),
         Column("variance", "variance", decimals=5, better="low"),
         Column("worst", "worst", better=better),
@@ -67,23 +56,48 @@ def fairness(context: Context) -> Section | None:
         *_thresholds(rows),
     ]
     table = context.table("fairness", "Spread over clients, and incentives", columns, rows)
-    notes = [] if appeal else [
-        "PMA and opt-outs are empty: they need a FedAvg run on the same splits, seeds and rounds."
-    ]  # fmt: skip
+    notes = ["PMA and opt-outs are empty: they need a FedAvg run on the same splits, seeds and rounds."]
     return context.section(
         "fairness",
         "Fairness and incentives",
         "Fairness",
-        [context.gallery(pictures, table), Prose(notes, tone="warn") if notes else None],
+        [context.gallery(pictures, table), appeal or Prose(notes, tone="warn")],
         "Is everybody served, and would everybody take part? A low variance alone is not fair: a uniformly bad model has "
         "one too.",
     )
 
 
+def _appeal(context: Context) -> Gallery | None:
+    """The distribution of PMA over clients, with each client's; ``None`` without a comparable FedAvg run."""
+    order = [row["method"] for row in context.overview]
+    by_client: dict[str, dict[str, float | None]] = {}
+    for row in sorted(context.study.appeal(), key=lambda row: order.index(row["method"])):
+        by_client.setdefault(row["method"], {})[row["client"]] = row["pma"]
+    known = {method: values for method, of in by_client.items() if (values := _known(of.values()))}
+    if not known:
+        return None
+    picture = context.picture(
+        "fairness-appeal",
+        "Personal model appeal (PMA)",
+        f"Lines: share of clients at or below an appeal; left of 0 FedAvg is better; medians: {_medians(known)}.",
+        lambda: distribution(known, context.styles, context.over("FedAvg"), "share of clients", zero=True),
+    )
+    clients = list(dict.fromkeys(client for method in known for client in by_client[method]))
+    shown = {method: by_client[method] for method in known}
+    caption = "Personal model appeal of each client, mean over seeds: positive where FedAvg’s global model is worse"
+    table = by_client_table(context, "appeal", caption, shown, clients, "difference", "high")
+    return context.gallery([picture], table, "Left of 0: clients that FedAvg’s global model serves better (opt-outs).")
+
+
 def _thresholds(rows: Sequence[Row]) -> list[Column]:
-    """Columns of FLIU's rho: clients strictly above a threshold."""
-    keys = [key for key in (rows[0] if rows else {}) if key.startswith("above_")]
-    return [Column(key, f"> {key.removeprefix('above_')}", "amount", group="clients above (ρε)") for key in keys]
+    """Columns of FLIU's rho: clients strictly above, and strictly below, a threshold."""
+    keys = [key for key in (rows[0] if rows else {}) if key.startswith(("above_", "below_"))]
+    return [
+        Column(key, f"{sign} {level}", "amount", group=f"clients {side} (ρε)")
+        for side, sign in (("above", ">"), ("below", "<"))
+        for level in (key.removeprefix(f"{side}_") for key in keys if key.startswith(side))
+        for key in (f"{side}_{level}",)
+    ]
 
 
 def _medians(values: Mapping[str, Sequence[float]]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedlightning.evaluation.metrics import higher_is_better
 from fedlightning.evaluation.report.cells import Column, is_number
-from fedlightning.evaluation.report.context import METHOD, Context, Row, interval_of, summary
+from fedlightning.evaluation.report.context import LABELS, METHOD, Context, Row, interval_of, summary
 from fedlightning.evaluation.report.figures.dots import Dot, Line, common_limits, dot_plot
 from fedlightning.evaluation.report.figures.spread import against
 from fedlightning.evaluation.report.html import Picture, Section
@@ -70,7 +71,7 @@ def overview(context: Context) -> Section | None:
     whiskers = (
         "Bars: 95\u00a0% interval over seeds; ticks: single seeds." if seeds > 1 else "One seed, so no intervals."
     )
-    table = context.table("overview", "All methods, best mean first", columns, rows, [_BOLD])
+    table = context.table("overview", "All methods, best mean first", columns, rows, [_BOLD, *_deployed(rows)])
     return context.section(
         "overview",
         "Overview",
@@ -82,7 +83,40 @@ def overview(context: Context) -> Section | None:
     )
 
 
-_BOLD = "Bold: the best of the column. The difference to the best mean is paired over seeds; its p is not adjusted."
+_BOLD_ONLY = "Bold: the best of the column, of methods with all seeds on the same test data."
+_BOLD = f"{_BOLD_ONLY} The difference to the best mean is paired over seeds; its p is not adjusted."
+
+
+def _deployed(rows: Sequence[Row]) -> list[str]:
+    """Which model each method deploys, in a line below the table."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["checkpoint"] is not None:
+            found.setdefault(f"{row['checkpoint']} ({row['stage']})", []).append(row["method"])
+    each = [f"{which} of {'all' if len(found) == 1 else ', '.join(methods)}" for which, methods in found.items()]
+    return [f"Deployed: {'; '.join(each)}."] if each else []
+
+
+def measured(context: Context) -> Section | None:
+    """Every other metric of the deployed models, calibration error among them."""
+    rows = _in_order(context, context.study.measured())
+    names = [key.removesuffix("_radius") for key in (rows[0] if rows else {}) if key.endswith("_radius")]
+    if len(names) < 2:
+        return None
+    columns = [METHOD]
+    columns += [
+        Column(name, LABELS.get(name, name.replace("_", " ")), radius=f"{name}_radius",
+               better="high" if higher_is_better(name) else "low")
+        for name in names
+    ]  # fmt: skip
+    table = context.table("measured", "Mean over clients, each on its own test data", columns, rows, [_BOLD_ONLY])
+    return context.section(
+        "measured",
+        "Everything that was measured",
+        "Metrics",
+        [table],
+        "The same deployed models by every metric of the runs; the calibration error is the expected one, over 15 bins.",
+    )
 
 
 def stages(context: Context) -> Section | None:

@@ -125,8 +125,8 @@ def _friedman(found: Mapping[str, Any]) -> str:
     )
     return (
         f"Friedman test over {found['datasets']} {found['blocks']}: χ² = {number(found['statistic'], 2)}, "
-        f"p = {p_value(found['p_value'])}. {form}{verdict}. Nemenyi’s critical difference of average ranks at {found['alpha']:g}: "
-        f"{number(found['critical_difference'], 2)}."
+        f"p = {p_value(found['p_value'])}. {form}{verdict}. "
+        f"Nemenyi’s critical difference of average ranks at {found['alpha']:g}: {number(found['critical_difference'], 2)}."
     ).replace("= <", "<")
 
 
