@@ -150,6 +150,7 @@ def test_names_are_escaped(broken):
     assert EVIL in reader.text and "it <broke>" in reader.text
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_bytes(built):
     html, study = built[0].read_text(), built[1]
     context = Context(Study(study.runs), styles(study.methods, ["siloed"]))
