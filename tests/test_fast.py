@@ -322,7 +322,11 @@ def test_user_callbacks_stop_and_log():
     assert "z" in spy.updates[0].metrics
 
 
-@pytest.mark.parametrize("callback", [SCAFFOLD(), FedProx(mu=0.5), slow(APFL()), FedRep(personal=["net.3"])], ids=str)
+@pytest.mark.parametrize(
+    "callback",
+    [SCAFFOLD(), FedProx(mu=0.5), slow(APFL()), FedRep(personal=["net.3"])],
+    ids=lambda callback: callback.key,
+)
 def test_algorithms(callback):
     both(Toy("momentum", dropout=0.2) if not isinstance(callback, SCAFFOLD) else Toy("sgd"), [callback], local_epochs=2)
 
