@@ -212,7 +212,7 @@ def test_heart_disease_runs(path: Path, heart: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["iid", "ls", "qs", "lsqs"])
 def test_reduced_stacks_on_the_partitions(name: str) -> None:
     files = [MNIST / "fedavg.yaml", *(MNIST / f"overrides/{file}.yaml" for file in (name, "reduced"))]
-    assert built(*files).datamodule.partitioner.num_clients == 10
+    assert built(*files).datamodule.partitioner.num_clients == 50
 
 
 @pytest.mark.slow
