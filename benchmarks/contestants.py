@@ -180,10 +180,10 @@ def flower(work: Work, rounds: int) -> Marks:
 CONTESTANTS: dict[str, Callable[[Work, int], Marks]] = {
     "bare loop": bare,
     "fedlightning": lambda work, rounds: fedlightning(work, rounds),
-    "fedlightning, trainer loop": lambda work, rounds: fedlightning(work, rounds, local_loop="trainer"),
-    "fedlightning, 2 processes": lambda work, rounds: fedlightning(work, rounds, engine="processes", workers=2),
-    "fedlightning, vectorized": lambda work, rounds: fedlightning(work, rounds, engine="vectorized"),
+    "fedlightning (trainer loop)": lambda work, rounds: fedlightning(work, rounds, local_loop="trainer"),
+    "fedlightning (2 processes)": lambda work, rounds: fedlightning(work, rounds, engine="processes", workers=2),
+    "fedlightning (vectorized)": lambda work, rounds: fedlightning(work, rounds, engine="vectorized"),
     "pfl": pfl,
-    "flower (ray, 2 actors)": flower,
+    "flower (2 ray actors)": flower,
 }
 """By name; the peers are skipped where they are not installed."""
