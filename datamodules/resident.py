@@ -41,20 +41,26 @@ class ResidentBatches:
         source, device = view.dataset, self._device
         if device.type != "cpu":
             rows = rows.to(device)
-        batch_of = partial(rows_on_device, source, device) if device.type != "cpu" else gather(source, rows)
+        batch_of = partial(rows_on_device, source, device) if device.type != "cpu" else gather(source)
         for chosen in rows[:end].split(size) if end else ():
             yield batch_of(chosen)
 
 
-def gather(source: Any, rows: Tensor) -> Callable[[Tensor], list[Tensor]]:
-    """The function from indices, among them ``rows`` at most, to a batch on the CPU."""
+def gather(source: Any) -> Callable[[Tensor], list[Tensor]]:
+    """The function from indices to a batch on the CPU."""
     parts = parts_of(source)
-    if not all(map(is_plain, parts)) or int(rows.min()) < 0:
-        return source.rows if isinstance(source, ArrayDataset) else lambda chosen: [part[chosen] for part in parts]
+    by_index: Callable[[Tensor], list[Tensor]] = (
+        source.rows if isinstance(source, ArrayDataset) else lambda chosen: [part[chosen] for part in parts]
+    )
+    if not all(map(is_plain, parts)):
+        return by_index
     transform = source.transform if isinstance(source, ArrayDataset) else None
 
     def batch_of(chosen: Tensor) -> list[Tensor]:
-        batch = [part.index_select(0, chosen) for part in parts]  # the bits of indexing, several times faster
+        try:
+            batch = [part.index_select(0, chosen) for part in parts]  # the bits of indexing, several times faster
+        except IndexError:  # a negative index counts from the end
+            return by_index(chosen)
         return batch if transform is None else [transform(batch[0]), batch[1]]
 
     return batch_of

@@ -11,22 +11,20 @@ on_after_backward > on_before_optimizer_step > clipping > step > schedulers > on
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 from torch.optim import Optimizer
 
 from fedlightning.datamodules.resident import resident_batches
-from fedlightning.fast_hooks import Hooks, per_class
+from fedlightning.fast_hooks import Hooks
 from fedlightning.fast_log import LogBook
 from fedlightning.fast_refusals import num_batches
+from fedlightning.fast_step import FastStep
 from fedlightning.fast_trainer import FastTrainer, NotInFastLoop
 from fedlightning.quiet import without_warnings
 
@@ -155,25 +153,13 @@ class FastFit:
         """Look up once what every batch needs."""
         module, hooks, trainer = self.module, self.hooks, self.trainer
         self.batch_start, self.batch_end = hooks.find("on_train_batch_start"), hooks.find("on_train_batch_end")
-        self.before_zero_grad = hooks.find("on_before_zero_grad")
-        self.before_backward, self.after_backward = hooks.find("on_before_backward"), hooks.find("on_after_backward")
-        self.before_step = hooks.find("on_before_optimizer_step")
-        self.zero_grad = module.optimizer_zero_grad if hooks.overridden("optimizer_zero_grad") else None
-        self.backward = module.backward if hooks.overridden("backward") else None
-        self.clip = hooks.overridden("configure_gradient_clipping") or hooks.overridden("clip_gradients")
         self.moves = not self.is_resident or any(
             hooks.overridden(name)
             for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
         )
         self.converts = type(self.precision).convert_input is not Precision.convert_input
-        plain = type(self.precision) is Precision
-        self.step_context: Callable[[], AbstractContextManager[Any]] | None = (
-            None if plain else self.precision.train_step_context
-        )
-        self.wants_index = takes_index(type(module))
         self.schedules = bool(trainer.lr_scheduler_configs) and module.automatic_optimization
-        # The short way round Lightning's optimizer wrapper, where nothing of it would be seen.
-        self.direct = self.scaler is None and not hooks.overridden("optimizer_step")
+        self.one_step = FastStep(trainer, self.book, hooks, reports=self.batch_end is not None)
 
     # -- epochs ----------------------------------------------------------------------------------------------------
     @property
@@ -210,7 +196,7 @@ class FastFit:
         """One epoch, perhaps cut short; whether it reached its last batch."""
         clock, book, module = self.clock, self.book, self.module
         last, max_steps = clock["num_training_batches"] - 1, self.limits[0]
-        one_step = self._automatic if module.automatic_optimization else self._manual
+        one_step = self.one_step.automatic if module.automatic_optimization else self.one_step.manual
         clock["is_last_batch"] = False
         index = -1
         while index < last and not (0 <= max_steps <= clock["global_step"]) and not clock["should_stop"]:
@@ -227,7 +213,7 @@ class FastFit:
                 break
             window = clock["accumulate_grad_batches"]
             self.window_done = (index + 1) % window == 0 or index == last
-            outputs = one_step(batch, index, window)
+            outputs = one_step(batch, index, self.window_done)
             if self.schedules:
                 if self.window_done:
                     self._schedule("step", plateau=False)
@@ -256,102 +242,6 @@ class FastFit:
         batch = self.module.transfer_batch_to_device(batch, self.device, 0)
         return self.module.on_after_batch_transfer(batch, 0)
 
-    # -- a batch ---------------------------------------------------------------------------------------------------
-    def _training_step(self, batch: Any, index: int) -> Any:
-        self.book.enter("training_step")
-        step = self.module.training_step
-        if self.step_context is None:
-            return step(batch, index) if self.wants_index else step(batch)
-        with self.step_context():
-            return step(batch, index) if self.wants_index else step(batch)
-
-    def _automatic(self, batch: Any, index: int, window: int) -> dict[str, Any]:
-        optimizer: Optimizer = self.trainer.optimizers[0]
-        outputs: dict[str, Any] = {}
-
-        def passes() -> Tensor | None:
-            """A forward and a backward pass."""
-            output = self._training_step(batch, index)
-            loss = output if output is None or isinstance(output, Tensor) else loss_in(output)
-            outputs.clear()
-            if loss is not None:
-                loss = loss / window if window != 1 else loss
-                if self.batch_end is not None or not self.direct:
-                    outputs["loss"] = loss.detach().clone()
-                if loss is not output and isinstance(output, Mapping):
-                    outputs.update((key, value) for key, value in output.items() if key != "loss")
-            if index % window == 0:
-                if self.before_zero_grad is not None:
-                    self.before_zero_grad(optimizer)
-                if self.zero_grad is None:
-                    drop_gradients(optimizer)
-                else:
-                    self.book.enter("optimizer_zero_grad")
-                    self.zero_grad(self.trainer.current_epoch, index, optimizer)
-            if loss is not None:
-                self._backward(loss)
-            return outputs.get("loss", loss if loss is None else loss.detach())
-
-        def closure() -> Tensor | None:
-            """What an optimizer's step calls, once or more often; it may have switched gradients off."""
-            with torch.enable_grad():
-                return passes()
-
-        def closure_and_hooks() -> Tensor | None:
-            result = passes() if torch.is_grad_enabled() else closure()
-            if self.before_step is not None:
-                self.before_step(optimizer)
-            self._clip(optimizer)
-            return result
-
-        if not self.window_done:
-            closure()
-        elif self.direct:
-            optimizer.step(closure=closure_and_hooks)  # type: ignore[arg-type]
-            self.clock["global_step"] += 1
-        else:
-            wrapped = self.module.optimizers()
-            first = wrapped[0] if isinstance(wrapped, list) else wrapped
-            self.book.enter("optimizer_step")
-            self.module.optimizer_step(self.trainer.current_epoch, index, first, closure)
-            self.clock["global_step"] += 1
-        self.book.enter(None)
-        return outputs
-
-    def _backward(self, loss: Tensor) -> None:
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        if self.before_backward is not None:
-            self.before_backward(loss)
-        if self.backward is None:
-            loss.backward()
-        else:
-            self.book.enter("backward")
-            self.backward(loss)
-        if self.after_backward is not None:
-            self.after_backward()
-
-    def _clip(self, optimizer: Optimizer) -> None:
-        limit = self.clock["gradient_clip_val"]
-        if limit is not None or self.clip:
-            self.book.enter("configure_gradient_clipping")
-            how = self.trainer.gradient_clip_algorithm
-            self.module.configure_gradient_clipping(optimizer, gradient_clip_val=limit, gradient_clip_algorithm=how)
-
-    def _manual(self, batch: Any, index: int, window: int) -> dict[str, Any]:
-        """The module does it all; only its steps are counted."""
-        optimizers = self.trainer.strategy._lightning_optimizers
-        for optimizer in optimizers:
-            count_steps(optimizer, self.clock)
-        output = self._training_step(batch, index)
-        self.book.enter(None)
-        if output is not None and not isinstance(output, Mapping | Tensor):
-            raise NotInFastLoop(f"training_step returns {type(output).__name__}")
-        outputs: dict[str, Any] = {"loss": output} if isinstance(output, Tensor) else dict(output or {})
-        if "loss" in outputs:
-            outputs["loss"] = outputs["loss"].detach()
-        return outputs
-
     # -- schedulers ------------------------------------------------------------------------------------------------
     def _schedule(self, interval: str, plateau: bool) -> None:
         for config in self.trainer.lr_scheduler_configs:
@@ -368,45 +258,9 @@ class FastFit:
             self.book.enter(None)
 
 
-@per_class
-def takes_index(kind: type[LightningModule]) -> bool:
-    """Whether ``training_step`` of a class wants the batch's number."""
-    return bool(is_param_in_hook_signature(kind.training_step, "batch_idx", min_args=2))
-
-
-def loss_in(output: Any) -> Tensor:
-    """The loss in a ``training_step``'s output that is neither a tensor nor ``None``."""
-    loss = output.get("loss") if isinstance(output, Mapping) else None
-    if not isinstance(loss, Tensor):
-        raise NotInFastLoop(f"training_step returns {type(output).__name__} without a loss")
-    return loss
-
-
-def drop_gradients(optimizer: Optimizer) -> None:
-    """``optimizer.zero_grad()``, without the profiler's record of it that torch makes in every call."""
-    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        optimizer.zero_grad()
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-
-
 def set_epoch(loader: Any, epoch: int) -> None:
     """Tell the loader's samplers which epoch it is, those that want to know."""
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     for sampler in {id(sampler): sampler for sampler in samplers}.values():
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)  # type: ignore[union-attr]
-
-
-def count_steps(optimizer: Any, clock: dict[str, Any]) -> None:
-    """Count the steps that a manual module takes through Lightning's optimizer wrapper.
-
-    Lightning's loop counts by the same private attribute: the wrapper has no public one.
-    """
-
-    def stepped() -> None:
-        clock["global_step"] += 1
-
-    optimizer._on_after_step = stepped

@@ -46,8 +46,13 @@ class Copier:
         self.module = module
         self._kept: list[Any] = []
         self._recipe: bytes | None = None
+        self._tensors: dict[int, bool] = {}
         try:
-            self._recipe = self._record()
+            recipe = self._record()
+            tensors = {place: kept for place, kept in enumerate(self._kept) if isinstance(kept, torch.Tensor)}
+            shared = _sharing(tensors)
+            self._tensors = {place: _is_plain(kept) and place not in shared for place, kept in tensors.items()}
+            self._recipe = recipe
         except Exception:
             self._kept = []
 
@@ -55,7 +60,13 @@ class Copier:
         """A new deep copy."""
         if self._recipe is None:
             return copy.deepcopy(self.module)
-        return _Builder(self._recipe, self._kept).load()
+        kept = self._kept.copy()
+        memo: dict[int, Any] = {}  # one for all: views of one storage stay views of one storage
+        for place, is_plain in self._tensors.items():
+            kept[place] = _clone(kept[place]) if is_plain else copy.deepcopy(kept[place], memo)
+        builder = pickle.Unpickler(io.BytesIO(self._recipe))
+        builder.persistent_load = kept.__getitem__  # type: ignore[method-assign]  # a C call for every kept object
+        return builder.load()
 
     def _record(self) -> bytes:
         file = io.BytesIO()
@@ -82,12 +93,24 @@ class _Recorder(pickle.Pickler):
         return self._known[id(obj)]
 
 
-class _Builder(pickle.Unpickler):
-    def __init__(self, recipe: bytes, kept: list[Any]) -> None:
-        super().__init__(io.BytesIO(recipe))
-        self._kept = kept
-        self._memo: dict[int, Any] = {}  # one for all tensors: views of one storage stay views of one storage
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a deep copy holds a clone of the values, and nothing else."""
+    if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.grad is not None or vars(tensor):
+        return False
+    whole = (
+        tensor.layout == torch.strided and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    )
+    return whole and tensor.is_contiguous() and (type(tensor) is nn.Parameter or not tensor.requires_grad)
 
-    def persistent_load(self, pid: Any) -> Any:
-        kept = self._kept[pid]
-        return copy.deepcopy(kept, self._memo) if isinstance(kept, torch.Tensor) else kept
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach().clone()
+    return nn.Parameter(values, tensor.requires_grad) if type(tensor) is nn.Parameter else values
+
+
+def _sharing(tensors: dict[int, torch.Tensor]) -> set[int]:
+    """The places of the tensors that share their memory with another one."""
+    owners: dict[int, list[int]] = {}
+    for place, tensor in tensors.items():
+        owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(place)
+    return {place for group in owners.values() if len(group) > 1 for place in group}

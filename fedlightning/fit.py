@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -64,6 +65,19 @@ class LocalSettings:
         return self.local_steps if self.local_steps is not None else int(self.local_epochs or 0)
 
 
+@dataclass
+class _Moves:
+    """Steps of one parameter group in which the same parameters moved.
+
+    Attributes:
+        there: which of its parameters had a gradient; names: what those are called; rates: the steps' learning rates.
+    """
+
+    there: list[bool]
+    names: list[str]
+    rates: list[float] = field(default_factory=list)
+
+
 class VisitCallback(Callback):
     """What the core does inside a client's fit. It runs after the federated callbacks and before the ordinary ones."""
 
@@ -85,6 +99,7 @@ class VisitCallback(Callback):
         self.lr_sums: dict[str, float] = {}
         self._handles: list[Any] = []
         self._names: dict[int, str] = {}
+        self._moves: dict[tuple[int, int], _Moves] = {}
         self._payload: Mapping[str, Any] = client.message.extras
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -160,18 +175,35 @@ class VisitCallback(Callback):
 
     def _stepped(self, index: int, optimizer: Optimizer, *ignored: Any) -> None:
         moved = False
-        for group in optimizer.param_groups:
-            lr = float(group["lr"])
-            for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                if name is not None and parameter.grad is not None:
-                    self.lr_sums[name] = self.lr_sums.get(name, 0.0) + lr
-                    moved = True
+        for number, group in enumerate(optimizer.param_groups):
+            there = [parameter.grad is not None for parameter in group["params"]]
+            moves = self._moves.get((index, number))
+            if moves is None or moves.there != there:
+                self._settle((index, number))
+                names = [self._names.get(id(parameter)) for parameter in group["params"]]
+                chosen = [name for name, is_there in zip(names, there, strict=True) if is_there and name is not None]
+                moves = self._moves[index, number] = _Moves(there, chosen)
+            moves.rates.append(float(group["lr"]))
+            moved |= bool(moves.names)
         self.steps += index == 0 and moved  # a training_step that returned None moves nothing
+
+    def _settle(self, which: tuple[int, int]) -> None:
+        """Add up the learning rates of the steps so far of one optimizer's group, in the order of the steps."""
+        moves = self._moves.pop(which, None)
+        if moves is None:
+            return
+        totals: dict[float, float] = {}
+        for name in moves.names:
+            before = self.lr_sums.get(name, 0.0)
+            if before not in totals:
+                totals[before] = reduce(add, moves.rates, before)
+            self.lr_sums[name] = totals[before]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
+        for which in list(self._moves):
+            self._settle(which)
 
 
 class KeepingVisitCallback(VisitCallback):

@@ -26,6 +26,7 @@ from fedlightning.commands.study import (
 from fedlightning.experiments.baselines import AUTO, notes
 from fedlightning.experiments.children import call
 from fedlightning.experiments.execute import Task
+from fedlightning.experiments.first_result import FirstResult, check_metric
 from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.experiments.study_file import StudyFile, only_one
 
@@ -46,7 +47,8 @@ examples:
   fedlightning compare mild=a.yaml strong=b.yaml --seeds 0,3,7 --trainer.max_rounds=50 --baselines none
   fedlightning compare my.yaml --vary data.init_args.seed     # another partition for every seed
 
-Exit codes: 0 all runs are done, 1 some failed, 2 bad input (nothing was run), 130 interrupted.
+Exit codes: 0 all runs are done, 1 some failed, 2 bad input (nothing was run, or no further run was),
+130 interrupted.
 """
 
 
@@ -102,6 +104,7 @@ def compare(words: Sequence[str]) -> int:
     with only_one(out):
         study = StudyFile(out)
         tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
+        watchers = [] if options.no_report else [metric_watcher(options.metric, study, plan, seeds, tasks)]
         study.data |= {
             "command": f"fedlightning compare {shlex.join(words)}",
             "metric": options.metric,
@@ -109,7 +112,7 @@ def compare(words: Sequence[str]) -> int:
             "vary": list(dict.fromkeys(key for keys in plan.vary.values() for key in keys)),
         }
         study.begin(plan.methods, seeds, plan.vary, tasks, options.redo)
-        finished = make_runs(study, tasks, jobs, gpus_to_share(plan.gpus), screen)
+        finished = make_runs(study, tasks, jobs, gpus_to_share(plan.gpus), screen, watchers)
         states = study.states([method.name for method in plan.methods], seeds)
         if not finished:
             screen.print(
@@ -123,6 +126,23 @@ def compare(words: Sequence[str]) -> int:
             write_report(out, [out], options.metric, options.checkpoint, screen)
     screen.print(f"\nRuns and study.json: {shown(out)}", soft_wrap=True, highlight=False)
     return 1 if states["failed"] else 0
+
+
+def metric_watcher(
+    metric: str, study: StudyFile, plan: Plan, seeds: Sequence[int], tasks: Sequence[Task]
+) -> FirstResult:
+    """Stops everything at the first run that has no such metric.
+
+    Raises:
+        InputError: that is so of a run that is there already, and there are more to make.
+    """
+    watcher = FirstResult(lambda folder: check_metric(folder, metric))
+    again = {task.folder for task in tasks}
+    folders = [study.folder / run["folder"] for run in study.states([m.name for m in plan.methods], seeds)["done"]]
+    kept = [folder for folder in folders if folder not in again]
+    if kept and tasks:
+        watcher.look(kept[0])
+    return watcher
 
 
 def default_out(names: Sequence[str]) -> Path:

@@ -169,11 +169,10 @@ def _options_hint(key: str, class_path: str) -> str:
     from importlib import import_module
 
     if class_path == "group:trainer" or not class_path:
-        from fedlightning.trainer import FederatedTrainer
+        from fedlightning.commands.parsing import trainer_options
 
-        names = [f"trainer.{name}" for name in inspect.signature(FederatedTrainer).parameters]
-        names = [name.rpartition(".")[2] for name in names] if class_path else names
-        return suggestion(key if class_path else f"trainer.{key}", names)
+        prefix = "" if class_path else "trainer."
+        return suggestion(prefix + key, [prefix + name for name in trainer_options()])
     module, _, name = class_path.rpartition(".")
     try:
         known = list(inspect.signature(getattr(import_module(module), name)).parameters)

@@ -200,9 +200,14 @@ def class_names() -> dict[str, str]:
     return found
 
 
+def trainer_options() -> list[str]:
+    """The trainer's arguments without those that it always refuses (Lightning's, which have no meaning here)."""
+    return [name for name in inspect.signature(FederatedTrainer).parameters if name not in REPLACED]
+
+
 def option_names() -> list[str]:
     """All options of a fit, for suggestions."""
-    trainer = [f"--trainer.{name}" for name in inspect.signature(FederatedTrainer).parameters]
+    trainer = [f"--trainer.{name}" for name in trainer_options()]
     return ["--config", "--resume", "--test_after_fit", "--run", "--checkpoint", "--out", "--print_config", *trainer]
 
 

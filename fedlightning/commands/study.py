@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.commands.errors import InputError, suggestion
-from fedlightning.experiments.execute import LOG, Task, execute
+from fedlightning.experiments.execute import LOG, Task, Watcher, execute
 from fedlightning.experiments.progress import View
 from fedlightning.experiments.study_file import StudyFile
 
@@ -148,8 +148,19 @@ def console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=100)
 
 
-def make_runs(study: StudyFile, tasks: Sequence[Task], jobs: int, gpus: Sequence[str], screen: Console) -> bool:
+def make_runs(
+    study: StudyFile,
+    tasks: Sequence[Task],
+    jobs: int,
+    gpus: Sequence[str],
+    screen: Console,
+    watchers: Sequence[Watcher] = (),
+) -> bool:
     """Make the runs and keep ``study.json`` up to date.
+
+    Args:
+        study: where it is written; tasks, jobs, gpus: see :func:`fedlightning.experiments.execute.execute`.
+        screen: where it is shown; watchers: who is told too, after the file is written; what they raise stops all runs.
 
     Returns:
         Whether it went through: ``False`` after Ctrl-C (or SIGTERM), when all runs have been stopped.
@@ -160,7 +171,7 @@ def make_runs(study: StudyFile, tasks: Sequence[Task], jobs: int, gpus: Sequence
             known.setdefault(run["run"], []).append(run["seconds"])
     try:
         with _terminable(), View(tasks, jobs, known, screen) as view:
-            execute(tasks, min(jobs, max(1, len(tasks))), gpus, [study, view])
+            execute(tasks, min(jobs, max(1, len(tasks))), gpus, [study, view, *watchers])
     except KeyboardInterrupt:
         study.save()
         return False

@@ -30,6 +30,7 @@ from fedlightning.commands.study import (
 from fedlightning.evaluation.metrics import higher_is_better
 from fedlightning.experiments.children import call
 from fedlightning.experiments.execute import Task
+from fedlightning.experiments.first_result import FirstResult
 from fedlightning.experiments.methods import Method
 from fedlightning.experiments.plan import Request, make_plans
 from fedlightning.experiments.space import Values, combinations, parse_grid, parse_search
@@ -132,7 +133,8 @@ class Sweep:
         trials, tasks, vary, gpus = self.plan(values)
         methods = [self.methods[trial.name] for trial in trials]
         self.study.begin(methods, self.seeds, vary, tasks, self.options.redo)
-        finished = make_runs(self.study, tasks, self.options.jobs, gpus_to_share(gpus), self.screen)
+        first = FirstResult(lambda folder: objective(folder, self.options.metric))  # refuses a metric that is not there
+        finished = make_runs(self.study, tasks, self.options.jobs, gpus_to_share(gpus), self.screen, [first])
         known = {trial.name for trial in self.trials}
         for trial in trials:
             for seed in self.seeds:
