@@ -163,6 +163,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         self.batch_size, self.seed, self.num_workers = int(batch_size), int(seed), int(num_workers)
         self.pin_memory, self.drop_last, self.collate_fn = pin_memory, drop_last, collate_fn
         self._client_ids: list[str] | None = None
+        self._places: dict[str, int] = {}
         self._splits: dict[str, Split] = {}
         self._num_classes: int | None = None
 
@@ -182,6 +183,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         labels = [split.labels for split in splits.values() if split.labels is not None and len(split.labels)]
         self._num_classes = 1 + max(int(values.max()) for values in labels) if labels else None
         self._client_ids, self._splits = list(client_ids), dict(splits)
+        self._places = {client: place for place, client in enumerate(self._client_ids)}
 
     @property
     def client_ids(self) -> list[str]:
@@ -196,12 +198,13 @@ class IndexedFederatedDataModule(FederatedDataModule):
     def indices(self, client: str, split: str = "train") -> Indices:
         """A client's samples as indices into the split's dataset, shape ``(n_i,)``."""
         self._check_split(split)
-        ids = self.client_ids
-        if str(client) not in ids:
+        place = self._places.get(str(client))
+        if place is None:
+            ids = self.client_ids
             raise ValueError(f"There is no client {client!r}; the clients are {', '.join(ids[:20])}.")
         if split not in self._splits:
             return np.zeros(0, np.int64)
-        return np.asarray(self._splits[split].indices[ids.index(str(client))], dtype=np.int64)
+        return np.asarray(self._splits[split].indices[place], dtype=np.int64)
 
     def num_samples(self, client: str, split: str = "train") -> int:
         return len(self.indices(client, split))

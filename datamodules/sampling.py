@@ -73,6 +73,11 @@ class AddressedSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to iterate, counted as Lightning counts (it calls this before every training epoch)."""
+        self.go_to(epoch)
+        self.generator.manual_seed(address(self.seed, "workers", *self._address))
+
+    def go_to(self, epoch: int) -> None:
+        """The same for one who asks for :meth:`permutation` and starts no workers."""
         local = int(epoch) - self.epoch_offset
         if local < 0:
             raise ValueError(
@@ -82,7 +87,6 @@ class AddressedSampler(Sampler[int]):
         self.epoch = int(epoch)
         rounds, epoch_in_round = divmod(local, self.epochs_per_round)
         self._address = (self.client, self.round + rounds, epoch_in_round)
-        self.generator.manual_seed(address(self.seed, "workers", *self._address))
 
     def permutation(self) -> torch.Tensor:
         """The whole order of the current epoch, before ranks share it: int64, shape ``(size,)``."""

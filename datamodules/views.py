@@ -82,12 +82,12 @@ class IndexView(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], indices: Any) -> None:
-        index = np.array(indices, dtype=np.int64).reshape(-1)
+        index = np.ascontiguousarray(indices, dtype=np.int64).reshape(-1)
         base: Any = dataset
         while type(base) in (Subset, IndexView):
             index, base = np.asarray(base.indices, dtype=np.int64)[index], base.dataset
         self.dataset: Any = base
-        self.indices = torch.from_numpy(index)
+        self.indices = torch.from_numpy(index if index.flags.writeable else index.copy())
         # Exact types only: a subclass may change what an item is.
         self.whole = type(base) in (ArrayDataset, TensorDataset)
 

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from fedlightning.datamodules.resident import resident_batches
+from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.fast_hooks import Hooks
 from fedlightning.fast_log import LogBook
 from fedlightning.fast_refusals import num_batches
@@ -176,7 +177,10 @@ class FastFit:
         hooks.run("on_train_start")
         while not self._done:
             epoch = clock["current_epoch"]
-            set_epoch(loader, epoch)
+            if self.is_resident and type(loader.sampler) is AddressedSampler:
+                loader.sampler.go_to(epoch)
+            else:
+                set_epoch(loader, epoch)
             if epoch_start is not None:
                 epoch_start()
             if epoch > 0 or self.is_resident:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import weakref
+from collections.abc import Mapping
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -47,26 +48,52 @@ class Copier:
         self._kept: list[Any] = []
         self._recipe: bytes | None = None
         self._tensors: dict[int, bool] = {}
+        self._places: dict[str, int] = {}
         try:
             recipe = self._record()
             tensors = {place: kept for place, kept in enumerate(self._kept) if isinstance(kept, torch.Tensor)}
             shared = _sharing(tensors)
             self._tensors = {place: _is_plain(kept) and place not in shared for place, kept in tensors.items()}
+            self._places = self._named()
             self._recipe = recipe
         except Exception:
             self._kept = []
 
-    def copy(self) -> Any:
-        """A new deep copy."""
+    def holds(self, state: Mapping[str, torch.Tensor]) -> bool:
+        """Whether :meth:`copy` can put ``state`` in the place of the module's own entries."""
+        for name, value in state.items():
+            own = self._kept[self._places[name]] if self._recipe is not None and name in self._places else None
+            if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
+                return False
+        return True
+
+    def copy(self, state: Mapping[str, torch.Tensor] | None = None) -> Any:
+        """A new deep copy.
+
+        Args:
+            state: entries that it holds (see :meth:`holds`) instead of the module's own.
+        """
         if self._recipe is None:
             return copy.deepcopy(self.module)
         kept = self._kept.copy()
+        for name, value in (state or {}).items():
+            place = self._places[name]
+            kept[place] = _clone(kept[place], value)
         memo: dict[int, Any] = {}  # one for all: views of one storage stay views of one storage
         for place, is_plain in self._tensors.items():
-            kept[place] = _clone(kept[place]) if is_plain else copy.deepcopy(kept[place], memo)
+            if kept[place] is self._kept[place]:
+                kept[place] = _clone(kept[place]) if is_plain else copy.deepcopy(kept[place], memo)
         builder = pickle.Unpickler(io.BytesIO(self._recipe))
         builder.persistent_load = kept.__getitem__  # type: ignore[method-assign]  # a C call for every kept object
         return builder.load()
+
+    def _named(self) -> dict[str, int]:
+        """Where the entries of the module's state are kept that have one name and a memory of their own."""
+        places = {id(kept): place for place, kept in enumerate(self._kept)}
+        state = self.module.state_dict(keep_vars=True)
+        named = {name: places[id(value)] for name, value in state.items() if id(value) in places}
+        held = list(named.values())
+        return {name: place for name, place in named.items() if self._tensors.get(place) and held.count(place) == 1}
 
     def _record(self) -> bytes:
         file = io.BytesIO()
@@ -103,8 +130,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return whole and tensor.is_contiguous() and (type(tensor) is nn.Parameter or not tensor.requires_grad)
 
 
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach().clone()
+def _clone(tensor: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+    values = (tensor if values is None else values).detach().clone(memory_format=torch.contiguous_format)
     return nn.Parameter(values, tensor.requires_grad) if type(tensor) is nn.Parameter else values
 
 

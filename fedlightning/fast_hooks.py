@@ -65,6 +65,7 @@ class Hooks:
         self._of_callbacks = [
             (callback, of_callback(type(callback)) | (vars(callback).keys() & CALLBACK_HOOKS)) for callback in callbacks
         ]
+        self._of_anybody = self._of_module.union(*(own for _, own in self._of_callbacks))
 
     def overridden(self, name: str) -> bool:
         """Whether the module has its own ``name``."""
@@ -84,6 +85,8 @@ class Hooks:
 
         The function returns what the module's own hook returns.
         """
+        if name not in self._of_anybody:
+            return None
         return self._joined(name, [*self.callbacks(name), *self.own(name)])
 
     def own(self, name: str) -> list[Hook]:

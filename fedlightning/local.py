@@ -31,7 +31,7 @@ from fedlightning.layers import expand
 from fedlightning.loop_choice import LoopChoice
 from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import address, isolated, seed_all
-from fedlightning.tensors import clone, first_nonfinite, load_state, module_state, select
+from fedlightning.tensors import State, clone, first_nonfinite, load_state, module_state
 
 EPOCHS_OF_A_VISIT = 2**31
 """More than any visit has: its epochs never get the address of another round's."""
@@ -92,20 +92,43 @@ class LocalRunner:
         self.loop = LoopChoice(self.settings, self.callbacks, self.scorer)
 
     # -- building --------------------------------------------------------------------------------------------------
-    def build(self, owner: str) -> LightningModule:
-        """A fresh copy of the template, wrapped by every callback. The same bits for every call with one owner."""
+    @property
+    def copier(self) -> Copier:
+        """Makes copies of the template."""
         if self._copier is None or self._copier.module is not self.template:  # a resumed run has its own template
             self._copier = Copier(self.template)
-        wraps = any(callback.claims("wrap_module") for callback in self.callbacks)
-        draws = wraps or is_overridden("configure_model", self.template)
-        with isolated(self.settings.seed, "build") if draws else nullcontext():
-            module: LightningModule = self._copier.copy()
+        return self._copier
+
+    @property
+    def _is_built_by_hand(self) -> bool:
+        """Whether a client's module is more than a copy of the template."""
+        return is_overridden("configure_model", self.template) or self._claimed("wrap_module")
+
+    def _claimed(self, *names: str) -> bool:
+        return any(callback.claims(name) for callback in self.callbacks for name in names)
+
+    def build(self, owner: str) -> LightningModule:
+        """A fresh copy of the template, wrapped by every callback. The same bits for every call with one owner."""
+        by_hand = self._is_built_by_hand
+        with isolated(self.settings.seed, "build") if by_hand else nullcontext():
+            module: LightningModule = self.copier.copy()
             module.trainer = None
-            if draws:
+            if by_hand:
                 module.configure_model()
                 for callback in self.callbacks:
                     module = callback.wrap_module(module, owner)
         return self.scorer.convert(module)
+
+    def _build_with(self, message: Message, record: ClientRecord) -> LightningModule | None:
+        """The client's module made around what stayed and what came, in one go; ``None`` if somebody takes part in it."""
+        if self._is_built_by_hand or self._claimed("on_build", "on_receive") or self.scorer.converts:
+            return None
+        merged = record.personal | message.state
+        if not self.copier.holds(merged):
+            return None
+        module: LightningModule = self.copier.copy(merged)
+        module.trainer = None
+        return module
 
     def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
         """The loader a job works on: the client's own, or the pooled one."""
@@ -154,17 +177,20 @@ class LocalRunner:
     @contextmanager
     def client(self, message: Message, record: ClientRecord, evaluating: bool = False) -> Iterator[Client]:
         """The client with its merged model (stage L1), on a copy of its record, bound to every callback."""
-        client = Client(self, self.build(message.client), copy.copy(message), record.copy())
+        whole = self._build_with(message, record)
+        module = self.build(message.client) if whole is None else whole
+        client = Client(self, module, copy.copy(message), record.copy())
         client.evaluating = evaluating
         client.received = dict(message.state)
         client.message.state = dict(message.state)
         self.bind(client)
         try:
-            self.callbacks.event("on_build", client, client.message)
-            if client.record.personal:
-                load_state(client.module, client.record.personal)
-            self.callbacks.event("on_receive", client, client.message)
-            load_state(client.module, client.message.state)
+            if whole is None:
+                self.callbacks.event("on_build", client, client.message)
+                if client.record.personal:
+                    load_state(client.module, client.record.personal)
+                self.callbacks.event("on_receive", client, client.message)
+                load_state(client.module, client.message.state)
             yield client
         finally:
             for callback in self.callbacks:
@@ -241,7 +267,7 @@ class LocalRunner:
     def _visit(
         self, client: Client, message: Message, update: Update, evaluate: Evaluate, loader: Any
     ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
-        must_be_finite = _finite_entries(client.module)
+        excused = _infinite_buffers(client.module)
         if message.work != 0:
             self.callbacks.event("on_visit_start", client)
             yield from self._train(client, message, loader)
@@ -254,7 +280,7 @@ class LocalRunner:
         update.steps, update.skipped, update.lr_sum = client.record.steps, client.skipped, client.record.lr_sum
         update.metrics = client.metrics
         state = clone(module_state(client.module), "cpu")
-        bad = first_nonfinite(select(state, must_be_finite))
+        bad = _first_diverged(client.module, state, excused)
         if bad is not None:
             raise FloatingPointError(
                 f"'{bad}' holds NaN or infinite values after training. Lower the learning rate, clip gradients "
@@ -265,9 +291,11 @@ class LocalRunner:
         private = sorted(set(update.state) - set(message.returns))
         if private:
             raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
-        shapes = {name: value.shape for name, value in state.items()}
+        shapes = {name: value.shape for name, value in state.items()} if update.extras else {}
         for callback in self.callbacks:
-            check_extras(callback.key, update.extras.get(callback.key, {}), callback.wire(client.module).up, shapes)
+            extras = update.extras.get(callback.key)
+            if extras:
+                check_extras(callback.key, extras, callback.wire(client.module).up, shapes)
         if message.work != 0 or message.returns:
             client.record.personal = {name: value for name, value in state.items() if name not in message.returns}
         if message.work != 0 and message.client != POOLED:
@@ -354,14 +382,19 @@ class LocalRunner:
         return None
 
 
-def _finite_entries(module: LightningModule) -> list[str]:
-    """What training must leave finite: parameters, and running statistics (a mask of infinities may stay one)."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    return [
-        name
-        for name, value in module_state(module).items()
-        if (parameters[name].requires_grad if name in parameters else first_nonfinite({name: value}) is None)
-    ]
+def _infinite_buffers(module: LightningModule) -> set[str]:
+    """Buffers that are not finite from the start: a mask of infinities may stay one."""
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {name for name, value in buffers if first_nonfinite({name: value.detach()}) is not None}
+
+
+def _first_diverged(module: LightningModule, state: State, excused: set[str]) -> str | None:
+    """The first entry of ``state`` that training has left with a NaN or an infinity: none of the frozen or ``excused``."""
+    bad = first_nonfinite(state)
+    if bad is None:
+        return None
+    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    return first_nonfinite({name: value for name, value in state.items() if name not in excused | frozen})
 
 
 def agree(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:

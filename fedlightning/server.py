@@ -48,6 +48,8 @@ class Server:
         self.max_rounds = max_rounds
         self.participation = participation
         self.float_buffers = float_buffers
+        self._choosers = [callback for callback in self.callbacks if callback.claims("shared_names")]
+        self._unchosen: tuple[str, ...] | None = None
         self.run_dir = run_dir
         self.round = 0
         self.clients = in_order(runner.data.client_ids)
@@ -107,8 +109,10 @@ class Server:
 
         An entry that is tied under several names travels only if all of its names do: one of them private, all are.
         """
+        if not self._choosers and self._unchosen is not None:
+            return self._unchosen
         names = list(self.kinds)
-        for callback in self.callbacks:
+        for callback in self._choosers:
             answer = None if callback is without else callback.shared_names(self, self.module)
             if answer is not None:
                 chosen = set(expand(answer, self.kinds))
@@ -116,7 +120,8 @@ class Server:
         if self.float_buffers == "local":
             names = [name for name in names if self.kinds[name] in ("trainable", "frozen")]
         travelling = set(names)
-        return tuple(name for name in names if self._tied.get(name, travelling) <= travelling)
+        self._unchosen = tuple(name for name in names if self._tied.get(name, travelling) <= travelling)
+        return self._unchosen
 
     def returned_names(self) -> tuple[str, ...]:
         """What an ordinary visit sends back this round: the shared names, without buffers where those are the server's."""
@@ -150,8 +155,9 @@ class Server:
         )
         for callback in self.callbacks:
             callback.on_broadcast(self, job, message)
-            declared = callback.wire(self.module).down
-            check_extras(callback.key, message.extras.get(callback.key, {}), declared, self.shapes)
+            extras = message.extras.get(callback.key)
+            if extras:
+                check_extras(callback.key, extras, callback.wire(self.module).down, self.shapes)
         return message
 
     def global_module(self, client: str | None = None) -> LightningModule | None:

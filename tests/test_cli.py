@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ import torch
 import yaml
 from rich.console import Console
 
+from fedlightning import FederatedTrainer
+from fedlightning.arguments import REPLACED
 from fedlightning.cli import main
 from fedlightning.commands.errors import explain, parse_sentence, suggestion
+from fedlightning.commands.parsing import option_names
 from fedlightning.commands.run import Commands, find_run
 from fedlightning.evaluation.table import client_table, important_metrics, print_results, results_table
 
@@ -393,6 +397,17 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("FEDLIGHTNING_DEBUG", "1")
     assert main(["fit", "--config", "nope.yaml"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_no_option_is_suggested_that_is_always_refused() -> None:
+    assert set(REPLACED) <= set(
+        signature(FederatedTrainer).parameters
+    )  # they are parsed, to be refused with a sentence
+    assert not set(REPLACED) & {option.removeprefix("--trainer.") for option in option_names()}
+    for name in REPLACED:
+        assert (
+            name not in parse_sentence(f"Group 'trainer' does not accept option '{name[:-1]}'").partition("Did you")[2]
+        )
 
 
 def test_sentences() -> None:

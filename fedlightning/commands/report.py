@@ -108,9 +108,12 @@ def show_overview(runs: Sequence[Path], metric: str, checkpoint: str, screen: Co
         )
     screen.print(f"\n{metric} on test data, {checkpoint} models: mean over clients, then over seeds", highlight=False)
     screen.print(table)
+    central = study.baselines.get("central")
+    not_asked = f" ({central}, which moves all data, is not asked)" if central else ""
     screen.print(
         "own data: each client's model on its own test data, ± 95 % (t) over seeds; worst: client; all data: on "
-        "everybody's; global: the server's model; to the best: paired over seeds; MB: up and down, all clients.",
+        f"everybody's; global: the server's model; to the best: paired over seeds{escape(not_asked)}; MB: up and down, all "
+        "clients.",
         highlight=False,
     )
     for text in dict.fromkeys(problem.text for problem in study.problems):

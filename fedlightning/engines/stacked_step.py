@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedlightning.engines.stacked_kernels import StackKernels
 from fedlightning.engines.stacked_logs import StepLog
 from fedlightning.engines.stacked_random import ClientDraws
 from fedlightning.engines.stacking import join_tree, named_tensors, split_tree
@@ -137,6 +138,7 @@ class StackedStep:
         self._skeleton: Any = None
         self._index = NotedIndex()
         self._map = vmap(self._one, randomness="error")
+        self._kernels = StackKernels()
 
     def _one(self, tensors: tuple[Tensor, ...], batch: list[Tensor], row: Tensor) -> Any:
         state = dict(zip(self.names, tensors, strict=True))
@@ -193,8 +195,11 @@ class StackedStep:
         with self._context(), nullcontext() if self._draws is None else self._draws:
             if self._draws is not None:
                 self._draws.generators = generators
-            run = self._alone if len(rows) == 1 else self._map
-            losses, logged, moved = run(tuple(tensors), leaves, rows)
+            if len(rows) == 1:
+                losses, logged, moved = self._alone(tensors, leaves, rows)
+            else:
+                with self._kernels:
+                    losses, logged, moved = self._map(tuple(tensors), leaves, rows)
         first = len(self.names) - len(self.buffers)
         with torch.no_grad():
             for own, new in zip(tensors[first:], moved.values(), strict=True):

@@ -62,9 +62,14 @@ class Scorer:
         """Lightning's precision plugin (autocast contexts)."""
         return self.trainer.precision_plugin
 
+    @property
+    def converts(self) -> bool:
+        """Whether :meth:`convert` changes anything."""
+        return isinstance(self.precision, DoublePrecision | HalfPrecision)
+
     def convert(self, module: LightningModule) -> LightningModule:
         """Bring a module to the run's "true" precision, as Lightning does for a fit: states keep it between visits."""
-        if isinstance(self.precision, DoublePrecision | HalfPrecision):
+        if self.converts:
             self.precision.convert_module(module)
         return module
 

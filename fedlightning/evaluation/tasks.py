@@ -12,16 +12,14 @@ from torch.utils.data import DataLoader
 
 from fedlightning.client import ClientRecord
 from fedlightning.evaluation.results import Row
+from fedlightning.evaluation.wanted import Scores, Scoring, Wanted, score_alone
 from fedlightning.hooks import Stage
 from fedlightning.local import Evaluate, LocalRunner
 from fedlightning.messages import Message, tree_bytes
-from fedlightning.seeding import isolated
 from fedlightning.tensors import State, equal, load_state, module_state
 
 EVERYBODY = "all"
 """In a row: the score is not of one client but of the union's data."""
-
-Scores = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,21 @@ class ScoreModel:
         sources = runner.data.client_ids if EVERYBODY in self.clients else self.clients
         return sum(runner.data.num_samples(client, self.evaluate.splits[0]) for client in sources)
 
-    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], None]:
-        rows = []
-        for client in self.clients:
-            rows += score(runner, self.module, client, self.evaluate, self.mark, self.others)
-        return rows, None
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
+        return score_alone(runner, self.scoring(runner, record))
+
+    def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
+        """What :meth:`run` does, but for the scores."""
+        places: list[Place] = []
+
+        def wanted() -> Iterator[Wanted]:
+            for client in self.clients:
+                for place, loader in _loaders(runner, client, self.evaluate, self.others):
+                    places.append(place)
+                    yield place.wanted(runner, self.module, loader, self.mark)
+
+        found = yield wanted()
+        return [row for place, scores in zip(places, found, strict=True) for row in place.rows(self.mark, scores)], None
 
     def lost(self, reason: str) -> NoReturn:
         raise RuntimeError(f"The model of stage {self.mark.stage} could not be scored: {reason}.")
@@ -107,19 +115,33 @@ class ScoreClient:
         return runner.data.num_samples(self.client, self.evaluate.splits[0])
 
     def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
+        return score_alone(runner, self.scoring(runner, record))
+
+    def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
+        """What :meth:`run` does, but for the scores."""
         stage = cast(Stage, self.mark.stage)
         with runner.client(self.message, record, evaluating=True) as client:
             module = runner.personal_module(client, stage)
             if self.kept is not None:
                 load_state(module, self.kept)
             is_global = self.shared is not None and equal(module_state(module), self.shared)
+            places: list[tuple[Place, Scores]] = []
 
-            def report(split: str, found: Scores) -> None:
-                if self.kept is None:
-                    runner.callbacks.event("on_client_evaluated", client, stage, split, found, module)
+            def wanted() -> Iterator[Wanted]:
+                for place, loader in _loaders(runner, self.client, self.evaluate, self.others):
+                    known = self.known.get(place.split, {}) if is_global and place.data == "local" else {}
+                    places.append((place, dict(known)))
+                    if not known:
+                        yield place.wanted(runner, module, loader, self.mark)
 
-            known = self.known if is_global else {}
-            rows = score(runner, module, self.client, self.evaluate, self.mark, self.others, known, report)
+            found = iter((yield wanted()))
+            runner.bind(client)  # others may have been opened meanwhile
+            rows = []
+            for place, known in places:
+                scores = known or next(found)
+                rows += place.rows(self.mark, scores)
+                if place.data == "local" and self.kept is None:
+                    runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
             if client.record.checkpoints == record.checkpoints:
                 return rows, None
             changed = record.copy()
@@ -130,45 +152,34 @@ class ScoreClient:
         raise RuntimeError(f"Client '{self.client}' could not be scored at stage {self.mark.stage}: {reason}.")
 
 
-def score(
-    runner: LocalRunner,
-    module: LightningModule,
-    client: str,
-    evaluate: Evaluate,
-    mark: Mark,
-    others: Sequence[str] = (),
-    known: Mapping[str, Scores] | None = None,
-    report: Callable[[str, Scores], None] = lambda split, scores: None,
-) -> list[Row]:
-    """Rows of one model on one client's data.
+@dataclass(frozen=True)
+class Place:
+    """Data that is there to be scored on.
 
-    Args:
-        runner: has the data; module: the model; client: whose; evaluate: splits and data; mark: for the rows.
-        others: all clients' ids, for ``evaluate.data`` with ``"clients"``.
-        known: scores on the client's own data that are there already, by split.
-        report: told the scores on the client's own data.
+    Attributes:
+        client: whose model, or whose data; split, data: as in rows; size: samples.
     """
-    rows = []
-    for split, data, loader in _loaders(runner, client, evaluate, others):
-        local = data == "local"
-        scores = (known or {}).get(split, {}) if local else {}
-        if not scores:
-            with isolated(runner.settings.seed, mark.round, client, "score", mark.stage, split, data):
-                scores = runner.scorer.score(module, loader, split)
-        size = len(loader.dataset)  # type: ignore[arg-type]
-        rows += [
-            Row(mark.round, mark.stage, mark.model, mark.checkpoint, data, split, client, metric, value, size)
-            for metric, value in scores.items()
-        ]
-        if local:
-            report(split, scores)
-    return rows
+
+    client: str
+    split: str
+    data: str
+    size: int
+
+    def wanted(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], mark: Mark) -> Wanted:
+        """``module`` is to be scored here."""
+        seed = (runner.settings.seed, mark.round, self.client, "score", mark.stage, self.split, self.data)
+        return Wanted(module, loader, self.split, seed)
+
+    def rows(self, mark: Mark, scores: Scores) -> list[Row]:
+        """The scores as rows."""
+        one = (mark.round, mark.stage, mark.model, mark.checkpoint, self.data, self.split, self.client)
+        return [Row(*one, metric, value, self.size) for metric, value in scores.items()]
 
 
 def _loaders(
     runner: LocalRunner, client: str, evaluate: Evaluate, others: Sequence[str]
-) -> Iterator[tuple[str, str, DataLoader[Any]]]:
-    """The loaders that are there: (split, data, loader)."""
+) -> Iterator[tuple[Place, DataLoader[Any]]]:
+    """The loaders that are there; ``others``: all clients' ids, for ``evaluate.data`` with ``"clients"``."""
     data = runner.data
     for split in evaluate.splits:
         sources: dict[str, Callable[[], DataLoader[Any] | None]] = {}
@@ -182,4 +193,4 @@ def _loaders(
         for kind, make in sources.items():
             loader = make()
             if loader is not None and len(loader) > 0:
-                yield split, kind, loader
+                yield Place(client, split, kind, len(loader.dataset)), loader  # type: ignore[arg-type]

@@ -56,15 +56,26 @@ Missing = Callable[[Mapping[str, Any], Column], str | None]
 
 
 def layout(
-    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], missing: Missing | None = None
+    columns: Sequence[Column],
+    rows: Sequence[Mapping[str, Any]],
+    missing: Missing | None = None,
+    across: bool = False,
 ) -> list[list[Cell]]:
-    """The cells of a table, row by row."""
-    best = {column.key: _best(column, rows) for column in columns}
+    """The cells of a table, row by row.
+
+    Args:
+        columns, rows: what stands where; missing: says why a value is not there.
+        across: the best cell is that of a row, among the columns that have a better end; default: of each column.
+    """
+    down = {column.key: _best(column, rows) for column in columns}
     digits = {column.key: _decimals(column, rows) for column in columns}
-    return [
-        _said_once([_cell(row, column, digits[column.key], best[column.key], missing) for column in columns])
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        best = _best_across(columns, row) if across else down
+        lines.append(
+            _said_once([_cell(row, column, digits[column.key], best[column.key], missing) for column in columns])
+        )
+    return lines
 
 
 def _said_once(cells: list[Cell]) -> list[Cell]:
@@ -122,7 +133,7 @@ def _cell(row: Mapping[str, Any], column: Column, decimals: int, best: float | N
         _text(float(value), column, decimals),
         _extra(row, column, decimals),
         repr(value),
-        "best" if best is not None and value == best and _ranked(row) else "",
+        "best" if best is not None and value == best and is_ranked(row) else "",
     )
 
 
@@ -170,12 +181,20 @@ def _decimals(column: Column, rows: Iterable[Mapping[str, Any]]) -> int:
 def _best(column: Column, rows: Iterable[Mapping[str, Any]]) -> float | None:
     if column.better is None:
         return None
-    values = [value for row in rows if _ranked(row) and is_number(value := row.get(column.key)) and value is not None]
+    values = [value for row in rows if is_ranked(row) and is_number(value := row.get(column.key)) and value is not None]
     if len(values) < 2:
         return None
     return max(values) if column.better == "high" else min(values)
 
 
-def _ranked(row: Mapping[str, Any]) -> bool:
+def _best_across(columns: Sequence[Column], row: Mapping[str, Any]) -> dict[str, float | None]:
+    """The best of a row for every column that takes part, which all have the same better end."""
+    asked = [column for column in columns if column.better is not None]
+    values = [value for column in asked if is_number(value := row.get(column.key)) and value is not None]
+    best = None if len(values) < 2 else max(values) if asked[0].better == "high" else min(values)
+    return {column.key: best if column.better is not None else None for column in columns}
+
+
+def is_ranked(row: Mapping[str, Any]) -> bool:
     """Whether a row's numbers are of all seeds, on the data of the other rows: else none of them is called the best."""
     return bool(row.get("comparable", True)) and row.get("n_seeds", 0) >= row.get("seeds", 0)

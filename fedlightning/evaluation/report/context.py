@@ -97,19 +97,19 @@ class Context:
 
     def table(
         self, name: str, caption: str, columns: Sequence[Column], rows: Sequence[Row], notes: Sequence[str] = (),
-        missing: Missing | None = None, seeds: bool = True,
+        missing: Missing | None = None, seeds: bool = True, across: bool = False,
     ) -> Table:  # fmt: skip
         """A table whose missing values say why they are missing. Columns without any value are left out.
 
         Args:
             name: unique in the study; caption: what it shows; columns, rows: see :class:`Table`; notes: lines below.
             missing: says why a value is missing; default: :meth:`missing`.
-            seeds: add the line that says what the seeds change.
+            seeds: add the line that says what the seeds change; across: see :class:`Table`.
         """
         first, *others = columns
         shown = [first, *(column for column in others if _any(column, rows))]
         said = [*notes, self.study.seed_text] if seeds else list(notes)
-        return Table(f"table-{self.id(name)}", caption, shown, rows, missing or self.missing, said)
+        return Table(f"table-{self.id(name)}", caption, shown, rows, missing or self.missing, said, across)
 
     def missing(self, row: Row, column: Column) -> str | None:
         """Why ``row`` has no value, if a problem of its method takes it away."""

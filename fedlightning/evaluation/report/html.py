@@ -26,7 +26,7 @@ class Table:
         name: unique on the page; caption: what it shows.
         columns, rows: see :class:`~fedlightning.evaluation.report.cells.Column`.
         missing: says why a value is not there.
-        notes: lines below.
+        notes: lines below; across: the best of each row is bold, not that of each column.
     """
 
     name: str
@@ -35,11 +35,12 @@ class Table:
     rows: Sequence[Mapping[str, Any]]
     missing: Missing | None = None
     notes: Sequence[str] = ()
+    across: bool = False
 
     @cached_property
     def cells(self) -> list[list[Cell]]:
         """What stands in the cells."""
-        return layout(self.columns, self.rows, self.missing)
+        return layout(self.columns, self.rows, self.missing, self.across)
 
     @property
     def groups(self) -> list[tuple[str, int]]:
@@ -153,6 +154,7 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["breakable"] = breakable
     environment.tests["table"] = lambda part: isinstance(part, Table)
     environment.tests["gallery"] = lambda part: isinstance(part, Gallery)
     files = resources.files(_PACKAGE)
@@ -170,6 +172,12 @@ def swatch(style: Style) -> Markup:
     return Markup('<svg class="swatch" viewBox="-6 -6 12 12" aria-hidden="true"><path fill="{}" d="{}"/></svg>').format(
         style.colour, shape
     )
+
+
+def breakable(name: str) -> Markup:
+    """``name`` with places where a narrow column may break it: after signs, and before a capital within a word."""
+    parts = re.split(r"(?<=[_./+=,:])(?=\w)|(?<=[a-z\d])(?=[A-Z])", name)
+    return Markup("<wbr>").join(parts)
 
 
 def slug(text: str, taken: Iterable[str] = ()) -> str:

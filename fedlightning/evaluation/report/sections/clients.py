@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.evaluation.report.cells import Column, Kind, is_number
+from fedlightning.evaluation.report.cells import Column, Kind, is_number, is_ranked
 from fedlightning.evaluation.report.context import Context, summary
 from fedlightning.evaluation.report.figures.clients import MANY, client_bars, heat_map, strips
 from fedlightning.evaluation.report.html import Gallery, Section, Table
@@ -70,16 +70,20 @@ def by_client_table(
     kind: Kind = "score",
     better: Any = None,
 ) -> Table:
-    """A row a client, a column a method.
+    """A row a client, a column a method; in each row the best of the methods with all seeds on the same data is bold.
 
     Args:
         context, name, caption: see :meth:`Context.table`; values: method -> client -> value; clients: the rows.
         kind, better: of the columns; default: scores, the metric's better end.
     """
     rows = [{"client": c} | {f"@{m}": of.get(c) for m, of in values.items()} for c in clients]
+    ranked = [row["method"] for row in context.overview if row["method"] in values and is_ranked(row)]
+    end = better or context.better
     columns = [Column("client", "client", "text")]
-    columns += [Column(f"@{method}", method, kind, better=better or context.better) for method in values]
-    return context.table(name, caption, columns, rows)
+    columns += [Column(f"@{method}", method, kind, better=end if method in ranked else None) for method in values]
+    if len(ranked) > 1:
+        caption += "; bold: the best of these methods for that client"
+    return context.table(name, caption, columns, rows, across=True)
 
 
 def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:

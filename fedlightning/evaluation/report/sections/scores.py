@@ -71,7 +71,7 @@ def overview(context: Context) -> Section | None:
     whiskers = (
         "Bars: 95\u00a0% interval over seeds; ticks: single seeds." if seeds > 1 else "One seed, so no intervals."
     )
-    table = context.table("overview", "All methods, best mean first", columns, rows, [_BOLD, *_deployed(rows)])
+    table = context.table("overview", "All methods, best mean first", columns, rows, [_BOLD, *_not_asked(context), *_deployed(rows)])
     return context.section(
         "overview",
         "Overview",
@@ -85,6 +85,16 @@ def overview(context: Context) -> Section | None:
 
 _BOLD_ONLY = "Bold: the best of the column, of methods with all seeds on the same test data."
 _BOLD = f"{_BOLD_ONLY} The difference to the best mean is paired over seeds; its p is not adjusted."
+
+
+def _not_asked(context: Context) -> list[str]:
+    """Why central training is never the best, where there is such a method; the reader sees it in the column of gaps."""
+    central = context.study.baselines.get("central")
+    if central is None:
+        return []
+    return [
+        f"{central} moves all data to one place, so it is not asked who is best: best is the best of the other methods."
+    ]
 
 
 def _deployed(rows: Sequence[Row]) -> list[str]:
