@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,7 @@ class FastFit:
             vars(callback).update(log=module.log, log_dict=module.log_dict)
         try:
             self._set_up()
-            with torch.autograd.set_detect_anomaly(self.detect_anomaly):
+            with self._anomalies():
                 torch.set_grad_enabled(True)
                 self._epochs()
             if self.device.type != "cpu":
@@ -110,6 +111,11 @@ class FastFit:
             raise
         finally:
             self.book.detach()
+
+    def _anomalies(self) -> AbstractContextManager[None]:
+        if torch.is_anomaly_enabled() == self.detect_anomaly:
+            return nullcontext()
+        return torch.autograd.set_detect_anomaly(self.detect_anomaly)
 
     def _set_up(self) -> None:
         module, hooks, kit = self.module, self.hooks, self.trainer._kit.strategy

@@ -109,6 +109,8 @@ class Hooks:
     def _joined(self, name: str, hooks: Sequence[Hook]) -> Hook | None:
         if not hooks:
             return None
+        if len(hooks) == 1 and not self.overridden(name) and getattr(_owner(hooks[0]), "never_logs", False):
+            return hooks[0]
         module_last = self.overridden(name)
         enter, names = self._book.enter, vars(self._module)
 
@@ -122,3 +124,8 @@ class Hooks:
             return result if module_last else None
 
         return call
+
+
+def _owner(hook: Hook) -> Any:
+    """The object whose method ``hook`` is."""
+    return getattr(getattr(hook, "func", hook), "__self__", None)

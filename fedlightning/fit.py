@@ -81,6 +81,8 @@ class _Moves:
 class VisitCallback(Callback):
     """What the core does inside a client's fit. It runs after the federated callbacks and before the ordinary ones."""
 
+    never_logs = True
+
     def __init__(
         self, client: Client, callbacks: CallbackList, settings: LocalSettings, phase: Phase, work: int
     ) -> None:

@@ -31,8 +31,10 @@ from fedlightning.layers import expand
 from fedlightning.loop_choice import LoopChoice
 from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import address, isolated, seed_all
-from fedlightning.tensors import State, clone, first_nonfinite, load_state, module_state
+from fedlightning.tensors import State, first_nonfinite, load_state, module_state, pack
 
+BUILDERS = ("wrap_module", "on_build", "on_receive")
+"""Events in which callbacks take part in the making of a client's module."""
 EPOCHS_OF_A_VISIT = 2**31
 """More than any visit has: its epochs never get the address of another round's."""
 
@@ -86,6 +88,8 @@ class LocalRunner:
     scorer: Scorer = field(init=False)
     loop: LoopChoice = field(init=False)
     _copier: Copier | None = field(init=False, default=None, repr=False)
+    _by_hand: bool = field(init=False, default=False)  # a client's module is more than a copy of the template
+    _at_once: bool = field(init=False, default=False)  # it is a copy, and nobody takes part in the making
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.settings.trainer_arguments, fast=self.settings.local_loop != "trainer")
@@ -97,23 +101,17 @@ class LocalRunner:
         """Makes copies of the template."""
         if self._copier is None or self._copier.module is not self.template:  # a resumed run has its own template
             self._copier = Copier(self.template)
+            claimed = {name for name in BUILDERS for callback in self.callbacks if callback.claims(name)}
+            self._by_hand = "wrap_module" in claimed or is_overridden("configure_model", self.template)
+            self._at_once = not (self._by_hand or claimed or self.scorer.converts)
         return self._copier
-
-    @property
-    def _is_built_by_hand(self) -> bool:
-        """Whether a client's module is more than a copy of the template."""
-        return is_overridden("configure_model", self.template) or self._claimed("wrap_module")
-
-    def _claimed(self, *names: str) -> bool:
-        return any(callback.claims(name) for callback in self.callbacks for name in names)
 
     def build(self, owner: str) -> LightningModule:
         """A fresh copy of the template, wrapped by every callback. The same bits for every call with one owner."""
-        by_hand = self._is_built_by_hand
-        with isolated(self.settings.seed, "build") if by_hand else nullcontext():
-            module: LightningModule = self.copier.copy()
-            module.trainer = None
-            if by_hand:
+        copier = self.copier
+        with isolated(self.settings.seed, "build") if self._by_hand else nullcontext():
+            module: LightningModule = detached(copier.copy())
+            if self._by_hand:
                 module.configure_model()
                 for callback in self.callbacks:
                     module = callback.wrap_module(module, owner)
@@ -121,14 +119,8 @@ class LocalRunner:
 
     def _build_with(self, message: Message, record: ClientRecord) -> LightningModule | None:
         """The client's module made around what stayed and what came, in one go; ``None`` if somebody takes part in it."""
-        if self._is_built_by_hand or self._claimed("on_build", "on_receive") or self.scorer.converts:
-            return None
-        merged = record.personal | message.state
-        if not self.copier.holds(merged):
-            return None
-        module: LightningModule = self.copier.copy(merged)
-        module.trainer = None
-        return module
+        copier, merged = self.copier, record.personal | message.state
+        return detached(copier.copy(merged)) if self._at_once and copier.holds(merged) else None
 
     def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
         """The loader a job works on: the client's own, or the pooled one."""
@@ -196,7 +188,7 @@ class LocalRunner:
             for callback in self.callbacks:
                 for name in ("_client", "log", "log_dict"):  # Lightning leaves the last two on every callback
                     callback.__dict__.pop(name, None)
-            client.module.trainer = None
+            detached(client.module)
 
     def bind(self, client: Client) -> None:
         """Let every callback see this client as its own. An engine that has several open binds the one it goes on with."""
@@ -279,14 +271,17 @@ class LocalRunner:
             update.num_samples = client.record.num_samples
         update.steps, update.skipped, update.lr_sum = client.record.steps, client.skipped, client.record.lr_sum
         update.metrics = client.metrics
-        state = clone(module_state(client.module), "cpu")
+        state = module_state(client.module)
+        sent = pack({name: state[name] for name in message.returns})
+        kept = pack({name: value for name, value in state.items() if name not in sent})
+        state = {name: sent[name] if name in sent else kept[name] for name in state}
         bad = _first_diverged(client.module, state, excused)
         if bad is not None:
             raise FloatingPointError(
                 f"'{bad}' holds NaN or infinite values after training. Lower the learning rate, clip gradients "
                 "(gradient_clip_val) or check the data; its update is left out"
             )
-        update.state = {name: state[name] for name in message.returns}
+        update.state = sent
         self.callbacks.event("on_send", client, update)
         private = sorted(set(update.state) - set(message.returns))
         if private:
@@ -297,7 +292,7 @@ class LocalRunner:
             if extras:
                 check_extras(callback.key, extras, callback.wire(client.module).up, shapes)
         if message.work != 0 or message.returns:
-            client.record.personal = {name: value for name, value in state.items() if name not in message.returns}
+            client.record.personal = kept
         if message.work != 0 and message.client != POOLED:
             update.evaluations = self.evaluate(client, "L2", evaluate)
         return update, client.record
@@ -380,6 +375,13 @@ class LocalRunner:
                     loader.collate_fn([dataset[index] for index in range(count)])
                 )
         return None
+
+
+def detached(module: LightningModule) -> LightningModule:
+    """The module without a trainer. (The public property raises where there is none, and setting it takes 5 us.)"""
+    if vars(module).get("_trainer") is not None:
+        module.trainer = None
+    return module
 
 
 def _infinite_buffers(module: LightningModule) -> set[str]:

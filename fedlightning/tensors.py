@@ -7,7 +7,7 @@ needs of one is the kind of each entry (:func:`entry_kinds`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -90,6 +90,35 @@ def clone(state: Mapping[str, Tensor], device: torch.device | str | None = None)
     return {name: value.detach().to(device=device or value.device, copy=True) for name, value in state.items()}
 
 
+def pack(state: Mapping[str, Tensor]) -> State:
+    """A copy of every tensor on the CPU, those of one dtype side by side in one piece of memory.
+
+    What is done to all of them can then be done at once (see :func:`side_by_side`), and leaves a GPU in one transfer.
+    """
+    packed: State = {}
+    for dtype in {value.dtype for value in state.values()}:
+        part = {name: value.detach() for name, value in state.items() if value.dtype == dtype}
+        flat = torch.cat([value.reshape(-1) for value in part.values()]).cpu()
+        pieces = flat.split([value.numel() for value in part.values()])
+        packed |= {name: piece.view(part[name].shape) for name, piece in zip(part, pieces, strict=True)}
+    return {name: packed[name] for name in state}
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors as one, shape ``(numbers,)``, sharing their memory, if they lie in it one after the other."""
+    first = tensors[0]
+    start = first.data_ptr()
+    end, dtype, width = start, first.dtype, first.element_size()
+    for tensor in tensors:
+        if tensor.data_ptr() != end or tensor.dtype != dtype or not tensor.is_contiguous():
+            return None
+        end += tensor.numel() * width
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+        return None
+    return first.as_strided(((end - start) // width,), (1,), first.storage_offset())
+
+
 def zeros_like(state: Mapping[str, Tensor], names: Iterable[str] | None = None) -> State:
     """Zeros in the shape of each entry, in fp32 at least (accumulators and control variates are kept so)."""
     wanted = set(state if names is None else names)
@@ -138,12 +167,20 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
     """The first name whose tensor holds a NaN or an infinity, or ``None``."""
+    floats = [value for value in state.values() if value.is_floating_point()]
+    whole = side_by_side(floats) if len(floats) > 1 else None
+    if whole is not None and math.isfinite(whole.sum()):
+        return None
     for name, value in state.items():
         if not value.is_floating_point() or math.isfinite(value.sum()):  # one NaN or infinity makes the sum one too
             continue
         if not bool(torch.isfinite(value).all()):  # a sum of finite values can overflow
             return name
     return None
+
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+"""Types whose sums are wider than they are."""
 
 
 class WeightedMean:
@@ -159,6 +196,8 @@ class WeightedMean:
         self._totals: dict[str, float] = {}
         self._like: State = {}
         self._identical: dict[str, bool] = {}
+        self._whole: Tensor | None = None  # the sums as one, where they lie side by side
+        self._shapes: dict[str, torch.Size] = {}  # of those
 
     def add(self, state: Mapping[str, Tensor], weight: float) -> None:
         """Fold in ``state``. A weight of zero adds nothing.
@@ -170,7 +209,10 @@ class WeightedMean:
             raise ValueError(f"A weight of {weight} cannot be averaged. Weights must be finite and not negative.")
         if weight == 0.0:
             return
+        done = self._added_at_once(state, weight)
         for name, value in state.items():
+            if name in done:
+                continue
             value = value.detach()
             if name not in self._like:
                 self._like[name] = value
@@ -192,6 +234,30 @@ class WeightedMean:
                 if self._identical[name] and value.dtype in (torch.float64, torch.complex128):
                     self._identical[name] = torch.equal(first, value)
                 self._sums[name].add_(value.to(first.device), alpha=weight)
+
+    def _added_at_once(self, state: Mapping[str, Tensor], weight: float) -> Mapping[str, Tensor]:
+        """The entries that lay side by side in memory as their sums do, and were added in one sweep."""
+        dtype = next((value.dtype for value in state.values() if value.dtype in NARROW), None)
+        part = {name: value for name, value in state.items() if value.dtype == dtype}
+        values = list(part.values())
+        whole = side_by_side(values) if values else None
+        if whole is None:
+            return {}
+        if not self._like:
+            self._whole = whole.to(torch.float64, copy=True).mul_(weight)
+            sums = self._whole.split([value.numel() for value in values])
+            self._sums = {name: own.view(part[name].shape) for name, own in zip(part, sums, strict=True)}
+            self._like, self._shapes = dict(part), {name: value.shape for name, value in part.items()}
+            self._totals, self._identical = dict.fromkeys(part, weight), dict.fromkeys(part, True)
+            return part
+        if self._whole is None or self._whole.device != whole.device or dtype != next(iter(self._like.values())).dtype:
+            return {}
+        if list(self._shapes.items()) != [(name, value.shape) for name, value in part.items()]:
+            return {}
+        self._whole.add_(whole, alpha=weight)
+        for name in part:
+            self._totals[name] += weight
+        return part
 
     def result(self) -> State:
         """The mean of what was folded in, in each entry's own dtype; empty if nothing was."""
