@@ -68,7 +68,8 @@ class Client:
 
     Attributes:
         id: the client's id; round: the present round, from 0.
-        module: its LightningModule, merged from what came and what stayed.
+        module: its LightningModule, merged from what came and what stayed; made when first asked for where an engine
+            can do without.
         message: what the server sent.
         record: what the client keeps (see :class:`ClientRecord`).
         received: the model entries as the server sent them, before any callback merged them.
@@ -80,11 +81,19 @@ class Client:
         phase: the fit that runs, for Lightning hooks that should act in federated phases only.
     """
 
-    def __init__(self, runner: LocalRunner, module: LightningModule, message: Message, record: ClientRecord) -> None:
+    def __init__(
+        self,
+        runner: LocalRunner,
+        message: Message,
+        record: ClientRecord,
+        module: LightningModule | None = None,
+        entries: State | None = None,
+    ) -> None:
         self._runner = runner
         self.id = message.client
         self.round = message.round
-        self.module = module
+        self._module = module
+        self._entries: State = entries or {}
         self.message = message
         self.record = record
         self.evaluating = False
@@ -99,6 +108,27 @@ class Client:
         self._streams: dict[str, Iterator[Any]] = {}
         self._anchor: dict[tuple[torch.device, str], Tensor] = {}
         self._num_samples: int | None = None
+
+    @property
+    def module(self) -> LightningModule:
+        """See the class."""
+        if self._module is None:
+            self._module = self._runner.build_around(self._entries)
+        return self._module
+
+    @property
+    def is_light(self) -> bool:
+        """Whether nobody has asked for the module yet: the client is its :attr:`entries`."""
+        return self._module is None
+
+    @property
+    def entries(self) -> State:
+        """The present tensors of the module's state, not copied. Not to be edited."""
+        return self._entries if self._module is None else module_state(self._module)
+
+    def trained(self, entries: State) -> None:
+        """What training made of a light client's entries."""
+        self._entries = entries
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
@@ -234,7 +264,7 @@ class Client:
 
     def model_state(self) -> State:
         """A CPU copy of the module's present state."""
-        return clone(module_state(self.module), "cpu")
+        return clone(self.entries, "cpu")
 
     def initial_module(self) -> LightningModule:
         """A fresh module as the federation began: the same bits on every client and on the server."""

@@ -67,6 +67,11 @@ class Copier:
                 return False
         return True
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether :meth:`copy` can replace every tensor of the module by name."""
+        return self._recipe is not None and len(self._places) == len(self._tensors)
+
     def copy(self, state: Mapping[str, torch.Tensor] | None = None) -> Any:
         """A new deep copy.
 

@@ -89,7 +89,8 @@ class LocalRunner:
     loop: LoopChoice = field(init=False)
     _copier: Copier | None = field(init=False, default=None, repr=False)
     _by_hand: bool = field(init=False, default=False)  # a client's module is more than a copy of the template
-    _at_once: bool = field(init=False, default=False)  # it is a copy, and nobody takes part in the making
+    _light: bool = field(init=False, default=False)  # it is a copy, and nobody takes part in the making
+    _entries: State = field(init=False, default_factory=dict, repr=False)  # the template's
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.settings.trainer_arguments, fast=self.settings.local_loop != "trainer")
@@ -103,7 +104,8 @@ class LocalRunner:
             self._copier = Copier(self.template)
             claimed = {name for name in BUILDERS for callback in self.callbacks if callback.claims(name)}
             self._by_hand = "wrap_module" in claimed or is_overridden("configure_model", self.template)
-            self._at_once = not (self._by_hand or claimed or self.scorer.converts)
+            self._light = self._copier.is_complete and not (self._by_hand or claimed or self.scorer.converts)
+            self._entries = module_state(self.template)
         return self._copier
 
     def build(self, owner: str) -> LightningModule:
@@ -117,10 +119,17 @@ class LocalRunner:
                     module = callback.wrap_module(module, owner)
         return self.scorer.convert(module)
 
-    def _build_with(self, message: Message, record: ClientRecord) -> LightningModule | None:
-        """The client's module made around what stayed and what came, in one go; ``None`` if somebody takes part in it."""
-        copier, merged = self.copier, record.personal | message.state
-        return detached(copier.copy(merged)) if self._at_once and copier.holds(merged) else None
+    def build_around(self, entries: State) -> LightningModule:
+        """A client's module made around its entries in one go; for clients that nobody takes part in making."""
+        return detached(self.copier.copy(entries))
+
+    def _entries_of(self, message: Message, record: ClientRecord) -> State | None:
+        """All that a client's module will hold, not copied; ``None`` if somebody takes part in the making."""
+        copier = self.copier
+        if not self._light:
+            return None
+        merged = record.personal | message.state
+        return self._entries | merged if copier.holds(merged) else None
 
     def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
         """The loader a job works on: the client's own, or the pooled one."""
@@ -169,15 +178,15 @@ class LocalRunner:
     @contextmanager
     def client(self, message: Message, record: ClientRecord, evaluating: bool = False) -> Iterator[Client]:
         """The client with its merged model (stage L1), on a copy of its record, bound to every callback."""
-        whole = self._build_with(message, record)
-        module = self.build(message.client) if whole is None else whole
-        client = Client(self, module, copy.copy(message), record.copy())
+        entries = self._entries_of(message, record)
+        module = self.build(message.client) if entries is None else None
+        client = Client(self, copy.copy(message), record.copy(), module, entries)
         client.evaluating = evaluating
         client.received = dict(message.state)
         client.message.state = dict(message.state)
         self.bind(client)
         try:
-            if whole is None:
+            if entries is None:
                 self.callbacks.event("on_build", client, client.message)
                 if client.record.personal:
                     load_state(client.module, client.record.personal)
@@ -188,7 +197,8 @@ class LocalRunner:
             for callback in self.callbacks:
                 for name in ("_client", "log", "log_dict"):  # Lightning leaves the last two on every callback
                     callback.__dict__.pop(name, None)
-            detached(client.module)
+            if not client.is_light:
+                detached(client.module)
 
     def bind(self, client: Client) -> None:
         """Let every callback see this client as its own. An engine that has several open binds the one it goes on with."""
@@ -259,7 +269,7 @@ class LocalRunner:
     def _visit(
         self, client: Client, message: Message, update: Update, evaluate: Evaluate, loader: Any
     ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
-        excused = _infinite_buffers(client.module)
+        before = client.entries if client.is_light else _buffers(client.module)
         if message.work != 0:
             self.callbacks.event("on_visit_start", client)
             yield from self._train(client, message, loader)
@@ -271,11 +281,14 @@ class LocalRunner:
             update.num_samples = client.record.num_samples
         update.steps, update.skipped, update.lr_sum = client.record.steps, client.skipped, client.record.lr_sum
         update.metrics = client.metrics
-        state = module_state(client.module)
-        sent = pack({name: state[name] for name in message.returns})
+        state = client.entries
+        sent = {name: state[name] for name in message.returns}
+        if message.work == 0 or not client.is_light:  # what a light client has trained is its own
+            sent = pack(sent)
         kept = pack({name: value for name, value in state.items() if name not in sent})
         state = {name: sent[name] if name in sent else kept[name] for name in state}
-        bad = _first_diverged(client.module, state, excused)
+        bad = first_nonfinite(state)
+        bad = bad and _first_diverged(client.module, state, before)
         if bad is not None:
             raise FloatingPointError(
                 f"'{bad}' holds NaN or infinite values after training. Lower the learning rate, clip gradients "
@@ -384,19 +397,20 @@ def detached(module: LightningModule) -> LightningModule:
     return module
 
 
-def _infinite_buffers(module: LightningModule) -> set[str]:
-    """Buffers that are not finite from the start: a mask of infinities may stay one."""
-    buffers = module.named_buffers(remove_duplicate=False)
-    return {name for name, value in buffers if first_nonfinite({name: value.detach()}) is not None}
+def _buffers(module: LightningModule) -> State:
+    """A copy of the buffers."""
+    return {name: value.detach().clone() for name, value in module.named_buffers(remove_duplicate=False)}
 
 
-def _first_diverged(module: LightningModule, state: State, excused: set[str]) -> str | None:
-    """The first entry of ``state`` that training has left with a NaN or an infinity: none of the frozen or ``excused``."""
-    bad = first_nonfinite(state)
-    if bad is None:
-        return None
+def _first_diverged(module: LightningModule, state: State, before: State) -> str | None:
+    """The first entry of ``state`` that training has left with a NaN or an infinity.
+
+    Frozen parameters are not training's work, nor buffers that were so ``before``: a mask of infinities may stay one.
+    """
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    return first_nonfinite({name: value for name, value in state.items() if name not in excused | frozen})
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    masks = {name for name in buffers & before.keys() if first_nonfinite({name: before[name]}) is not None}
+    return first_nonfinite({name: value for name, value in state.items() if name not in frozen | masks})
 
 
 def agree(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:

@@ -2,6 +2,7 @@
 
 Where a client's loader does nothing but pick rows of tensors that lie in memory, the rows of all clients are gathered by
 one ``index_select``, without asking the loaders. Other loaders are iterated one by one and their batches stacked.
+Clients whose next batches are alike for several turns are asked once for all of them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ class Source(Protocol):
     def peek(self) -> Shape:
         """The shape of the next batch, which is there."""
 
+    def ahead(self) -> int:
+        """How many batches of that shape come next in the epoch, as far as is known."""
+
+    def advance(self, batches: int) -> None:
+        """So many batches have been used."""
+
 
 class ResidentSource:
     """Rows of tensors in memory.
@@ -62,36 +69,47 @@ class ResidentSource:
     ) -> None:
         self.tensors, self.held, self.sampler = tensors, held, sampler
         self._seed, self._draws_seed = seed, draws_seed
-        self.generator = torch.Generator()
         self.batch_size, self.count = batch_size, count
         self.samples = len(tensors[0]) if held is None else len(held)
+        self._whole = min(count, self.samples // batch_size)
+        self._tail = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
         self._order = torch.empty(0, dtype=torch.int64)
         self._next = 0
-        self._sizes: list[Shape] = []
-        tail = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
-        for batch in range(count):
-            self._sizes.append((min(batch_size, self.samples - batch * batch_size), tail))
+        self._epoch = 0
+        self._generator: torch.Generator | None = None
 
     def start_epoch(self, epoch: int) -> None:
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
-            order = torch.tensor(self.sampler.order(), dtype=torch.int64)
+            order = self.sampler.permutation()
         else:
             order = torch.arange(self.samples)
         self._order = order if self.held is None else self.held[order]
-        self._next = 0
-        self.generator.manual_seed(address(*self._seed(epoch)))
-        if self._draws_seed and epoch > 0:  # Lightning makes the first epoch's iterator before it is seeded
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)  # the base seed of workers
+        self._next, self._epoch, self._generator = 0, epoch, None
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Of the steps of this epoch. Made when it is asked for: most steps draw nothing."""
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(address(*self._seed(self._epoch)))
+            if self._draws_seed and self._epoch > 0:  # Lightning makes the first epoch's iterator before it is seeded
+                torch.empty((), dtype=torch.int64).random_(generator=self._generator)  # the base seed of workers
+        return self._generator
 
     def peek(self) -> Shape:
-        return self._sizes[self._next]
+        whole = self._next < self._whole
+        return (self.batch_size if whole else self.samples - self._next * self.batch_size, self._tail)
 
-    def indices(self) -> Tensor:
-        """The rows of the next batch; go on to the one after it."""
+    def ahead(self) -> int:
+        return max(self._whole - self._next, 1)
+
+    def rows(self, batches: int) -> Tensor:
+        """The rows of the next ``batches``, one after another."""
         start = self._next * self.batch_size
-        self._next += 1
-        return self._order[start : start + self.batch_size]
+        return self._order[start : start + batches * self.batch_size]
+
+    def advance(self, batches: int) -> None:
+        self._next += batches
 
 
 class LoaderSource:
@@ -148,10 +166,15 @@ class LoaderSource:
         size = len(tensors[0]) if tensors and tensors[0].dim() else 1
         return (size, tuple((tensor.shape, tensor.dtype) for tensor in tensors), repr(skeleton))
 
-    def take(self) -> Any:
+    def ahead(self) -> int:
+        return 1
+
+    def batch(self) -> Any:
         """The next batch."""
-        batch, self._batch = self._fetch(), None
-        return batch
+        return self._fetch()
+
+    def advance(self, batches: int) -> None:
+        self._batch = None
 
 
 def resident(loader: Any, count: int, seed: Seed) -> ResidentSource | None:
@@ -180,6 +203,10 @@ def resident(loader: Any, count: int, seed: Seed) -> ResidentSource | None:
     return ResidentSource(tensors, held, sampler, loader.batch_size, count, seed, loader.generator is None)
 
 
+BLOCK = 2**20
+"""Bytes of gathered rows that are not worth a call for each client in each turn."""
+
+
 class Gatherer:
     """Stacks the next batches of clients, re-using its memory from step to step."""
 
@@ -187,14 +214,20 @@ class Gatherer:
         self.device, self._convert = device, convert
         self._room: dict[tuple[Any, ...], Tensor] = {}
 
-    def gather(self, sources: Sequence[Any]) -> Any:
-        """The next batch of each source, stacked ``(len(sources), batch, ...)``. Overwritten by the next call."""
-        if all(type(source) is ResidentSource for source in sources):
-            return self._convert([tensor.to(self.device) for tensor in self._rows(sources)])
-        batches = [source.take() for source in sources]
-        parts = [split_tree(batch) for batch in batches]
-        stacked = [torch.stack(group).to(self.device) for group in zip(*(part[0] for part in parts), strict=True)]
-        return join_tree(parts[0][1], stacked)
+    def batches(self, sources: Sequence[Any], turns: int) -> Iterator[Any]:
+        """The next ``turns`` batches of each source, stacked ``(len(sources), batch, ...)``, one turn after another.
+
+        A batch is overwritten by the next one. The sources advance when the iterator is closed, by what has been taken.
+        """
+        resident = all(type(source) is ResidentSource for source in sources)
+        taken = 0
+        try:
+            for stacked in self._resident(sources, turns) if resident else self._loaded(sources):
+                taken += 1
+                yield stacked
+        finally:
+            for source in sources:
+                source.advance(taken)
 
     @staticmethod
     def one(batch: Any, place: int) -> Any:
@@ -202,22 +235,40 @@ class Gatherer:
         tensors, skeleton = split_tree(batch)
         return join_tree(skeleton, [tensor[place : place + 1] for tensor in tensors])
 
-    def _rows(self, sources: Sequence[ResidentSource]) -> list[Tensor]:
-        indices = [source.indices() for source in sources]
-        count, size = len(indices), len(indices[0])
-        shared = all(a is b for source in sources for a, b in zip(source.tensors, sources[0].tensors, strict=True))
-        joined = torch.cat(indices) if shared else None
-        gathered = []
-        for number, like in enumerate(sources[0].tensors):
-            room = self._space(number, like, count * size)
-            if joined is not None:
-                torch.index_select(like, 0, joined, out=room)
-            else:
-                for place, (source, index) in enumerate(zip(sources, indices, strict=True)):
-                    out = room[place * size : (place + 1) * size]
-                    torch.index_select(source.tensors[number], 0, index, out=out)
-            gathered.append(room.view(count, size, *like.shape[1:]))
-        return gathered
+    def _loaded(self, sources: Sequence[LoaderSource]) -> Iterator[Any]:
+        """A single turn: loaders do not tell what comes after it."""
+        parts = [split_tree(source.batch()) for source in sources]
+        stacked = [torch.stack(group).to(self.device) for group in zip(*(part[0] for part in parts), strict=True)]
+        yield join_tree(parts[0][1], stacked)
+
+    def _resident(self, sources: Sequence[ResidentSource], turns: int) -> Iterator[Any]:
+        count, size = len(sources), sources[0].peek()[0]
+        rows = [source.rows(turns) for source in sources]
+        likes = sources[0].tensors
+        if all(a is b for source in sources for a, b in zip(source.tensors, likes, strict=True)):
+            each_turn = torch.stack(rows).view(count, turns, size).transpose(0, 1).reshape(turns, count * size)
+            for joined in each_turn:
+                gathered = []
+                for number, like in enumerate(likes):
+                    room = self._space(number, like, count * size)
+                    gathered.append(torch.index_select(like, 0, joined, out=room).view(count, size, *like.shape[1:]))
+                yield self._ready(gathered)
+            return
+        of_turn = count * size * sum(like[0].numel() * like.element_size() for like in likes)
+        block = max(1, min(turns, BLOCK // max(of_turn, 1)))
+        for start in range(0, turns, block):
+            length = min(block, turns - start) * size
+            gathered = []
+            for number, like in enumerate(likes):
+                room = self._space(number, like, count * length).view(count, length, *like.shape[1:])
+                for out, source, own in zip(room, sources, rows, strict=True):
+                    torch.index_select(source.tensors[number], 0, own[start * size : start * size + length], out=out)
+                gathered.append(room)
+            for turn in range(0, length, size):
+                yield self._ready([room[:, turn : turn + size] for room in gathered])
+
+    def _ready(self, gathered: Sequence[Tensor]) -> Any:
+        return self._convert([tensor.to(self.device) for tensor in gathered])
 
     def _space(self, number: int, like: Tensor, length: int) -> Tensor:
         key = (number, like.shape[1:], like.dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -106,29 +107,58 @@ class StackedLogs:
         Logged on steps only: the last value. On epochs: reduced over the last epoch, means weighted by batch sizes. On
         both: ``name`` and ``name_epoch`` hold the epoch's, ``name_step`` the last step's.
         """
-        results: list[dict[str, float]] = [{} for _ in range(self._size)]
-        sums: list[dict[str, tuple[float, float]]] = [{} for _ in range(self._size)]
+        columns: dict[str, _Column] = {}
+
+        def column(key: str, like: str) -> _Column:
+            return columns.setdefault(key, _Column(self._size, like))
+
+        starts = np.array(self._epoch_start)
         for number, (rows, logged, options, batch_size) in enumerate(self._entries):
+            places = np.array(rows)
+            current = starts[places] <= number
             for name, stacked in logged.items():
-                option = options[name]
-                size = batch_size if option.batch_size is None else option.batch_size
-                for row, value in zip(rows, stacked.double().tolist(), strict=True):
-                    if option.on_step:
-                        results[row][f"{name}_step" if option.on_epoch else name] = value
-                    if option.on_epoch and number >= self._epoch_start[row]:
-                        sums[row][name] = _fold(option.reduce, sums[row].get(name), value, size)
-                        total, weight = sums[row][name]
-                        results[row][name] = total / weight
-                        if option.on_step:
-                            results[row][f"{name}_epoch"] = total / weight
+                option, values = options[name], stacked.double().cpu().numpy()
+                if option.on_step:
+                    column(f"{name}_step" if option.on_epoch else name, "last").add(places, values)
+                if option.on_epoch and current.any():
+                    size = batch_size if option.batch_size is None else option.batch_size
+                    for key in (name, f"{name}_epoch") if option.on_step else (name,):
+                        column(key, option.reduce).add(places[current], values[current], size)
+        results: list[dict[str, float]] = [{} for _ in range(self._size)]
+        for key, own in columns.items():
+            for row, value in own.found():
+                results[row][key] = value
         return results
 
 
-def _fold(reduce: str, before: tuple[float, float] | None, value: float, size: int) -> tuple[float, float]:
-    if reduce == "mean":
-        total, weight = before or (0.0, 0.0)
-        return total + value * size, weight + size
-    if before is None:
-        return value, 1.0
-    total = before[0]
-    return {"sum": total + value, "min": min(total, value), "max": max(total, value)}[reduce], 1.0
+class _Column:
+    """A value of every client, reduced as it comes.
+
+    Args:
+        size: how many clients; reduce: ``"last"`` or one of ``REDUCTIONS``.
+    """
+
+    def __init__(self, size: int, reduce: str) -> None:
+        first = {"min": np.inf, "max": -np.inf}.get(reduce, 0.0)
+        self._total, self._weight = np.full(size, first), np.zeros(size)
+        self._reduce = reduce
+
+    def add(self, rows: np.ndarray, values: np.ndarray, size: int = 1) -> None:
+        """Values of some clients, each of ``size`` samples."""
+        total = self._total
+        if self._reduce == "mean":
+            total[rows] += values * size
+            self._weight[rows] += size
+            return
+        self._weight[rows] = 1.0
+        if self._reduce == "last":
+            total[rows] = values
+        elif self._reduce == "sum":
+            total[rows] += values
+        else:
+            total[rows] = (np.minimum if self._reduce == "min" else np.maximum)(total[rows], values)
+
+    def found(self) -> Iterator[tuple[int, float]]:
+        """The clients that have a value, and it."""
+        there = np.flatnonzero(self._weight)
+        yield from zip(there.tolist(), (self._total[there] / self._weight[there]).tolist(), strict=True)

@@ -49,9 +49,8 @@ class StackedOptimizer(ABC):
         self.state: dict[str, dict[str, Tensor]] = {}
         self.steps = {name: np.zeros(size, dtype=np.int64) for name in parameters}
 
-    @torch.no_grad()
     def step(self, name: str, rows: Rows, gradient: Tensor, groups: Settings) -> None:
-        """Move one parameter of some clients.
+        """Move one parameter of some clients. To be called under ``torch.no_grad``.
 
         Args:
             name: the parameter; rows: the clients.

@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 
 from fedlightning.engines.stacked_kernels import StackKernels
 from fedlightning.engines.stacked_logs import StepLog
+from fedlightning.engines.stacked_map import over_clients
 from fedlightning.engines.stacked_random import ClientDraws
 from fedlightning.engines.stacking import join_tree, named_tensors, split_tree
 
@@ -89,15 +89,43 @@ class StepClock:
         raise AttributeError(f"self.trainer.{name} is not there when many clients train in one stack")
 
 
-class _Step(nn.Module):
-    """Calls ``module.training_step``, so that ``functional_call`` can put a client's tensors into the module."""
+class _Slots:
+    """The places of named tensors in a module: what ``torch.func.functional_call`` finds anew at every call.
 
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__()
-        self.module = module
+    Args:
+        module: its tensors are found once; names: of parameters and buffers, each with all names it goes by.
+    """
 
-    def forward(self, *args: Any) -> Any:
-        return self.module.training_step(*args)
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        named: dict[str, Tensor] = {}
+        for prefix, part in module.named_modules(remove_duplicate=False):
+            for held in (part._parameters, part._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        places.setdefault(id(tensor), []).append((held, name))
+                        named[f"{prefix}.{name}" if prefix else name] = tensor
+        self._places = [places[id(named[name])] for name in names]
+
+    @contextmanager
+    def filled(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """A block in which the module's tensors are these."""
+        before = [[held[name] for held, name in places] for places in self._places]
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for held, name in places:
+                held[name] = tensor
+        try:
+            yield
+        finally:
+            for places, values in zip(self._places, before, strict=True):
+                for (held, name), value in zip(places, values, strict=True):
+                    held[name] = value
+
+    def now(self, index: int) -> Tensor:
+        """What is in the place of the tensor ``index`` at this moment."""
+        held, name = self._places[index][0]
+        found: Tensor = held[name]
+        return found
 
 
 @dataclass
@@ -126,38 +154,36 @@ class StackedStep:
         draws: ClientDraws | None = None,
     ) -> None:
         parameters, buffers = named_tensors(module)
-        self.names = tuple(f"module.{name}" for name in (*parameters, *buffers))
-        self.buffers = tuple(f"module.{name}" for name in buffers)
-        self._context = context
-        self._takes_index = takes_index
-        self._draws = draws
+        self.names = (*parameters, *buffers)
+        self._first_buffer = len(parameters)
+        self._module, self._context, self._takes_index, self._draws = module, context, takes_index, draws
+        self.draws = draws is not None
         self.watch = Watch()
         self._clock = StepClock(self.watch)
-        self._caller = _Step(module)
+        self._slots = _Slots(module, self.names)
         self._log = StepLog(module)
+        self._kernels = StackKernels()
         self._skeleton: Any = None
         self._index = NotedIndex()
-        self._map = vmap(self._one, randomness="error")
-        self._kernels = StackKernels()
 
-    def _one(self, tensors: tuple[Tensor, ...], batch: list[Tensor], row: Tensor) -> Any:
-        state = dict(zip(self.names, tensors, strict=True))
-        arguments: tuple[Any, ...] = (join_tree(self._skeleton, batch),)
-        if self._takes_index:
-            arguments = (*arguments, self._index)
+    def _one(self, tensors: list[Tensor]) -> list[Tensor]:
+        """One client's step: its tensors and its batch in; the loss, logged values, and buffers as they are now out."""
+        own, leaves = tensors[: len(self.names)], tensors[len(self.names) :]
         if self._draws is not None:
-            self._draws.row = row
-        with self._log.recording() as logged:
-            output = functional_call(self._caller, state, arguments)
+            self._draws.row = leaves.pop()
+        batch = join_tree(self._skeleton, leaves)
+        with self._slots.filled(own), self._log.recording() as logged:
+            output = self._module.training_step(batch, self._index) if self._takes_index else self._module.training_step(batch)
+            moved = [self._slots.now(place) for place in range(self._first_buffer, len(self.names))]
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise NoLossError
-        return loss.reshape(()), dict(logged), {name: state[name] for name in self.buffers}
+        self._logged = tuple(logged)
+        return [loss.reshape(()), *logged.values(), *moved]
 
-    def _alone(self, tensors: Sequence[Tensor], batch: list[Tensor], row: Tensor) -> Any:
-        """A single client needs no map: ragged last batches are often nobody else's, and this is half the cost."""
-        loss, logged, moved = self._one(tuple(t.squeeze(0) for t in tensors), [t.squeeze(0) for t in batch], row)
-        return loss.unsqueeze(0), *({name: value.unsqueeze(0) for name, value in d.items()} for d in (logged, moved))
+    def _together(self, tensors: list[Tensor]) -> list[Tensor]:
+        with self._kernels:
+            return self._one(tensors)
 
     @property
     def log_options(self) -> dict[str, Any]:
@@ -167,7 +193,7 @@ class StackedStep:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """A block in which the module's trainer is a clock of the stack."""
-        module = self._caller.module
+        module = self._module
         before = getattr(module, "_trainer", None)  # the public property raises when no trainer is attached
         module.trainer = self._clock  # type: ignore[assignment]
         try:
@@ -191,21 +217,21 @@ class StackedStep:
         leaves, self._skeleton = split_tree(batch)
         self._index = NotedIndex(place.batch)
         self._index.watch, self._clock.place = self.watch, place
-        rows = torch.arange(len(tensors[0]), device=tensors[0].device)
+        given = [*tensors, *leaves]
         with self._context(), nullcontext() if self._draws is None else self._draws:
             if self._draws is not None:
                 self._draws.generators = generators
-            if len(rows) == 1:
-                losses, logged, moved = self._alone(tensors, leaves, rows)
+                given.append(torch.arange(len(tensors[0]), device=tensors[0].device))
+            if len(tensors[0]) == 1:  # needs no map: ragged last batches are often nobody else's, and this is half the cost
+                found = [value.unsqueeze(0) for value in self._one([value.squeeze(0) for value in given])]
             else:
-                with self._kernels:
-                    losses, logged, moved = self._map(tuple(tensors), leaves, rows)
-        first = len(self.names) - len(self.buffers)
+                found = over_clients(self._together, given)
+        losses, logged = found[0], found[1 : 1 + len(self._logged)]
         with torch.no_grad():
-            for own, new in zip(tensors[first:], moved.values(), strict=True):
+            for own, new in zip(tensors[self._first_buffer :], found[1 + len(logged) :], strict=True):
                 if new.data_ptr() != own.data_ptr():
                     own.copy_(new)
-        return StepResult(losses, {name: value.detach() for name, value in logged.items()})
+        return StepResult(losses, {name: value.detach() for name, value in zip(self._logged, logged, strict=True)})
 
 
 def gradients(losses: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:

@@ -10,6 +10,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from fedlightning.tensors import State
+
 Rows = slice | list[int]
 """Which clients of a stack: a slice where they lie side by side (views are taken), else their numbers (copies)."""
 
@@ -36,6 +38,24 @@ class Stack:
             name: torch.empty((size, *value.shape), dtype=value.dtype, device=device)
             for name, value in (parameters | buffers).items()
         }
+
+    @torch.no_grad()
+    def fill(self, states: Sequence[State]) -> None:
+        """Copy each client's entries into its row; what all have in common is read once."""
+        for name, stacked in self.tensors.items():
+            first = states[0][name]
+            if all(state[name] is first for state in states):
+                stacked.copy_(first)
+            else:
+                torch.stack([state[name].to(stacked.device) for state in states], out=stacked)
+
+    def row(self, number: int) -> State:
+        """A client's entries, sharing memory with the stack."""
+        return {name: stacked[number] for name, stacked in self.tensors.items()}
+
+    def to_cpu(self) -> None:
+        """Bring the stack home."""
+        self.tensors = {name: stacked.detach().cpu() for name, stacked in self.tensors.items()}
 
     @torch.no_grad()
     def pull(self, row: int, module: nn.Module) -> None:

@@ -8,7 +8,7 @@ be stacked is refused before the first round.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +22,16 @@ from fedlightning.client import ClientRecord
 from fedlightning.engines.base import Engine, Task, Visit
 from fedlightning.engines.planning import Clock, chunk_size, configure, takes_index
 from fedlightning.engines.stacked_batches import Gatherer, LoaderSource, resident
+from fedlightning.engines.stacked_evaluation import StackedEvaluation
 from fedlightning.engines.stacked_fit import Recipe, StackedFit, Trainee
 from fedlightning.engines.stacked_random import ClientDraws
 from fedlightning.engines.stacked_step import StackedStep
 from fedlightning.engines.stacking import Stack, named_tensors
 from fedlightning.engines.store import ClientStore
 from fedlightning.engines.vectorizable import Finding, examine
+from fedlightning.evaluation.wanted import Scored
 from fedlightning.fit import acting, address_of
+from fedlightning.hooks import Phase
 from fedlightning.local import Fit, Fitted, LocalRunner, only_training
 from fedlightning.messages import Update
 from fedlightning.probes import move_batch
@@ -67,6 +70,13 @@ def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
         module.to(home)
 
 
+def _architecture(module: LightningModule) -> Any:
+    """What modules of one stack have in common: class, tensors, and the plain values that their steps may look at."""
+    tensors = [(name, value.shape, value.dtype) for part in named_tensors(module) for name, value in part.items()]
+    plain = [(name, value) for name, value in vars(module).items() if type(value) in PLAIN]
+    return type(module), tuple(tensors), tuple(plain)
+
+
 class VectorizedEngine(Engine):
     """Trains clients in stacks.
 
@@ -82,6 +92,7 @@ class VectorizedEngine(Engine):
         self._found: Finding | None = None
         self.device = runner.scorer.device
         self._gatherer = Gatherer(self.device, runner.scorer.precision.convert_input)
+        self._evaluation = StackedEvaluation(runner)
 
     def check(self) -> None:
         """Refuse what cannot be stacked.
@@ -92,22 +103,40 @@ class VectorizedEngine(Engine):
         self._found = examine(self.runner)
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
-        chunk: list[Visit] = []
+        chunk: list[Task[Answer]] = []
+        do: Callable[[Sequence[Any]], Iterator[Any]] = self._visit
         for task in tasks:
-            stackable = isinstance(task, Visit) and task.message.work != 0
-            if chunk and (not stackable or len(chunk) >= self.size or task.client in [one.client for one in chunk]):
-                yield from cast("Iterator[Answer]", self._visit(chunk))
+            together = self._together(task)
+            busy = task.client is not None and task.client in [one.client for one in chunk]
+            if chunk and (together is None or together != do or len(chunk) >= self.size or busy):
+                yield from do(chunk)
                 chunk = []
-            if stackable:
-                chunk.append(cast(Visit, task))
+            if together is not None:
+                do = together
+                chunk.append(task)
                 continue
-            before = ClientRecord() if task.client is None else self.store.get(task.client)
-            answer, after = task.run(self.runner, before)
+            answer, after = task.run(self.runner, self._record(task.client))
             if after is not None and task.client is not None:
                 self.store.put(task.client, after)
             yield answer
         if chunk:
-            yield from cast("Iterator[Answer]", self._visit(chunk))
+            yield from do(chunk)
+
+    def _together(self, task: Task[Any]) -> Callable[[Sequence[Any]], Iterator[Any]] | None:
+        """What carries out several tasks of this kind at once, if anything does."""
+        if isinstance(task, Visit):
+            return self._visit if task.message.work != 0 else None
+        return self._score if hasattr(task, "scoring") else None
+
+    def _score(self, tasks: Sequence[Scored[Any]]) -> Iterator[Any]:
+        scorings = [task.scoring(self.runner, self._record(task.client)) for task in tasks]
+        for task, (answer, after) in zip(tasks, self._evaluation.answers(scorings, self.size), strict=True):
+            if after is not None and task.client is not None:
+                self.store.put(task.client, after)
+            yield answer
+
+    def _record(self, client: str | None) -> ClientRecord:
+        return ClientRecord() if client is None else self.store.get(client)
 
     @property
     def size(self) -> int:
@@ -147,10 +176,7 @@ class VectorizedEngine(Engine):
         for member in members:
             fit = member.fit
             assert fit is not None
-            phase, module = fit.phase, fit.client.module
-            tensors = [
-                (name, value.shape, value.dtype) for part in named_tensors(module) for name, value in part.items()
-            ]
+            phase = fit.phase
             same = (
                 phase.name,
                 phase.train,
@@ -160,18 +186,21 @@ class VectorizedEngine(Engine):
                 phase.terms_of,
                 phase.repeats,
             )
-            plain = [(name, value) for name, value in vars(module).items() if type(value) in PLAIN]
-            groups.setdefault((type(module), tuple(tensors), tuple(plain), same), []).append(member)
+            architecture = None if fit.client.is_light else _architecture(fit.client.module)
+            groups.setdefault((same, architecture), []).append(member)
         return list(groups.values())
 
     # -- training ----------------------------------------------------------------------------------------------------
     def _train(self, members: Sequence[Member]) -> None:
         fits = [cast(Fit, member.fit) for member in members]
+        light = fits[0].client.is_light
         order: list[int] = []
         try:
-            trainees = self._trainees(fits)
+            lender = self.runner.build_around({}) if light else fits[0].client.module
+            trainees = self._trainees(fits, lender)
             order = sorted(range(len(fits)), key=lambda place: -trainees[place].expected)
-            stack = self._fit(fits[0], [trainees[place] for place in order])
+            stack = self._fit(fits[0].phase, lender, [trainees[place] for place in order], trainees[0].recipe)
+            stack.to_cpu()
         except Exception as error:  # of what they share: the module's optimizer, say
             for member, fit in zip(members, fits, strict=True):
                 self.runner.bind(fit.client)
@@ -183,30 +212,36 @@ class VectorizedEngine(Engine):
             if trainee.error is not None:
                 member.go_on(partial(member.visit.throw, trainee.error))
                 continue
-            stack.push(rows[place], fit.client.module)
+            if light:
+                fit.client.trained(stack.row(rows[place]))
+            else:
+                stack.push(rows[place], fit.client.module)
             fit.client.metrics |= trainee.metrics
             fit.client.record.lightning.setdefault(fit.phase.name, {}).update(precision={}, callbacks={})
             member.go_on(partial(member.visit.send, trainee))
 
-    def _trainees(self, fits: Sequence[Fit]) -> list[Trainee]:
+    def _trainees(self, fits: Sequence[Fit], lender: LightningModule) -> list[Trainee]:
+        """The clients' batches and optimizers; light clients have theirs made by the module that lends its code."""
         first, shared = fits[0], None
+        by_rows = self._plain_transfer(lender)
         trainees = []
         for fit in fits:
-            loader = self.runner.loader(fit.message, "train")
+            module = lender if fit.client.is_light else fit.client.module
+            loader = fit.loader if fit.loader is not None else self.runner.loader(fit.message, "train")
             self.runner.start_fit(fit, loader)
             batches = self._batches(loader)
             in_epochs = (fit.phase.unit or self.runner.settings.unit) == "epochs"
             epochs, steps = (fit.work, None) if in_epochs else (None, fit.work)
             clock = Clock(epochs, steps, batches)
-            recipe = shared or self._recipe(fit, clock)
+            recipe = shared or configure(module, self.runner.settings, fit.phase, fit.client.round, clock)
             if fit is first and not recipe.schedules and not clock.looked:
                 shared = recipe
             seed = partial(self._seed, fit)
-            source = resident(loader, batches, seed) if self._plain_transfer(fit.client.module) else None
+            source = resident(loader, batches, seed) if by_rows else None
             trainees.append(
                 Trainee(
                     fit.client,
-                    source or LoaderSource(loader, partial(self._convert, fit), seed),
+                    source or LoaderSource(loader, partial(self._convert, module), seed),
                     batches,
                     recipe,
                     max_epochs=epochs,
@@ -215,12 +250,15 @@ class VectorizedEngine(Engine):
             )
         return trainees
 
-    def _fit(self, first: Fit, trainees: Sequence[Trainee]) -> Stack:
-        """Train the clients; ``first`` is the one whose module lends its code (and its optimizer, if all share one)."""
-        runner, phase, module = self.runner, first.phase, first.client.module
+    def _fit(self, phase: Phase, module: LightningModule, trainees: Sequence[Trainee], recipe: Recipe) -> Stack:
+        """Train the clients; ``module`` lends its code, and ``recipe`` was made for it."""
+        runner = self.runner
         stack = Stack(module, len(trainees), self.device)
-        for row, trainee in enumerate(trainees):
-            stack.pull(row, trainee.client.module)
+        if trainees[0].client.is_light:
+            stack.fill([trainee.client.entries for trainee in trainees])
+        else:
+            for row, trainee in enumerate(trainees):
+                stack.pull(row, trainee.client.module)
         clip = runner.settings.trainer_arguments.get("gradient_clip_val")
         algorithm = runner.settings.trainer_arguments.get("gradient_clip_algorithm") or "norm"
         with only_training(module, phase.train), on_device(module, self.device):
@@ -231,6 +269,7 @@ class VectorizedEngine(Engine):
                 stack,
                 trainees,
                 step,
+                recipe.optimizer,
                 callbacks=runner.callbacks,
                 correctors=acting(runner.callbacks.correctors(), phase),
                 phase=phase.name,
@@ -239,9 +278,6 @@ class VectorizedEngine(Engine):
                 clip_algorithm=algorithm,
             ).run()
         return stack
-
-    def _recipe(self, fit: Fit, clock: Clock) -> Recipe:
-        return configure(fit.client.module, self.runner.settings, fit.phase, fit.client.round, clock)
 
     def _batches(self, loader: Any) -> int:
         """Batches in an epoch, as Lightning counts them under ``limit_train_batches``."""
@@ -254,8 +290,8 @@ class VectorizedEngine(Engine):
     def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
         return self.runner.settings.seed, fit.client.round, fit.client.id, address_of(fit.phase), epoch
 
-    def _convert(self, fit: Fit, batch: Any) -> Any:
-        return move_batch(fit.client.module, self.runner.scorer.precision.convert_input(batch))
+    def _convert(self, module: LightningModule, batch: Any) -> Any:
+        return move_batch(module, self.runner.scorer.precision.convert_input(batch))
 
     @staticmethod
     def _plain_transfer(module: LightningModule) -> bool:

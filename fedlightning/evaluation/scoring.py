@@ -132,6 +132,14 @@ def _apart(module: LightningModule) -> LightningModule:
         module.trainer = attached
 
 
+def loss_of(outputs: Any) -> Tensor | None:
+    """The loss in what an evaluation step returned: a single number, or an entry ``loss``; ``None`` if there is none."""
+    loss = outputs
+    if isinstance(outputs, dict):
+        loss = outputs.get("loss", next(iter(outputs.values())) if len(outputs) == 1 else None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
 class _LossOutputs(Callback):
     """Collects the loss that an evaluation step returns, for modules that log nothing."""
 
@@ -146,10 +154,8 @@ class _LossOutputs(Callback):
 
     def add(self, outputs: Any, batch: Any) -> None:
         """Note the output of a step."""
-        loss = outputs
-        if isinstance(outputs, dict):
-            loss = outputs.get("loss", next(iter(outputs.values())) if len(outputs) == 1 else None)
-        if isinstance(loss, Tensor) and loss.numel() == 1:
+        loss = loss_of(outputs)
+        if loss is not None:
             size = extract_batch_size(batch) or 1
             self.total += float(loss) * size
             self.count += size

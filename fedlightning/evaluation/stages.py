@@ -16,7 +16,8 @@ from lightning.pytorch import LightningModule
 from fedlightning.engines.base import Engine
 from fedlightning.engines.store import ClientStore
 from fedlightning.evaluation.results import Row
-from fedlightning.evaluation.tasks import EVERYBODY, Mark, ScoreClient, ScoreModel, Scores
+from fedlightning.evaluation.tasks import EVERYBODY, Mark, ScoreClient, ScoreModel
+from fedlightning.evaluation.wanted import Scores
 from fedlightning.hooks import Job
 from fedlightning.local import Evaluate
 from fedlightning.messages import Update

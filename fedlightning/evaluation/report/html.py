@@ -176,7 +176,7 @@ def swatch(style: Style) -> Markup:
 
 def breakable(name: str) -> Markup:
     """``name`` with places where a narrow column may break it: after signs, and before a capital within a word."""
-    parts = re.split(r"(?<=[_./+=,:])(?=\w)|(?<=[a-z\d])(?=[A-Z])", name)
+    parts = re.split(r"(?<=[_/+=,:])(?=\w)|(?<=\.)(?=[A-Za-z])|(?<=[a-z\d])(?=[A-Z])", name)
     return Markup("<wbr>").join(parts)
 
 

@@ -71,7 +71,9 @@ def overview(context: Context) -> Section | None:
     whiskers = (
         "Bars: 95\u00a0% interval over seeds; ticks: single seeds." if seeds > 1 else "One seed, so no intervals."
     )
-    table = context.table("overview", "All methods, best mean first", columns, rows, [_BOLD, *_not_asked(context), *_deployed(rows)])
+    table = context.table(
+        "overview", "All methods, best mean first", columns, rows, [_BOLD, *_not_asked(context), *_deployed(rows)]
+    )
     return context.section(
         "overview",
         "Overview",

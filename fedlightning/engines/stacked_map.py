@@ -1,0 +1,84 @@
+"""Into the map over clients, and out of it: what :func:`torch.func.vmap` does, without what it costs for a small step.
+
+A stacked step of a small model is mostly the calls around it. ``torch.func.vmap`` takes its arguments apart as trees, which
+is a third of them, and the public way for a function to leave a running ``vmap`` (``torch.autograd.Function.vmap``) takes
+another third. The two functions here use the few private parts of torch that both are made of, and nothing else in the
+package does. Where torch no longer has these parts, the first falls back on ``torch.func.vmap`` and the second declines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+_PARTS: Any = getattr(torch._C, "_functorch", None)
+_NAMES = (
+    *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim", "_unwrap_batched"),
+    *("get_interpreter_stack", "pop_dynamic_layer_stack", "push_dynamic_layer_stack", "is_batchedtensor"),
+    "TransformType",
+)
+complete = all(hasattr(_PARTS, name) for name in _NAMES)
+"""Whether torch has these parts."""
+
+
+def over_clients(function: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """``function`` of every client at once.
+
+    Args:
+        function: of one client's tensors; tensors: of all clients, ``(clients, ...)`` each.
+
+    Returns:
+        What it returned, ``(clients, ...)`` each.
+
+    Raises:
+        RuntimeError: it draws random numbers, looks at values, or does what else no map can.
+    """
+    if not complete:
+        return list(vmap(lambda *own: tuple(function(list(own))), randomness="error")(*tensors))
+    _load()
+    size = len(tensors[0])
+    level = _PARTS._vmap_increment_nesting(size, "error")
+    try:
+        found = function([_PARTS._add_batch_dim(tensor, 0, level) for tensor in tensors])
+        return [_PARTS._remove_batch_dim(tensor, level, size, 0) for tensor in found]
+    finally:
+        _PARTS._vmap_decrement_nesting()
+
+
+def on_stack(
+    function: Callable[..., Tensor | None], mapped: Sequence[Tensor], shared: Sequence[Tensor] = ()
+) -> Tensor | None:
+    """Step out of the running map, call ``function`` with stacked tensors, and step back in with its result.
+
+    Args:
+        function: takes ``mapped`` as stacks ``(clients, ...)`` and ``shared`` as they are; returns a stack or ``None``.
+        mapped: tensors that differ from client to client; shared: tensors that must not.
+
+    Returns:
+        A tensor of one client within the map; ``None`` where there is not exactly one map, where tensors are not mapped
+        as they should be, or where ``function`` returns ``None``.
+    """
+    layers = _PARTS.get_interpreter_stack() if complete else None
+    if layers is None or len(layers) != 1 or layers[0].key() != _PARTS.TransformType.Vmap:
+        return None
+    level = layers[0].level()
+    pairs = [_PARTS._unwrap_batched(tensor, level) for tensor in mapped]
+    if any(axis is None for _, axis in pairs) or any(_PARTS.is_batchedtensor(tensor) for tensor in shared):
+        return None
+    layer = _PARTS.pop_dynamic_layer_stack()
+    try:
+        result = function(*(tensor.movedim(axis, 0) if axis else tensor for tensor, axis in pairs), *shared)
+    finally:
+        _PARTS.push_dynamic_layer_stack(layer)
+    return None if result is None else _PARTS._add_batch_dim(result, 0, level)
+
+
+@cache
+def _load() -> None:
+    """``torch.func.vmap`` loads the decompositions of its operations when it is first used."""
+    vmap(torch.neg)(torch.zeros(1))
