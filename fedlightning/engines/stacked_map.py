@@ -19,7 +19,7 @@ from torch.func import vmap
 _PARTS: Any = getattr(torch._C, "_functorch", None)
 _NAMES = (
     *("_vmap_increment_nesting", "_vmap_decrement_nesting", "_add_batch_dim", "_remove_batch_dim", "_unwrap_batched"),
-    *("get_interpreter_stack", "pop_dynamic_layer_stack", "push_dynamic_layer_stack", "is_batchedtensor"),
+    *("peek_interpreter_stack", "pop_dynamic_layer_stack", "push_dynamic_layer_stack", "is_batchedtensor"),
     "TransformType",
 )
 complete = all(hasattr(_PARTS, name) for name in _NAMES)
@@ -63,11 +63,10 @@ def on_stack(
         A tensor of one client within the map; ``None`` where there is not exactly one map, where tensors are not mapped
         as they should be, or where ``function`` returns ``None``.
     """
-    layers = _PARTS.get_interpreter_stack() if complete else None
-    if layers is None or len(layers) != 1 or layers[0].key() != _PARTS.TransformType.Vmap:
+    layer = _PARTS.peek_interpreter_stack() if complete else None
+    if layer is None or layer.level() != 1 or layer.key() != _PARTS.TransformType.Vmap:
         return None
-    level = layers[0].level()
-    pairs = [_PARTS._unwrap_batched(tensor, level) for tensor in mapped]
+    pairs = [_PARTS._unwrap_batched(tensor, 1) for tensor in mapped]
     if any(axis is None for _, axis in pairs) or any(_PARTS.is_batchedtensor(tensor) for tensor in shared):
         return None
     layer = _PARTS.pop_dynamic_layer_stack()
@@ -75,7 +74,7 @@ def on_stack(
         result = function(*(tensor.movedim(axis, 0) if axis else tensor for tensor, axis in pairs), *shared)
     finally:
         _PARTS.push_dynamic_layer_stack(layer)
-    return None if result is None else _PARTS._add_batch_dim(result, 0, level)
+    return None if result is None else _PARTS._add_batch_dim(result, 0, 1)
 
 
 @cache

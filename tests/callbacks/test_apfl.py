@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fedlightning.callbacks import APFL, FedAvg, FedProx, Local
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import module_state
+from tests.callbacks.common import SIZES, batches
 from tests.helpers import (
     NetStyle,
     NormNet,
@@ -28,18 +29,11 @@ from tests.helpers import (
     toy_data,
 )
 
-SIZES = {"0": 24, "1": 40, "2": 16}
 MIXES = ["params", "logits"]
 
 
 def own(trainer, client="0"):
     return trainer.store.get(client).state["APFL"]
-
-
-def batches(data, client="0", round=0):
-    loader = data.client_dataloader(client, "train")
-    loader.sampler.start(seed=0, round=round)
-    return list(loader)
 
 
 class ByHand:
@@ -116,7 +110,7 @@ def test_rounds_by_hand(mix, options):
     alphas = []
     trainer, spy = spied(module, data, [apfl], max_rounds=3, **trainer_options)
     for number in range(3):
-        hand.round(batches(data, round=number))
+        hand.round(list(batches(data, "0", round=number)))
         alphas.append(spy.records[number]["0"].state["APFL"]["alpha"])
         assert alphas[-1] == pytest.approx(hand.alpha, rel=1e-5)
     close(own(trainer)["v"], module_state(hand.v))
@@ -144,7 +138,7 @@ def test_the_derivative_of_alpha_is_exact(mix):
     module, data, rate = Double(), toy_data({"0": 8}), 1e-3
     _, spy = spied(module, data, [APFL(alpha=0.3, alpha_lr=rate, mix=mix)], max_rounds=3, lr_decay=0.9)
     before, after = spy.records[1]["0"].state["APFL"], spy.records[2]["0"].state["APFL"]
-    ((x, y),) = batches(data, round=2)
+    ((x, y),) = batches(data, "0", round=2)
     w, a = spy.rounds[1], before["alpha"]
 
     def loss(share):
@@ -331,7 +325,7 @@ def test_buffers_of_the_deployed_model_are_those_that_training_v_moved():
     # by hand: one pass at vbar, whose running mean moves by momentum 0.1 a batch
     hand = ByHand(nn.Sequential(*module.net), adaptive=False)
     mean = torch.zeros(8)
-    for x, y in batches(data):
+    for x, y in batches(data, "0"):
         vbar = {n: 0.5 * v + 0.5 * dict(hand.w.named_parameters())[n] for n, v in hand.v.named_parameters()}
         mean = 0.9 * mean + 0.1 * F.linear(x, vbar["0.weight"], vbar["0.bias"]).mean(0)
         hand.round([(x, y)])

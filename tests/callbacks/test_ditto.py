@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from fedlightning.callbacks import Ditto, FedBN, FedPer, FedProx, Local
 from fedlightning.tensors import distance, module_state
+from tests.callbacks.common import MAKES, SIZES, A, B, absent_clients_rest, batches, cut_and_resumed, deployed, descend
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -18,25 +18,12 @@ from tests.helpers import (
     differs,
     federate,
     global_state,
-    make_trainer,
     mean_of,
     quadratic_data,
     same,
     spied,
     toy_data,
 )
-
-SIZES = {"0": 24, "1": 40, "2": 16}
-A = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0]]
-B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
-
-
-def v_of(trainer, client):
-    return module_state(trainer.module(client))
-
-
-MAKES = [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")]
-
 
 # -- (a) the server's trajectory -------------------------------------------------------------------------------------
 
@@ -62,7 +49,7 @@ def test_the_global_model_is_that_of_the_method_beside_it():
     with_prox, without = (
         federate(module, data, [*cb, Ditto(lam=0.5)], max_rounds=1, local_epochs=2) for cb in ([FedProx(2.0)], [])
     )
-    same(v_of(with_prox, "1"), v_of(without, "1"))
+    same(deployed(with_prox, "1"), deployed(without, "1"))
 
 
 def test_the_server_averages_global_models_never_personal_ones():
@@ -71,7 +58,7 @@ def test_the_server_averages_global_models_never_personal_ones():
     trainer, spy = spied(module, data, [Ditto(lam=0.1)], max_rounds=2, local_epochs=2)
     same(global_state(trainer), mean_of(spy.of_round(1), SIZES))
     for client, update in spy.of_round(1).items():
-        assert differs(update.state, v_of(trainer, client))
+        assert differs(update.state, deployed(trainer, client))
 
 
 # -- (b) lam = 0 -----------------------------------------------------------------------------------------------------
@@ -84,7 +71,7 @@ def test_without_strength_it_is_training_alone(make, how):
     options = {"max_rounds": 3, "local_epochs": 2, "optimizer_state": how}
     ours, local = (federate(module, data, [cb], **options) for cb in (Ditto(lam=0.0), Local()))
     for client in SIZES:
-        same(v_of(ours, client), v_of(local, client))
+        same(deployed(ours, client), deployed(local, client))
 
 
 # -- (c) the personal objective --------------------------------------------------------------------------------------
@@ -102,7 +89,7 @@ def test_quadratics_reach_the_proximal_point():
             first, second = (spy.records[number][client].state["Ditto"]["model"]["w"] for number in (0, 1))
             torch.testing.assert_close(first, (a * b + lam * 0.5) / (a + lam), atol=1e-6, rtol=0)
             torch.testing.assert_close(second, (a * b + lam * spy.rounds[0]["w"]) / (a + lam), atol=1e-6, rtol=0)
-            same(v_of(trainer, client), {"w": second})
+            same(deployed(trainer, client), {"w": second})
 
 
 def test_the_stronger_the_nearer():
@@ -110,7 +97,7 @@ def test_the_stronger_the_nearer():
     away = []
     for lam in (0.0, 0.5, 4.0):
         trainer, _ = spied(module, data, [Ditto(lam=lam)], max_rounds=1, local_epochs=4)
-        away.append(sum(distance(v_of(trainer, client), module_state(module)) for client in SIZES))
+        away.append(sum(distance(deployed(trainer, client), module_state(module)) for client in SIZES))
     assert away == sorted(away, reverse=True) and away[0] > 1.2 * away[-1]
 
 
@@ -121,17 +108,12 @@ def test_the_loss_form_by_hand(optimizer):
     trainer, spy = spied(module, data, [Ditto(lam=lam)], max_rounds=2, local_epochs=2)
     v = copy.deepcopy(module)
     for number, received in enumerate([module_state(module), spy.rounds[0]]):
-        optimizer_of_v = v.configure_optimizers()
-        loader = data.client_dataloader("1", "train")
-        loader.sampler.start(seed=0, round=number, epochs_per_round=2)
-        for epoch in range(2):
-            loader.sampler.set_epoch(epoch)
-            for x, y in loader:
-                pull = sum((p - received[name]).square().sum() for name, p in v.named_parameters())
-                optimizer_of_v.zero_grad()
-                (F.cross_entropy(v(x), y) + 0.5 * lam * pull).backward()
-                optimizer_of_v.step()
-    close(v_of(trainer, "1"), module_state(v), atol=3e-6)
+
+        def pull(received=received):
+            return 0.5 * lam * sum((p - received[name]).square().sum() for name, p in v.named_parameters())
+
+        descend(v, v.configure_optimizers(), batches(data, "1", round=number, epochs=2), pull)
+    close(deployed(trainer, "1"), module_state(v), atol=3e-6)
 
 
 # -- (d), (e), state ---------------------------------------------------------------------------------------------------
@@ -151,7 +133,7 @@ def test_no_personal_work_leaves_v_at_the_start():
     module, data = Toy("adam"), toy_data(SIZES)
     trainer = federate(module, data, [Ditto(work=0)], max_rounds=2)
     for client in SIZES:
-        same(v_of(trainer, client), module_state(module))
+        same(deployed(trainer, client), module_state(module))
     assert differs(global_state(trainer), module_state(module))
 
 
@@ -160,20 +142,16 @@ def test_personal_work_is_its_own():
     module, data = Toy("sgd"), toy_data(SIZES)
     ours = federate(module, data, [Ditto(lam=0.0, work=3)], max_rounds=1)
     local = federate(module, data, [Local()], max_rounds=1, local_epochs=3)
-    same(v_of(ours, "1"), v_of(local, "1"))
+    same(deployed(ours, "1"), deployed(local, "1"))
     same(global_state(ours), global_state(federate(module, data, max_rounds=1)))
 
 
 def test_absent_clients_rest_and_newcomers_deploy_the_global_model():
     trainer, spy = spied(Toy("adam"), toy_data(SIZES), [Ditto()], max_rounds=4, participation=1)
-    for number in range(1, 4):
-        for client in set(SIZES) - set(spy.of_round(number)):
-            assert (
-                spy.records[number][client] is spy.records[number - 1][client] or not spy.records[number][client].visits
-            )
+    absent_clients_rest(spy)
     for client in SIZES:
         if not trainer.store.get(client).visits:
-            same(v_of(trainer, client), global_state(trainer))
+            same(deployed(trainer, client), global_state(trainer))
 
 
 def test_v_has_running_statistics_of_its_own():
@@ -181,7 +159,7 @@ def test_v_has_running_statistics_of_its_own():
     trainer, spy = spied(module, data, [Ditto(lam=0.0)], max_rounds=1, local_epochs=2)
     other, other_spy = spied(module, data, [Ditto(lam=5.0)], max_rounds=1, local_epochs=2)
     for client in SIZES:
-        own, pulled = v_of(trainer, client), v_of(other, client)
+        own, pulled = deployed(trainer, client), deployed(other, client)
         assert int(own["net.1.num_batches_tracked"]) > 0
         assert differs({"m": own["net.1.running_mean"]}, {"m": pulled["net.1.running_mean"]})
         same(spy.of_round(0)[client].state, other_spy.of_round(0)[client].state)
@@ -202,15 +180,10 @@ def test_what_is_deployed_is_scored(tmp_path):
 @pytest.mark.parametrize("options", [{"optimizer_state": "keep"}, {"optimizer_state": "reset"}])
 def test_resumed_is_uninterrupted(tmp_path, options):
     module, data = NormNet("adam"), toy_data(SIZES)
-    whole = federate(module, data, [Ditto()], root=tmp_path / "a", max_rounds=3, **options)
-    cut = make_trainer(tmp_path / "b", [Ditto()], max_rounds=3, max_time={"seconds": 0}, **options)
-    cut.fit(module, datamodule=data)
-    assert cut.rounds_done == 1
-    again = make_trainer(tmp_path / "b", [Ditto()], max_rounds=3, **options)
-    again.fit(module, datamodule=data, resume="last")
+    whole, _, again = cut_and_resumed(tmp_path, module, data, lambda: [Ditto()], max_rounds=3, **options)
     same(global_state(again), global_state(whole))
     for client in SIZES:
-        same(v_of(again, client), v_of(whole, client))
+        same(deployed(again, client), deployed(whole, client))
 
 
 def test_a_personal_model_that_diverges_does_not_disturb_the_global_one():
@@ -219,7 +192,7 @@ def test_a_personal_model_that_diverges_does_not_disturb_the_global_one():
         trainer = federate(module, data, [Ditto(lam=1e12)], max_rounds=2, local_epochs=3)
     same(global_state(trainer), global_state(federate(module, data, max_rounds=2, local_epochs=3)))
     for client in SIZES:
-        assert all(value.isfinite().all() for value in v_of(trainer, client).values())
+        assert all(value.isfinite().all() for value in deployed(trainer, client).values())
 
 
 @pytest.mark.parametrize("other", [FedPer(personal=["net.3"]), FedBN()])
@@ -231,7 +204,7 @@ def test_beside_partial_sharing_only_what_travels_pulls(other):
 
 def test_other_precision():
     trainer = federate(NormNet("adam"), toy_data(SIZES), [Ditto()], max_rounds=2, precision="bf16-mixed")
-    assert all(value.dtype != torch.bfloat16 for value in v_of(trainer, "0").values())
+    assert all(value.dtype != torch.bfloat16 for value in deployed(trainer, "0").values())
 
 
 def test_wrong_use():

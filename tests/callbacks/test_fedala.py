@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from fedlightning.callbacks import FedALA, FedAvg, FedPer, FedProx
 from fedlightning.hooks import Job
 from fedlightning.tensors import module_state, select
+from tests.callbacks.common import HEAD, MAKES, SIZES, deployed
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -23,43 +24,36 @@ from tests.helpers import (
     toy_data,
 )
 
-NAMES = ("0", "1", "2")
-HEAD = {"net.3.weight", "net.3.bias"}
-
-
-def l1(trainer, client):
-    return module_state(trainer.module(client))
-
 
 def without_head(state):
     return {name: value for name, value in state.items() if name not in HEAD}
 
 
-@pytest.mark.parametrize("make", [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")])
+@pytest.mark.parametrize("make", MAKES)
 def test_weights_that_stay_at_one_are_fedavg(make):
     module, data = make(), toy_data()
     plain = federate(module, data, [FedAvg()], max_rounds=3)
     ours = federate(module, data, [FedALA(weight_lr=0.0)], max_rounds=3)
     same(global_state(ours), global_state(plain))
-    for client in NAMES:
-        same(l1(ours, client), global_state(plain))
+    for client in SIZES:
+        same(deployed(ours, client), global_state(plain))
 
 
 def test_weights_that_stay_at_zero_keep_the_own_head():
     module, data = NormNet("adam"), toy_data()
     ours, spy = spied(module, data, [FedALA(weight_lr=0.0, start=0.0)], max_rounds=3)
     fedper = federate(module, data, [FedPer(personal=sorted(HEAD))], max_rounds=3)
-    for client in NAMES:
-        same(select(l1(ours, client), HEAD), select(spy.of_round(2)[client].state, HEAD))
-        same(l1(ours, client), l1(fedper, client))
+    for client in SIZES:
+        same(select(deployed(ours, client), HEAD), select(spy.of_round(2)[client].state, HEAD))
+        same(deployed(ours, client), deployed(fedper, client))
 
 
 @pytest.mark.parametrize("make", [lambda: Toy("sgd"), lambda: NormNet("sgd")])
 def test_lower_layers_and_buffers_are_the_servers_and_weights_stay_in_range(make):
     trainer, spy = spied(make(), toy_data(), [FedALA(weight_lr=20.0)], max_rounds=3)
     moved = 0
-    for client in NAMES:
-        state = l1(trainer, client)
+    for client in SIZES:
+        state = deployed(trainer, client)
         same(without_head(state), without_head(global_state(trainer)))
         moved += differs(select(state, HEAD), select(global_state(trainer), HEAD))
         weights = spy.records[-1][client].state["FedALA"]["W"]
@@ -77,7 +71,7 @@ def test_the_first_round_changes_nothing():
     plain = federate(module, toy_data(), [FedAvg()], max_rounds=1)
     trainer, spy = spied(module, toy_data(), [FedALA()], max_rounds=1)
     same(global_state(trainer), global_state(plain))
-    for client in NAMES:
+    for client in SIZES:
         assert set(spy.records[0][client].state["FedALA"]) == {"th"}
 
 
@@ -88,7 +82,7 @@ def test_one_step_by_hand():
     module = Toy("momentum")
     _trainer, spy = spied(module, data, [callback], max_rounds=2)
     theta = spy.rounds[0]
-    for client in NAMES:
+    for client in SIZES:
         th = spy.of_round(0)[client].state
         model = Toy()
         model.load_state_dict(theta)
@@ -153,7 +147,7 @@ def test_the_first_time_is_limited():
     data = toy_data(batch_size=64)
     for limit in (4, 50):
         _trainer, spy = spied(Toy("sgd"), data, [Counting(max_passes=limit)], max_rounds=3)
-        used = [{c: r[c].state["Counting"]["probes"] for c in NAMES} for r in spy.records]
+        used = [{c: r[c].state["Counting"]["probes"] for c in SIZES} for r in spy.records]
         assert set(used[0].values()) == {0}
         assert set(used[1].values()) == {min(limit, 11)}
         assert set(used[2].values()) == {1}
@@ -177,15 +171,15 @@ def test_absent_clients_keep_their_head_and_weights():
     trainer, spy = spied(Toy("sgd"), toy_data(), [FedALA()], max_rounds=5, participation=1)
     returned = 0
     for number in range(1, 5):
-        for client in NAMES:
+        for client in SIZES:
             if client not in spy.of_round(number):
                 assert spy.records[number][client].state == spy.records[number - 1][client].state
             else:
                 returned += "W" in spy.records[number][client].state["FedALA"]
     assert returned
-    for client in NAMES:
+    for client in SIZES:
         record = trainer.store.get(client)
-        same(l1(trainer, client), l1(trainer, client))
+        same(deployed(trainer, client), deployed(trainer, client))
         assert trainer.store.get(client) is record
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fedlightning.callbacks import FedAvg, FedBABU, FedBN, GlobalCheckpoint, LocalAdaptation
-from fedlightning.seeding import address
 from fedlightning.tensors import module_state, select
+from tests.callbacks.common import HEAD, MAKES, SIZES, AdamWDecay, batches, deployed, descend
 from tests.helpers import (
     NormNet,
     Toy,
@@ -25,16 +25,6 @@ from tests.helpers import (
     toy_data,
 )
 
-SIZES = {"0": 24, "1": 40, "2": 16}
-HEAD = {"net.3.weight", "net.3.bias"}
-
-
-class Decay(NormNet):
-    """Momentum and weight decay, which move whatever has a gradient or once had one."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 0.02, weight_decay=0.5)
-
 
 class NormHead(Toy):
     """A head with statistics and without parameters for them."""
@@ -47,7 +37,7 @@ class NormHead(Toy):
 @pytest.mark.parametrize("how", ["reset", "keep"])
 def test_the_head_stays_at_the_common_start(how):
     """(u, v^0) on all clients at all rounds, sampled or not, bit for bit."""
-    module, data = Decay(), toy_data(SIZES)
+    module, data = AdamWDecay(), toy_data(SIZES)
     callbacks = [FedBABU(epochs=0)]
     options = {"max_rounds": 4, "participation": 2, "local_epochs": 2, "optimizer_state": how}
     trainer, spy = spied(module, data, callbacks, **options)
@@ -57,7 +47,7 @@ def test_the_head_stays_at_the_common_start(how):
             if record.visits:
                 same(select(record.personal, HEAD), start)
     for client in SIZES:
-        same(select(module_state(trainer.module(client)), HEAD), start)
+        same(select(deployed(trainer, client), HEAD), start)
     same(select(global_state(trainer), HEAD), start)
     body = {"net.0.weight", "net.1.weight", "net.1.running_mean"}
     for name in body:
@@ -74,7 +64,7 @@ def test_statistics_of_the_head_stay_and_those_of_the_body_move():
         assert differs(select(spy.rounds[-1], {name}), select(module_state(module), {name}))
 
 
-@pytest.mark.parametrize("make", [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")])
+@pytest.mark.parametrize("make", MAKES)
 def test_without_a_head_it_is_fedavg(make):
     module, data = make(), toy_data(SIZES)
     ours = federate(module, data, [FedBABU(head=[], epochs=0)], max_rounds=3, local_epochs=2)
@@ -83,9 +73,9 @@ def test_without_a_head_it_is_fedavg(make):
 
 
 def test_no_fine_tuning_deploys_the_global_model():
-    trainer = federate(Decay(), toy_data(SIZES), [FedBABU(epochs=0)], max_rounds=2)
+    trainer = federate(AdamWDecay(), toy_data(SIZES), [FedBABU(epochs=0)], max_rounds=2)
     for client in SIZES:
-        same(module_state(trainer.module(client)), module_state(trainer.module()))
+        same(deployed(trainer, client), module_state(trainer.module()))
 
 
 def test_a_visit_by_hand():
@@ -96,14 +86,7 @@ def test_a_visit_by_hand():
         model = copy.deepcopy(module)
         model.net[3].requires_grad_(False)
         optimizer = torch.optim.SGD(model.net[0].parameters(), 0.1, momentum=0.9)
-        loader = data.client_dataloader(client, "train")
-        loader.sampler.start(seed=0, round=0, epochs_per_round=2)
-        for epoch in range(2):
-            loader.sampler.set_epoch(epoch)
-            for x, y in loader:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
+        descend(model, optimizer, batches(data, client, epochs=2))
         close(update.state, select(module_state(model), update.state))
     same(select(global_state(trainer), update.state), mean_of(spy.of_round(0), dict.fromkeys(SIZES, 1)))
 
@@ -125,23 +108,16 @@ def test_fine_tuning_by_hand():
     model = copy.deepcopy(module)
     model.load_state_dict(global_state(plain))
     optimizer = torch.optim.SGD(model.parameters(), 0.1 * 0.01, momentum=0.9)
-    loader = data.client_dataloader("1", "train")
-    loader.sampler.start(seed=address(0, "phase-adapt"), round=2, epochs_per_round=2**31)
-    for epoch in range(3):
-        loader.sampler.set_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    close(module_state(trainer.module("1")), module_state(model))
+    descend(model, optimizer, batches(data, "1", round=2, epochs=3, phase="adapt"))
+    close(deployed(trainer, "1"), module_state(model))
 
 
 @pytest.mark.parametrize("part", ["all", "head", "body"])
 def test_what_is_fine_tuned(part):
-    trainer = federate(Decay(), toy_data(SIZES), [FedBABU(epochs=2, part=part)], max_rounds=2)
+    trainer = federate(AdamWDecay(), toy_data(SIZES), [FedBABU(epochs=2, part=part)], max_rounds=2)
     parts = {"head": HEAD, "body": set(global_state(trainer)) - HEAD}
     for name, names in parts.items():
-        own, start = (select(module_state(trainer.module(client)), names) for client in ("0", None))
+        own, start = (select(deployed(trainer, client), names) for client in ("0", None))
         if part in ("all", name):
             assert differs(own, start)
         else:
@@ -156,7 +132,7 @@ def test_the_global_model_can_be_selected(tmp_path):
     best = trainer.server.checkpoints["GlobalCheckpoint"]
     assert best["round"] < 5
     for client in SIZES:
-        same(module_state(trainer.module(client)), best["model"])
+        same(deployed(trainer, client), best["model"])
 
 
 def test_there_is_no_global_model_where_others_keep_parts_of_the_body():
@@ -171,8 +147,8 @@ def test_restored(tmp_path):
     again = make_trainer(tmp_path, [FedBABU(epochs=1)], max_rounds=2)
     again.restore(module, data, trainer.run.path)
     for client in SIZES:
-        assert differs(module_state(again.module(client)), global_state(again))
-        same(module_state(again.module(client)), module_state(trainer.module(client)))
+        assert differs(deployed(again, client), global_state(again))
+        same(deployed(again, client), deployed(trainer, client))
 
 
 @pytest.mark.parametrize(

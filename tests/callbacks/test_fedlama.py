@@ -12,6 +12,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import FedAvg, FedLAMA, FedPer, FedProx, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.callbacks.fedlama import less_critical
 from fedlightning.tensors import module_state
+from tests.callbacks.common import MAKES, SIZES, A, B, deployed
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -28,10 +29,6 @@ from tests.helpers import (
     toy_data,
 )
 
-SIZES = {"0": 24, "1": 40, "2": 16}
-A = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0]]
-B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
-
 
 class Three(Toy):
     """Three layers of different sizes: net.0, net.2 and net.4."""
@@ -46,13 +43,13 @@ LAYERS = {f"net.{i}": [f"net.{i}.weight", f"net.{i}.bias"] for i in (0, 2, 4)}
 
 
 def l1(trainer):
-    return [module_state(trainer.module(client)) for client in trainer.server.clients]
+    return [deployed(trainer, client) for client in trainer.server.clients]
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")])
+@pytest.mark.parametrize("make", MAKES)
 def test_with_factor_one_it_is_fedavg(make):
     module, data = make(), toy_data()
     same(*(global_state(federate(module, data, [cb], max_rounds=3)) for cb in (FedAvg(), FedLAMA(phi=1))))

@@ -74,12 +74,13 @@ def test_without_strength_it_is_local_training(make, proto_pass):
         same(ours[client], alone[client])
 
 
-def by_hand(module, data, lam, rounds):
-    """One full-batch SGD step per round and client; uniform means of the owners' prototypes."""
+def by_hand(module, data, lam, visits):
+    """One full-batch SGD step per visit (``visits``: a round's clients); uniform means of the owners' prototypes."""
     own, known = {client: copy.deepcopy(module) for client in data.tensors}, {}
-    for _ in range(rounds):
+    for clients in visits:
         reported = {}
-        for client, model in own.items():
+        for client in clients:
+            model = own[client]
             x, y = data.tensors[client]["train"]
             z = model.net[:-1](x)
             target = torch.stack([known.get(int(j), z[i].detach()) for i, j in enumerate(y)])
@@ -98,13 +99,31 @@ def by_hand(module, data, lam, rounds):
 def test_training_and_prototypes_are_what_the_formulas_say():
     module, data = Toy("sgd", lr=0.2), class_data(OWNED, batch_size=64)
     trainer = federate(module, data, [FedProto(lam=5.0)], max_rounds=4)
-    wanted, known = by_hand(module, data, 5.0, 4)
+    wanted, known = by_hand(module, data, 5.0, [list(OWNED)] * 4)
     for client, state in models(trainer).items():
         close(state, wanted[client], atol=2e-6)
     found = prototypes(trainer)
     assert list(found) == [0, 1, 2]
     for j, c in known.items():
         torch.testing.assert_close(found[j], c, atol=2e-6, rtol=1e-5)
+
+
+def test_samples_of_a_class_without_a_prototype_are_not_pulled():
+    """One client a round: those who come later own classes that nobody has reported yet, beside one that is known."""
+    owned = {"0": [0, 1], "1": [1, 2], "2": [0, 2]}
+    module, data = Toy("sgd", lr=0.2), class_data(owned, batch_size=64)
+    trainer, spy = spied(module, data, [FedProto(lam=5.0)], max_rounds=4, participation=1)
+    visits = [list(spy.of_round(number)) for number in range(4)]
+    reported = [set().union(*(owned[client] for (client,) in visits[:number])) for number in range(4)]
+    assert any(
+        set(owned[client]) - known and set(owned[client]) & known
+        for (client,), known in zip(visits, reported, strict=True)
+    )
+    wanted, known = by_hand(module, data, 5.0, visits)
+    for client in {client for clients in visits for client in clients}:
+        close(module_state(trainer.module(client)), wanted[client], atol=2e-6)
+    for j, c in known.items():
+        torch.testing.assert_close(prototypes(trainer)[j], c, atol=2e-6, rtol=1e-5)
 
 
 def test_the_first_round_has_no_term_and_later_ones_have():

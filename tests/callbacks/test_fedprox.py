@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import FedPer, FedProx
 from fedlightning.tensors import distance, module_state
+from tests.callbacks.common import MAKES, batches, descend
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -28,7 +29,7 @@ A = [[1.0, 2.0, 0.8], [1.5, 0.8, 1.0]]
 B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
 
 
-@pytest.mark.parametrize("make", [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")])
+@pytest.mark.parametrize("make", MAKES)
 def test_without_strength_it_is_fedavg(make):
     module, data = make(), toy_data()
     same(*(global_state(federate(module, data, cb, max_rounds=2, local_epochs=2)) for cb in ([], [FedProx(mu=0.0)])))
@@ -52,16 +53,11 @@ def by_hand(module, data, client, mu, rounds_state, number, epochs=2):
     model = copy.deepcopy(module)
     model.load_state_dict(rounds_state)
     anchor = [parameter.detach().clone() for parameter in model.parameters()]
-    optimizer = model.configure_optimizers()
-    loader = data.client_dataloader(client, "train")
-    loader.sampler.start(seed=0, round=number, epochs_per_round=epochs)
-    for epoch in range(epochs):
-        loader.sampler.set_epoch(epoch)
-        for x, y in loader:
-            penalty = sum((p - a).square().sum() for p, a in zip(model.parameters(), anchor, strict=True))
-            optimizer.zero_grad()
-            (F.cross_entropy(model(x), y) + 0.5 * mu * penalty).backward()
-            optimizer.step()
+
+    def penalty():
+        return 0.5 * mu * sum((p - a).square().sum() for p, a in zip(model.parameters(), anchor, strict=True))
+
+    descend(model, model.configure_optimizers(), batches(data, client, round=number, epochs=epochs), penalty)
     return module_state(model)
 
 

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from fedlightning.callbacks import FedAvg, FedPer, FedProx, FedRep
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import clone, module_state, select
+from tests.callbacks.common import HEAD, MAKES, SIZES, MomentumDecay, absent_clients_rest, batches, deployed, descend
 from tests.helpers import (
     NormNet,
     Toy,
@@ -25,18 +25,9 @@ from tests.helpers import (
     toy_data,
 )
 
-SIZES = {"0": 24, "1": 40, "2": 16}
-HEAD = {"net.3.weight", "net.3.bias"}
 BODY = {"net.0.weight", "net.0.bias"}
 NORM = {f"net.1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
 QUICK = {"head_epochs": 2, "final_head": False}
-
-
-class Decay(NormNet):
-    """Everything that moves a frozen parameter by a stale gradient: momentum and weight decay."""
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
 
 
 class Watch(FederatedCallback):
@@ -62,13 +53,13 @@ def test_one_part_moves_at_a_time(how):
     """After phase 1 the body is what was received, bit for bit, statistics too; after phase 2 the head is phase 1's."""
     watch = Watch()
     _, spy = spied(
-        Decay(), toy_data(SIZES), [watch, FedRep(**QUICK)], max_rounds=2, local_epochs=2, optimizer_state=how
+        MomentumDecay(), toy_data(SIZES), [watch, FedRep(**QUICK)], max_rounds=2, local_epochs=2, optimizer_state=how
     )
     for number in (0, 1):
         for client in SIZES:
             (one, start, middle), (two, start_two, end) = watch.of(client, number)
             assert (one, two) == ("head", "fit")
-            received = spy.rounds[number - 1] if number else module_state(Decay())
+            received = spy.rounds[number - 1] if number else module_state(MomentumDecay())
             same(select(middle, BODY | NORM), select(start, BODY | NORM))
             if number:
                 same(select(start, BODY | NORM), select(received, BODY | NORM))
@@ -81,21 +72,12 @@ def test_one_part_moves_at_a_time(how):
                 assert differs(select(middle, {name}), select(end, {name})), name
 
 
-def train(model, data, client, names, epochs, number=0, purpose=None):
-    """Plain torch on the named parameters only, in the federation's batch order."""
-    from fedlightning.seeding import address
-
+def train(model, over, names):
+    """Plain torch on the named parameters only."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9)
-    loader = data.client_dataloader(client, "train")
-    loader.sampler.start(seed=address(0, purpose) if purpose else 0, round=number, epochs_per_round=2**31)
-    for epoch in range(epochs):
-        loader.sampler.set_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+    descend(model, optimizer, over)
 
 
 def test_a_visit_by_hand():
@@ -104,10 +86,10 @@ def test_a_visit_by_hand():
     trainer, spy = spied(module, data, [FedRep(head_epochs=3, final_head=False)], max_rounds=1, local_epochs=2)
     for client, update in spy.of_round(0).items():
         model = copy.deepcopy(module)
-        train(model, data, client, head, 3, purpose="phase-head")
-        train(model, data, client, body, 2)
+        train(model, batches(data, client, epochs=3, phase="head"), head)
+        train(model, batches(data, client, epochs=2), body)
         close(update.state, select(module_state(model), body))
-        close(select(module_state(trainer.module(client)), head), select(module_state(model), head))
+        close(select(deployed(trainer, client), head), select(module_state(model), head))
         assert update.steps == 2 * len(data.client_dataloader(client, "train"))  # of the body: what travels
     same(select(global_state(trainer), body), mean_of(spy.of_round(0), dict.fromkeys(SIZES, 1)))
 
@@ -127,11 +109,11 @@ def test_the_bodys_update_is_fedavg_with_the_head_fixed():
     reference = federate(frozen, data, [FedAvg(weighting="uniform")], max_rounds=3)
     same(select(global_state(trainer), BODY), select(global_state(reference), BODY))
     for client in SIZES:
-        same(select(module_state(trainer.module(client)), HEAD), select(module_state(module), HEAD))
+        same(select(deployed(trainer, client), HEAD), select(module_state(module), HEAD))
     assert not any(update.tag for update in spy.updates)
 
 
-@pytest.mark.parametrize("make", [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")])
+@pytest.mark.parametrize("make", MAKES)
 def test_without_a_head_it_is_fedavg(make):
     module, data = make(), toy_data(SIZES)
     ours = federate(module, data, [FedRep(personal=[])], max_rounds=2)
@@ -142,7 +124,7 @@ def test_without_body_epochs_nothing_shared_moves():
     module, data = NormNet("adam"), toy_data(SIZES)
     trainer = federate(module, data, [FedRep(head_epochs=2, body_epochs=0)], max_rounds=2)
     same(global_state(trainer), module_state(module))
-    assert differs(select(module_state(trainer.module("0")), HEAD), select(module_state(module), HEAD))
+    assert differs(select(deployed(trainer, "0"), HEAD), select(module_state(module), HEAD))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +165,7 @@ def test_after_the_last_round_every_client_trains_its_head_again():
     visited = {update.client for update in spy.updates}
     assert visited != set(SIZES)
     for client in SIZES:
-        tuned, before = module_state(ours.module(client)), module_state(plain.module(client))
+        tuned, before = deployed(ours, client), deployed(plain, client)
         same(select(tuned, BODY | NORM), select(global_state(ours), BODY | NORM))
         assert differs(select(tuned, HEAD), select(before, HEAD))
 
@@ -194,15 +176,12 @@ def test_heads_of_the_end_survive_restoring(tmp_path):
     again = make_trainer(tmp_path, [FedRep(head_epochs=2)], max_rounds=2)
     again.restore(module, data, trainer.run.path)
     for client in SIZES:
-        same(module_state(again.module(client)), module_state(trainer.module(client)))
+        same(deployed(again, client), deployed(trainer, client))
 
 
 def test_absent_clients_keep_their_heads():
     _, spy = spied(Toy("adam"), toy_data(SIZES), [FedRep(**QUICK)], max_rounds=3, participation=1)
-    for number in (1, 2):
-        for client in set(SIZES) - set(spy.of_round(number)):
-            before, after = (spy.records[n][client] for n in (number - 1, number))
-            assert after is before or not after.visits
+    absent_clients_rest(spy)
 
 
 def test_corrections_act_on_the_body_only():
@@ -214,7 +193,7 @@ def test_corrections_act_on_the_body_only():
     start = module_state(module)
     moved = [(spy.of_round(0)["1"].state["net.0.weight"] - start["net.0.weight"]).norm() for _, spy in (free, held)]
     assert moved[1] < 0.7 * moved[0]
-    same(*(select(module_state(trainer.module("1")), HEAD) for trainer, _ in (free, held)))
+    same(*(select(deployed(trainer, "1"), HEAD) for trainer, _ in (free, held)))
 
 
 def test_it_is_not_fedper():

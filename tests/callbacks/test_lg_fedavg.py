@@ -6,20 +6,19 @@ import pytest
 
 from fedlightning.callbacks import FedAvg, FedPer, FedProx, LGFedAvg, Local
 from fedlightning.tensors import module_state, select
+from tests.callbacks.common import SIZES, absent_clients_rest, cut_and_resumed
 from tests.helpers import (
     NormNet,
     Toy,
     differs,
     federate,
     global_state,
-    make_trainer,
     mean_of,
     same,
     spied,
     toy_data,
 )
 
-SIZES = {"0": 24, "1": 40, "2": 16}
 HEAD = {"net.3.weight", "net.3.bias"}
 NORM = {f"net.1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
 ENCODER = {"net.0.weight", "net.0.bias"} | NORM
@@ -66,19 +65,12 @@ def test_nothing_shared_is_training_alone_and_nothing_local_is_fedavg():
 
 def test_absent_clients_keep_their_encoders():
     _, spy = spied(Toy("adam"), toy_data(SIZES), [LGFedAvg(num_layers=1)], max_rounds=3, participation=1)
-    for number in (1, 2):
-        for client in set(SIZES) - set(spy.of_round(number)):
-            before, after = (spy.records[n][client] for n in (number - 1, number))
-            assert after is before or not after.visits
+    absent_clients_rest(spy)
 
 
 def test_resumed_is_uninterrupted(tmp_path):
     module, data = NormNet("adam"), toy_data(SIZES)
-    whole = federate(module, data, [LGFedAvg(num_layers=1)], root=tmp_path / "a", max_rounds=3)
-    cut = make_trainer(tmp_path / "b", [LGFedAvg(num_layers=1)], max_rounds=3, max_time={"seconds": 0})
-    cut.fit(module, datamodule=data)
-    again = make_trainer(tmp_path / "b", [LGFedAvg(num_layers=1)], max_rounds=3)
-    again.fit(module, datamodule=data, resume="last")
+    whole, _, again = cut_and_resumed(tmp_path, module, data, lambda: [LGFedAvg(num_layers=1)], max_rounds=3)
     for client in SIZES:
         same(module_state(again.module(client)), module_state(whole.module(client)))
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
-from torch import nn
 
 from fedlightning.callbacks import FLIU, FedProx, GlobalCheckpoint, LocalAdaptation
 from fedlightning.hooks import FederatedCallback
-from fedlightning.seeding import address
 from fedlightning.tensors import module_state, select
+from tests.callbacks.common import HEAD, MAKES, SIZES, MomentumDecay, batches, cut_and_resumed, deployed, descend
 from tests.helpers import (
     NormNet,
     Toy,
@@ -25,14 +23,6 @@ from tests.helpers import (
     toy_data,
 )
 
-SIZES = {"0": 24, "1": 40, "2": 16}
-HEAD = {"net.3.weight", "net.3.bias"}
-MAKES = [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")]
-
-
-def adapted(trainer, client):
-    return module_state(trainer.module(client))
-
 
 @pytest.mark.parametrize("make", MAKES)
 def test_the_global_model_is_unchanged_by_adaptation(make):
@@ -44,7 +34,7 @@ def test_the_global_model_is_unchanged_by_adaptation(make):
     same(global_state(trainer), global_state(plain))
     same(module_state(trainer.module()), global_state(plain))
     for client in SIZES:
-        assert differs(adapted(trainer, client), global_state(trainer))
+        assert differs(deployed(trainer, client), global_state(trainer))
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -52,7 +42,7 @@ def test_no_epochs_deploy_the_global_model(make):
     module, data = make(), toy_data(SIZES)
     trainer = federate(module, data, [LocalAdaptation(epochs=0)], max_rounds=2)
     for client in SIZES:
-        same(adapted(trainer, client), global_state(trainer))
+        same(deployed(trainer, client), global_state(trainer))
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -63,16 +53,8 @@ def test_adaptation_by_hand(optimizer):
         trainer = federate(module, data, [LocalAdaptation(epochs=3)], max_rounds=2, optimizer_state=how)
         model = copy.deepcopy(module)
         model.load_state_dict(global_state(trainer))
-        model_optimizer = model.configure_optimizers()
-        loader = data.client_dataloader("1", "train")
-        loader.sampler.start(seed=address(0, "phase-adapt"), round=2, epochs_per_round=2**31)
-        for epoch in range(3):
-            loader.sampler.set_epoch(epoch)
-            for x, y in loader:
-                model_optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                model_optimizer.step()
-        close(adapted(trainer, "1"), module_state(model))
+        descend(model, model.configure_optimizers(), batches(data, "1", round=2, epochs=3, phase="adapt"))
+        close(deployed(trainer, "1"), module_state(model))
 
 
 @pytest.mark.parametrize("how", ["reset", "keep"])
@@ -94,18 +76,13 @@ def test_the_learning_rate_of_adaptation(how):
 @pytest.mark.parametrize("part", ["head", "body"])
 def test_the_other_part_is_frozen(part):
     """FB: the base is what the global model's is, bit for bit, with its running statistics; likewise the head."""
-
-    class Decay(NormNet):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-
-    trainer = federate(Decay(), toy_data(SIZES), [LocalAdaptation(epochs=2, part=part)], max_rounds=2)
+    trainer = federate(MomentumDecay(), toy_data(SIZES), [LocalAdaptation(epochs=2, part=part)], max_rounds=2)
     body = set(global_state(trainer)) - HEAD
     moving, fixed = (HEAD, body) if part == "head" else (body, HEAD)
     for client in SIZES:
-        same(select(adapted(trainer, client), fixed), select(global_state(trainer), fixed))
+        same(select(deployed(trainer, client), fixed), select(global_state(trainer), fixed))
         for name in moving:
-            assert differs(select(adapted(trainer, client), {name}), select(global_state(trainer), {name})), name
+            assert differs(select(deployed(trainer, client), {name}), select(global_state(trainer), {name})), name
 
 
 def test_the_head_can_be_named():
@@ -114,7 +91,7 @@ def test_the_head_can_be_named():
         federate(module, data, [LocalAdaptation(part="head", **how)], max_rounds=1)
         for how in ({"head": ["net.3"]}, {"num_layers": 1})
     )
-    same(adapted(named, "1"), adapted(last, "1"))
+    same(deployed(named, "1"), deployed(last, "1"))
 
 
 def test_it_does_not_depend_on_other_clients():
@@ -129,14 +106,14 @@ def test_it_does_not_depend_on_other_clients():
             return old
 
     both = [federate(module, d, [Still(), LocalAdaptation()], max_rounds=1) for d in (data, few)]
-    same(adapted(both[0], "1"), adapted(both[1], "1"))
+    same(deployed(both[0], "1"), deployed(both[1], "1"))
 
 
 def test_clients_never_sampled_adapt_too():
     trainer, spy = spied(Toy("adam"), toy_data(SIZES), [LocalAdaptation()], max_rounds=1, participation=1)
     assert len(spy.updates) == 1
     for client in SIZES:
-        assert differs(adapted(trainer, client), global_state(trainer))
+        assert differs(deployed(trainer, client), global_state(trainer))
 
 
 def test_it_starts_from_the_selected_global_model(tmp_path):
@@ -147,7 +124,7 @@ def test_it_starts_from_the_selected_global_model(tmp_path):
     best = trainer.server.checkpoints["GlobalCheckpoint"]
     assert best["round"] < 5
     for client in SIZES:
-        same(adapted(trainer, client), best["model"])
+        same(deployed(trainer, client), best["model"])
     same(global_state(trainer), module_state(trainer.module()))
     assert differs(global_state(trainer), best["model"])
 
@@ -162,10 +139,10 @@ def test_validation_never_gets_worse(tmp_path, factor):
     refused = 0
     for client in SIZES:
         assert scores["L1", client, 3] <= scores["G", client, 2] + 1e-7
-        unchanged = not differs(adapted(kept, client), global_state(kept))
+        unchanged = not differs(deployed(kept, client), global_state(kept))
         refused += unchanged
         if not unchanged:
-            same(adapted(kept, client), adapted(free, client))
+            same(deployed(kept, client), deployed(free, client))
     assert refused > 0 if factor > 1 else refused < 3
 
 
@@ -182,7 +159,7 @@ def test_what_to_monitor():
             model.load_state_dict(state)
             return (model(x).argmax(-1) == y).float().mean()
 
-        assert accuracy(adapted(trainer, client)) >= accuracy(global_state(trainer))
+        assert accuracy(deployed(trainer, client)) >= accuracy(global_state(trainer))
     with pytest.warns(UserWarning, match="LocalAdaptation monitors 'f1', but validation gives"):
         federate(module, data, [LocalAdaptation(keep_if_better=True, monitor="f1")], max_rounds=1)
 
@@ -190,7 +167,7 @@ def test_what_to_monitor():
 def test_a_copy_that_diverges_is_not_deployed():
     with pytest.warns(UserWarning, match="own model of client '0' holds NaN.*LocalAdaptation"):
         trainer = federate(Toy("sgd"), toy_data(SIZES), [LocalAdaptation(epochs=40, lr_factor=1e30)], max_rounds=1)
-    same(adapted(trainer, "0"), global_state(trainer))
+    same(deployed(trainer, "0"), global_state(trainer))
 
 
 def test_corrections_do_not_act():
@@ -198,7 +175,7 @@ def test_corrections_do_not_act():
     module, data = Toy("sgd"), toy_data(SIZES)
     same(
         *(
-            adapted(federate(module, data, [*cb, LocalAdaptation(epochs=3)], max_rounds=1, local_steps=1), "1")
+            deployed(federate(module, data, [*cb, LocalAdaptation(epochs=3)], max_rounds=1, local_steps=1), "1")
             for cb in ([], [FedProx(mu=9.0)])  # one step per round: FedProx has no effect on the global model
         )
     )
@@ -207,7 +184,7 @@ def test_corrections_do_not_act():
 def test_beside_another_personal_method_of_receiving():
     """FLIU blends in rounds; adaptation starts from the blend."""
     trainer = federate(NormNet("adam"), toy_data(SIZES), [FLIU(gamma=0.5), LocalAdaptation()], max_rounds=2)
-    assert differs(adapted(trainer, "1"), global_state(trainer))
+    assert differs(deployed(trainer, "1"), global_state(trainer))
 
 
 def test_nothing_of_the_copies_travels():
@@ -221,18 +198,13 @@ def test_nothing_of_the_copies_travels():
 
 def test_restored_and_resumed(tmp_path):
     module, data = NormNet("adam"), toy_data(SIZES)
-    whole = federate(module, data, [LocalAdaptation()], root=tmp_path / "a", max_rounds=2)
-    restored = make_trainer(tmp_path / "a", [LocalAdaptation()], max_rounds=2)
+    whole, cut, again = cut_and_resumed(tmp_path, module, data, lambda: [LocalAdaptation()], max_rounds=2)
+    restored = make_trainer(tmp_path / "whole", [LocalAdaptation()], max_rounds=2)
     restored.restore(module, data, whole.run.path)
-    cut = make_trainer(tmp_path / "b", [LocalAdaptation()], max_rounds=2, max_time={"seconds": 0})
-    cut.fit(module, datamodule=data)
     for client in SIZES:
-        same(adapted(cut, client), global_state(cut))
-    again = make_trainer(tmp_path / "b", [LocalAdaptation()], max_rounds=2)
-    again.fit(module, datamodule=data, resume="last")
-    for client in SIZES:
-        same(adapted(restored, client), adapted(whole, client))
-        same(adapted(again, client), adapted(whole, client))
+        same(deployed(cut, client), global_state(cut))
+        same(deployed(restored, client), deployed(whole, client))
+        same(deployed(again, client), deployed(whole, client))
 
 
 def test_a_finished_federation_that_goes_on(tmp_path):
@@ -244,7 +216,7 @@ def test_a_finished_federation_that_goes_on(tmp_path):
     longer.fit(module, datamodule=data, resume="last")
     same(global_state(longer), global_state(whole))
     for client in SIZES:
-        same(adapted(longer, client), adapted(whole, client))
+        same(deployed(longer, client), deployed(whole, client))
     scores = [
         {
             (r.stage, r.client, r.round, r.split, r.metric): r.value
@@ -258,7 +230,7 @@ def test_a_finished_federation_that_goes_on(tmp_path):
 
 def test_a_client_without_samples_deploys_the_global_model():
     trainer = federate(Toy("adam"), toy_data({"0": 24, "1": 0}), [LocalAdaptation()], max_rounds=1)
-    same(adapted(trainer, "1"), global_state(trainer))
+    same(deployed(trainer, "1"), global_state(trainer))
 
 
 @pytest.mark.parametrize(

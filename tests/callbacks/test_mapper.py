@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import islice
 
 import pytest
 import torch
@@ -11,6 +12,17 @@ from torch.nn import functional as F
 from fedlightning.callbacks import MAPPER, FedAvg, FedProx, Local
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import clone, module_state
+from tests.callbacks.common import (
+    MAKES,
+    SIZES,
+    A,
+    AdamWDecay,
+    B,
+    absent_clients_rest,
+    batches,
+    cut_and_resumed,
+    deployed,
+)
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -19,25 +31,12 @@ from tests.helpers import (
     differs,
     federate,
     global_state,
-    make_trainer,
     mean_of,
     quadratic_data,
     same,
     spied,
     toy_data,
 )
-
-SIZES = {"0": 24, "1": 40, "2": 16}
-A = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0]]
-B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
-MAKES = [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")]
-
-
-class Decay(NormNet):
-    """Weight decay moves whatever is stepped, gradient or not."""
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 0.02, weight_decay=0.5)
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -48,12 +47,12 @@ def test_share_zero_is_fedavg(make):
     ours, theirs = (federate(module, data, [cb], max_rounds=3, local_epochs=2) for cb in (MAPPER([0.0]), plain))
     same(global_state(ours), global_state(theirs))
     for client in SIZES:
-        same(module_state(ours.module(client)), global_state(ours))
+        same(deployed(ours, client), global_state(ours))
     ours = federate(module, data, [MAPPER([0.0], global_steps=1)], max_rounds=3, local_epochs=2)
     same(global_state(ours), global_state(federate(module, data, [plain], max_rounds=3, local_steps=1)))
 
 
-@pytest.mark.parametrize("make", [*MAKES, Decay])
+@pytest.mark.parametrize("make", [*MAKES, AdamWDecay])
 @pytest.mark.parametrize("how", ["reset", "keep"])
 def test_share_one_is_training_alone_and_the_global_model_never_moves(make, how):
     module, data = make(), toy_data(SIZES)
@@ -61,7 +60,7 @@ def test_share_one_is_training_alone_and_the_global_model_never_moves(make, how)
     ours, local = (federate(module, data, [cb], **options) for cb in (MAPPER([1.0]), Local()))
     same(global_state(ours), module_state(module))
     for client in SIZES:
-        same(module_state(ours.module(client)), module_state(local.module(client)))
+        same(deployed(ours, client), deployed(local, client))
 
 
 def by_hand(module, data, client, grid, h_c, h_l, number, epochs, global_steps):
@@ -76,17 +75,10 @@ def by_hand(module, data, client, grid, h_c, h_l, number, epochs, global_steps):
         parameters = [trained[name].requires_grad_() for name in names]
         optimizer = type(module)(**module.hparams).configure_optimizers()
         optimizer = type(optimizer)(parameters, **optimizer.defaults)
-        loader = data.client_dataloader(client, "train")
-        loader.sampler.start(seed=0, round=number, epochs_per_round=epochs)
-        done = 0
-        for epoch in range(epochs):
-            loader.sampler.set_epoch(epoch)
-            for x, y in loader:
-                if steps is None or done < steps:
-                    optimizer.zero_grad()
-                    loss_of(module, lam, local, common, x, y).backward()
-                    optimizer.step()
-                    done += 1
+        for x, y in islice(batches(data, client, round=number, epochs=epochs), steps):
+            optimizer.zero_grad()
+            loss_of(module, lam, local, common, x, y).backward()
+            optimizer.step()
         return {name: value.detach() for name, value in trained.items()}
 
     x, y = data.tensors[client]["train"]
@@ -115,7 +107,7 @@ def test_two_visits_by_hand(optimizer, steps):
             close(kept["model"], h_l, atol=5e-6)
             close(spy.of_round(number)[client].state, common, atol=5e-6)
         mixed = {name: lam * h_l[name] + (1 - lam) * value for name, value in global_state(trainer).items()}
-        close(module_state(trainer.module(client)), mixed, atol=5e-6)
+        close(deployed(trainer, client), mixed, atol=5e-6)
     same(global_state(trainer), mean_of(spy.of_round(1), dict.fromkeys(SIZES, 1)))
 
 
@@ -129,7 +121,7 @@ def test_quadratics_in_closed_form():
         for client, b in zip("01", torch.tensor(B).double(), strict=True):
             own = spy.records[0][client].state["MAPPER"]["model"]["w"]
             torch.testing.assert_close(own, (b - (1 - lam) * 0.5) / lam, atol=1e-2, rtol=0)
-            torch.testing.assert_close(module_state(trainer.module(client))["w"], b, atol=1e-2, rtol=0)
+            torch.testing.assert_close(deployed(trainer, client)["w"], b, atol=1e-2, rtol=0)
         torch.testing.assert_close(global_state(trainer)["w"], module_state(module)["w"], atol=1e-2, rtol=0)
 
 
@@ -160,7 +152,7 @@ def test_the_choice_can_be_made_on_validation_data():
         local = federate(module, data, [Local()], max_rounds=1, local_epochs=30)
         for client in ("0", "1"):
             losses = {}
-            for lam, state in ((0.0, module_state(module)), (1.0, module_state(local.module(client)))):
+            for lam, state in ((0.0, module_state(module)), (1.0, deployed(local, client))):
                 model = copy.deepcopy(module)
                 model.load_state_dict(state)
                 x, y = data.tensors[client][split]
@@ -181,10 +173,10 @@ def test_what_is_deployed_at_each_stage(tmp_path):
 
     trainer = federate(module, data, [Watch(), MAPPER([0.4])], root=tmp_path, max_rounds=2)
     assert {(client, stage) for client, stage, *_ in seen} == {(c, s) for c in SIZES for s in ("L1", "L2")}
-    for _, stage, own, deployed, h_c in seen:
+    for _, stage, own, used, h_c in seen:
         if stage == "L1":
             same(h_c, global_state(trainer))
-        for name, value in deployed.items():
+        for name, value in used.items():
             if name in dict(module.named_parameters()):
                 torch.testing.assert_close(value, 0.4 * own["model"][name] + 0.6 * h_c[name])
             else:
@@ -225,26 +217,19 @@ def test_nothing_of_the_local_half_travels():
 
 def test_absent_clients_rest():
     trainer, spy = spied(Toy("adam"), toy_data(SIZES), [MAPPER()], max_rounds=3, participation=1)
-    for number in (1, 2):
-        for client in set(SIZES) - set(spy.of_round(number)):
-            before, after = (spy.records[n][client] for n in (number - 1, number))
-            assert after is before or not after.visits
+    absent_clients_rest(spy)
     for client in SIZES:
         if not trainer.store.get(client).visits:
-            same(module_state(trainer.module(client)), global_state(trainer))
+            same(deployed(trainer, client), global_state(trainer))
 
 
 @pytest.mark.parametrize("how", ["reset", "keep"])
 def test_resumed_is_uninterrupted(tmp_path, how):
     module, data = NormNet("adam"), toy_data(SIZES)
-    whole = federate(module, data, [MAPPER()], root=tmp_path / "a", max_rounds=3, optimizer_state=how)
-    cut = make_trainer(tmp_path / "b", [MAPPER()], max_rounds=3, max_time={"seconds": 0}, optimizer_state=how)
-    cut.fit(module, datamodule=data)
-    again = make_trainer(tmp_path / "b", [MAPPER()], max_rounds=3, optimizer_state=how)
-    again.fit(module, datamodule=data, resume="last")
+    whole, _, again = cut_and_resumed(tmp_path, module, data, lambda: [MAPPER()], max_rounds=3, optimizer_state=how)
     same(global_state(again), global_state(whole))
     for client in SIZES:
-        same(module_state(again.module(client)), module_state(whole.module(client)))
+        same(deployed(again, client), deployed(whole, client))
 
 
 def test_other_precision():

@@ -9,6 +9,7 @@ from torch import nn
 from fedlightning.callbacks import FedAvg, FedBN, FedPer, FedProx, Local
 from fedlightning.callbacks.partial import batch_norm_names
 from fedlightning.tensors import module_state, select
+from tests.callbacks.common import SIZES, batches, descend
 from tests.helpers import (
     NormNet,
     PiecesStyle,
@@ -24,7 +25,6 @@ from tests.helpers import (
     toy_data,
 )
 
-SIZES = {"0": 24, "1": 40, "2": 16}
 HEAD = {"net.3.weight", "net.3.bias"}
 BODY = {"net.0.weight", "net.0.bias"}
 NORM = {f"net.1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
@@ -61,14 +61,7 @@ def test_a_client_trains_its_own_head_on_the_common_body():
     _trainer, spy = spied(module, data, [FedPer()], max_rounds=2)
     start = Toy("adam")
     start.load_state_dict({**spy.rounds[0], **spy.records[0]["1"].personal})
-    data.client_dataloader("1", "train")
-    loader = data.client_dataloader("1", "train")
-    loader.sampler.start(seed=0, round=1)
-    optimizer = start.configure_optimizers()
-    for x, y in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(start(x), y).backward()
-        optimizer.step()
+    descend(start, start.configure_optimizers(), batches(data, "1", round=1))
     same(select(module_state(start), BODY), spy.of_round(1)["1"].state)
     same(select(module_state(start), HEAD), spy.records[1]["1"].personal)
 

@@ -1,13 +1,13 @@
-"""pFedLA and HeurpFedLA: sheet entry 27."""
+"""pFedLA: sheet entry 27."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from fedlightning.callbacks import FedAdam, FedAvg, FedBN, HeurpFedLA, Local, PFedLA
+from fedlightning.callbacks import FedAdam, FedAvg, FedBN, Local, PFedLA
 from fedlightning.callbacks.hypernetwork import HyperNetwork
-from fedlightning.tensors import module_state, select
+from fedlightning.tensors import module_state
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -243,56 +243,6 @@ def test_what_others_keep_local_stays_local():
     _trainer, spy = spied(NormNet("sgd"), toy_data(), [FedBN(), PFedLA()], max_rounds=2)
     for item in (*spy.messages, *spy.updates):
         assert not any(name.startswith("net.1.") for name in item.state)
-
-
-# -- HeurpFedLA ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [lambda: Toy("sgd"), lambda: NormNet("sgd")])
-def test_kept_layers_are_not_sent_and_stay_as_trained(make):
-    callback = HeurpFedLA(keep_layers=1)
-    trainer, spy = spied(make(), toy_data(), [callback], max_rounds=3)
-    whole = set(trainer.server.kinds)
-    for message in spy.messages:
-        left_out = whole - set(message.state)
-        assert len({name.split(".")[1] == "3" for name in left_out}) == (message.round > 0)
-    for client in NAMES:
-        kept = callback.kept(trainer.server, client)
-        itself = callback.weights(trainer.server, client)[:, int(client)]
-        assert kept == [int(itself.argmax())]
-        deployed, own = module_state(trainer.module(client)), spy.of_round(2)[client].state
-        stays = {name for name in whole if (name.split(".")[1] == "3") == (kept == [1])}
-        same(select(deployed, stays), select(own, stays))
-        assert differs(select(deployed, whole - stays), select(own, whole - stays))
-        assert set(own) == whole  # all of it goes up: others mix it
-
-
-def test_keeping_no_layer_is_pfedla():
-    module, data = Toy("sgd"), toy_data()
-    runs = [federate(module, data, [callback], max_rounds=1) for callback in (PFedLA(), HeurpFedLA(keep_layers=0))]
-    for run, key in zip(runs, ("PFedLA", "HeurpFedLA"), strict=True):
-        same(run.server.state[key]["models"]["1"], runs[0].server.state["PFedLA"]["models"]["1"])
-    thbar = module_state(runs[1].module("0"))
-    assert differs(thbar, runs[1].server.state["HeurpFedLA"]["models"]["0"])
-
-
-def test_no_gradient_flows_through_kept_layers():
-    callback = HeurpFedLA(keep_layers=1)
-    trainer = federate(Toy("sgd"), toy_data(), [callback], max_rounds=2)
-    server = trainer.server
-    models = callback.models(server)
-    kept = callback.kept(server, "0")[0]
-    thbar = callback.personalised(server, "0", models)
-    for layer, names in enumerate(LAYERS):
-        trained = {name: value + (name in names) for name, value in thbar.items()}
-        slope = callback.gradient(server, "0", models, trained)
-        assert any(bool(value.any()) for value in slope.values()) == (layer != kept)
-
-
-@pytest.mark.parametrize(("kind", "count"), [(HeurpFedLA, 2), (HeurpFedLA, -1)])
-def test_keeping_everything_is_refused(kind, count):
-    with pytest.raises(ValueError, match=f"HeurpFedLA got keep_layers={count}; Toy has 2 layers"):
-        federate(Toy(), toy_data(), [kind(keep_layers=count)])
 
 
 def test_a_server_optimizer_is_refused():

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FedAvg, FedPer, PFedMe
 from fedlightning.tensors import module_state
+from tests.callbacks.common import A, B, batches
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -26,8 +27,6 @@ from tests.helpers import (
     toy_data,
 )
 
-A = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0]]
-B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]
 EXACT = {"lam": 2.0, "inner_steps": 60, "personal_lr": 0.3}
 
 
@@ -67,18 +66,14 @@ def test_the_inner_and_outer_steps_by_hand():
         for client, update in spy.of_round(number).items():
             theta, w = copy.deepcopy(module), {name: value.clone() for name, value in start.items()}
             theta.load_state_dict(start)
-            loader = data.client_dataloader(client, "train")
-            loader.sampler.start(seed=0, round=number, epochs_per_round=2)
-            for epoch in range(2):
-                loader.sampler.set_epoch(epoch)
-                for x, y in loader:
-                    for _ in range(3):
-                        theta.zero_grad()
-                        F.cross_entropy(theta(x), y).backward()
-                        with torch.no_grad():
-                            for name, p in theta.named_parameters():
-                                p -= 0.1 * (p.grad + 5.0 * (p - w[name]))
-                    w = {name: v - 0.05 * 5.0 * (v - theta.state_dict()[name]) for name, v in w.items()}
+            for x, y in batches(data, client, round=number, epochs=2):
+                for _ in range(3):
+                    theta.zero_grad()
+                    F.cross_entropy(theta(x), y).backward()
+                    with torch.no_grad():
+                        for name, p in theta.named_parameters():
+                            p -= 0.1 * (p.grad + 5.0 * (p - w[name]))
+                w = {name: v - 0.05 * 5.0 * (v - theta.state_dict()[name]) for name, v in w.items()}
             close(update.state, w, atol=1e-6)
             close(thetas(spy.records[number])[client], module_state(theta), atol=1e-6)
 

@@ -25,6 +25,7 @@ from fedlightning.callbacks import (
 )
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import module_state, select
+from tests.callbacks.common import SIZES, batches
 from tests.helpers import (
     NetStyle,
     Toy,
@@ -40,7 +41,6 @@ from tests.helpers import (
     toy_data,
 )
 
-SIZES = {"0": 24, "1": 40, "2": 16}
 LAYERS = ["net.first", "net.second", "net.third", "net.head"]
 
 
@@ -162,16 +162,14 @@ def test_gradients_are_those_of_the_task(callbacks):
     for options in ({}, {"gradient_clip_val": 1e-3}):
         trainer = federate(module, data, [*callbacks, PLayerFL()], max_rounds=1, **options)
         found.append(trainer.callbacks.find(PLayerFL).sensitivity(trainer.server).sensitivity)
-    loader = data.client_dataloader("0", "train")
-    loader.sampler.start(seed=0, round=0)
-    expected = [0.0] * 4
-    for x, y in loader:
+    expected, there = [0.0] * 4, list(batches(data, "0"))
+    for x, y in there:
         module.zero_grad()
         F.cross_entropy(module(x), y).backward()
         for k, layer in enumerate(LAYERS):
             parameters = list(module.get_submodule(layer).parameters())
             squares = sum(float((p * p.grad).double().square().sum()) for p in parameters)
-            expected[k] += squares / sum(p.numel() for p in parameters) / len(loader)
+            expected[k] += squares / sum(p.numel() for p in parameters) / len(there)
     assert found[0] == found[1] == pytest.approx(expected, rel=1e-5)
 
 

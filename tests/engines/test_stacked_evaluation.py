@@ -25,6 +25,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import APFL, FENDA, Ditto, FedAvg, FedPer, LocalCheckpoint, PFedMe
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
+from fedlightning.engines import stacked_evaluation
 from fedlightning.engines.base import Engine
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.engines.vectorized import VectorizedEngine
@@ -402,6 +403,12 @@ def test_what_steps_leave_behind_is_noticed_where_clients_are_alike(kind: type[T
     assert Federation(kind(), data=data).compare(Evaluate(("val",)), tolerance=0.0) == 2 * 4
 
 
+def test_metrics_that_would_be_fed_with_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked_evaluation, "HELD", 100)
+    clients = len(SIZES["val"])
+    assert Federation(Metrics()).compare(Evaluate(("val",)), tolerance=0.0) == 2 * clients
+
+
 # -- what is around the scores -----------------------------------------------------------------------------------------
 class Listens(FederatedCallback):
     """Notes who was evaluated, and what its own client and its module's head were."""
@@ -511,12 +518,17 @@ class OfDicts(Toy):
         super().score((batch["x"], batch["y"]), split)
 
 
-def loaders(make: Any, shuffle: bool = False) -> LoaderDataModule:
-    """The unequal data as ready-made loaders."""
+def loaders(make: Any, shuffle: bool = False, generator: torch.Generator | None = None) -> LoaderDataModule:
+    """The unequal data as ready-made loaders; those for evaluation share a generator."""
     tensors, made = unequal_data().tensors, {}
     for split in ("train", "val", "test"):
         made[split] = {
-            client: DataLoader(make(own[split]), batch_size=8, shuffle=shuffle and split != "train")
+            client: DataLoader(
+                make(own[split]),
+                batch_size=8,
+                shuffle=shuffle and split != "train",
+                generator=None if split == "train" else generator,
+            )
             for client, own in tensors.items()
         }
     return LoaderDataModule(made["train"], made["val"], made["test"])
@@ -524,6 +536,17 @@ def loaders(make: Any, shuffle: bool = False) -> LoaderDataModule:
 
 def test_loaders_that_draw() -> None:
     assert Federation(OfDicts(), data=loaders(Noisy)).compare() <= TRIALS
+
+
+def test_a_generator_of_the_loaders_goes_on_as_under_sequential() -> None:
+    shared = torch.Generator()
+    federation = Federation(OfDicts(), data=loaders(Noisy, generator=shared))
+    states = []
+    for engine in federation.engines():
+        shared.manual_seed(5)
+        assert stages.stage_l1(federation.server, engine, Evaluate(("val", "test")))
+        states.append(shared.get_state())
+    assert torch.equal(*states)
 
 
 def test_loaders_without_an_order_are_iterated_one_by_one() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from fedlightning.evaluation.layer_rows import LayerRow, write_layers
 from fedlightning.evaluation.results import Row, summarise, write_rows
 
-CALLBACKS = {"siloed": "Local", "fedavg": "FedAvg"}
+CALLBACKS = {"siloed": "Local", "fedavg": "FedAvg", "central": "Central"}
 
 
 def make_study(

@@ -13,7 +13,7 @@ from fedlightning.evaluation.report.build import make_page
 from fedlightning.evaluation.report.cells import Column, layout
 from fedlightning.evaluation.report.context import Context
 from fedlightning.evaluation.report.figures.clients import client_bars
-from fedlightning.evaluation.report.html import Gallery, render
+from fedlightning.evaluation.report.html import Gallery, breakable, render
 from fedlightning.evaluation.report.sections import layers, scores, training
 from fedlightning.evaluation.report.sections.statistics import differences, rank_section
 from fedlightning.evaluation.report.styles import styles
@@ -226,6 +226,55 @@ def test_a_method_on_other_data_is_never_bold():
     rows = [{"x": 1.0}, {"x": 2.0}, {"x": 9.0, "comparable": False}, {"x": 8.0, "n_seeds": 1, "seeds": 3}]
     states = [line[0].state for line in layout([Column("x", "x", better="high")], rows)]
     assert states == ["", "best", "", ""]
+
+
+def test_across_a_row_the_best_of_the_columns_that_take_part_is_bold():
+    columns = [Column("client", "client", "text"), Column("a", "a", better="low"), Column("b", "b", better="low")]
+    columns.append(Column("c", "c"))  # on other data: shown, not compared
+    rows = [{"client": "0", "a": 2.0, "b": 1.0, "c": 0.0}, {"client": "1", "a": 3.0, "b": 3.5, "c": 0.0}, {"a": 1.0}]
+    states = [[cell.state for cell in line[1:]] for line in layout(columns, rows, across=True)]
+    assert states == [["", "best", ""], ["best", "", ""], ["", "none", "none"]]  # one value alone is not the best
+
+
+def bold(page: str, table: str) -> list[list[bool]]:
+    """Which cells of a table are bold, row by row."""
+    body = page.partition(f'<table id="{table}"')[2].partition("<tbody>")[2].partition("</tbody>")[0]
+    rows = re.findall(r"<tr>(.*?)</tr>", body, re.DOTALL)
+    return [["best" in kinds.split() for kinds in re.findall(r'<td class="([^"]*)"', row)] for row in rows]
+
+
+def test_every_client_has_its_best_method_in_bold(tmp_path):
+    study = make_study(tmp_path, methods=("fedavg", "siloed", "apfl"), other_split=("apfl", 1), shift=0.02, offset=0.0)
+    reader, made, _ = page_of(study)
+    shown, page = reader.tables["table-clients"], render(made)
+    names = re.findall(r'<th scope="col"[^>]*>([^<]*)', page.partition('<table id="table-clients"')[2])[1:4]
+    ranked = [name != "apfl" for name in names]  # it is ahead, but a seed of it is on other data
+    for cells, marks in zip(shown, bold(page, "table-clients"), strict=True):
+        values = [float(value) for _, value in cells[1:]]
+        best = max(value for value, asked in zip(values, ranked, strict=True) if asked)
+        assert marks == [asked and value == best for value, asked in zip(values, ranked, strict=True)]
+    assert "bold: the best of these methods for that client" in page
+
+
+def test_the_reader_is_told_why_central_training_is_not_the_best(tmp_path):
+    sentence = "central moves all data to one place, so it is not asked who is best"
+    for second in ("central", "apfl"):
+        study = Study(load_study([make_study(tmp_path / second, methods=("fedavg", second), shift=0.2, matrix=False)]))
+        (exhibit,) = scores.overview(Context(study, styles(study.methods))).parts
+        assert any(sentence in note for note in exhibit.table.notes) == (second == "central")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("localadaptation", ["localadaptation"]),
+        ("PLayerFLRandom", ["PLayer", "FLRandom"]),
+        ("fedprox_mu=0.001", ["fedprox_", "mu=", "0.001"]),
+        ("a.b/<c>", ["a.", "b/&lt;c&gt;"]),
+    ],
+)
+def test_long_names_break_at_their_joints_and_stay_escaped(name, parts):
+    assert breakable(name) == "<wbr>".join(parts)
 
 
 def test_methods_with_fewer_seeds_are_not_ranked(tmp_path):

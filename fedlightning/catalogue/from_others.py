@@ -1,0 +1,75 @@
+"""Each client gets a model made for it from other clients' models."""
+
+from __future__ import annotations
+
+from fedlightning.catalogue.algorithm import OWN_MODEL, Algorithm
+
+# fmt: off
+_FEDAMP = Algorithm(
+    "FedAMP", "personal",
+    "Each client is pulled to its own mixture of all models, most to those near its own.",
+    'Huang et al., "Personalized cross-silo federated learning on non-IID data", AAAI 2021',
+    down="u_i (its mixture)",
+    client_state="w_i (its own model)", server_state="all w_j (O(N * model))",
+    deployed=OWN_MODEL,
+    weights="attention by distances",
+    composes="FedProx (adds to the pull), FedPer, FedBN; not with server optimizers",
+)
+
+_PFEDLA = Algorithm(
+    "PFedLA", "personal",
+    "A hypernetwork per client learns at the server how much of whose layers that client gets.",
+    'Ma et al., "Layer-wised model aggregation for personalized federated learning" (pFedLA), CVPR 2022',
+    down="thbar_i (its mixture)",
+    server_state="all theta_j (O(N * model)) and N hypernetworks",
+    deployed=OWN_MODEL,
+    weights="learned",
+    composes="FedProx, FedPer, FedBN; not with server optimizers",
+)
+
+_IFCA = Algorithm(
+    "IFCA", "personal",
+    "Several models; each client trains the one that fits its data best.",
+    'Ghosh et al., "An efficient framework for clustered federated learning", NeurIPS 2020',
+    down="K models theta_j", up="w_i (option 1: a gradient) and its choice",
+    server_state="K models, who chose what last",
+    deployed="the model that fits the client's data best; LocalCheckpoint",
+    weights="uniform (paper) or samples, within a cluster",
+    composes="FedProx, FedPer, FedBN; not with SCAFFOLD or server optimizers",
+)
+
+ROWS = (
+    Algorithm(
+        "FedFomo", "personal",
+        "Clients download others' models and move towards those that lower their own validation loss.",
+        'Zhang et al., "Personalized federated learning with first order model optimization", ICLR 2021',
+        down="M models th_n", up="th_i and M scores",
+        client_state="th_i (its own model)", server_state="P (who helps whom), the last round's models (O(m * model))",
+        deployed=OWN_MODEL,
+        weights="learned",
+        composes="FedPer, FedBN (what they keep stays); not with server optimizers or terms with a common anchor",
+    ),
+    _FEDAMP,
+    _FEDAMP.variant(
+        "HeurFedAMP", "FedAMP with attention by the angles between models, for deep networks.",
+        weights="attention by cosines",
+        composes="as FedAMP",
+    ),
+    _PFEDLA,
+    _PFEDLA.variant(
+        "HeurpFedLA", "pFedLA that does not send the layers for which a client relies on itself most.",
+        down="thbar_i without k layers",
+        client_state="theta_i (its own model)",
+        composes="as PFedLA",
+    ),
+    _IFCA,
+    _IFCA.variant(
+        "HypCluster", "IFCA with models averaged by samples and the deployed one chosen on validation data.",
+        paper='Mansour et al., "Three approaches for personalization with applications to federated learning", 2020',
+        down="q models h_k", up="w_i and its choice",
+        server_state="q models, who chose what last",
+        weights="samples (default) or uniform, within a cluster",
+        composes="as IFCA",
+    ),
+)
+# fmt: on

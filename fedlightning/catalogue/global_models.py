@@ -1,0 +1,123 @@
+"""One model for all clients."""
+
+from __future__ import annotations
+
+from fedlightning.catalogue.algorithm import Algorithm
+
+# fmt: off
+_FEDAVG = Algorithm(
+    "FedAvg", "global",
+    "Clients train some epochs from the server's model; the server averages what comes back.",
+    'McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017',
+    composes="everything: it is the core's default, named",
+)
+
+_FEDADAM = Algorithm(
+    "FedAdam", "global",
+    "The server applies Adam to the clients' mean change.",
+    'Reddi et al., "Adaptive federated optimization", ICLR 2021',
+    server_state="m, v (first and second moment)",
+    composes="client-side methods (FedProx, FedPer, FENDA); one server optimizer only",
+)
+
+_FEDIT = Algorithm(
+    "FedIT", "global",
+    "Fine-tunes a frozen network by low-rank adapters; only those train and travel.",
+    'Zhang et al., "Towards building the federated GPT: federated instruction tuning", ICASSP 2024',
+    down="A, B of each adapted layer (and the head, by option)", up="A_i, B_i",
+    client_state="the frozen network",
+    deployed="the frozen network with the mean adapters; GlobalCheckpoint or LocalCheckpoint",
+    composes="FedProx, SCAFFOLD, server optimizers on the adapters; FedPer(personal=[...]) keeps some local; "
+    'needs nn.Linear layers and peft: pip install "fedlightning[lora]"',
+)
+
+ROWS = (
+    _FEDAVG,
+    _FEDAVG.variant(
+        "FedSGD", "One full-batch gradient step per client and round: one round is one central step.",
+        composes="server optimizers (FedAdam); needs local_steps=1 and a batch that holds a client's whole data",
+    ),
+    Algorithm(
+        "FedProx", "global",
+        "FedAvg with a proximal term that holds each client near the server's model.",
+        'Li et al., "Federated optimization in heterogeneous networks", MLSys 2020',
+        composes="everything: it only corrects gradients of what travels",
+    ),
+    Algorithm(
+        "SCAFFOLD", "global",
+        "Control variates at server and clients correct the clients' drift.",
+        'Karimireddy et al., "SCAFFOLD: stochastic controlled averaging for federated learning", ICML 2020',
+        down="w, c", up="w_i, change of c_i (twice FedAvg's traffic)",
+        client_state="c_i", server_state="c",
+        weights="uniform (paper); samples or log",
+        composes="gradient and sharing methods; server optimizers while server_lr is 1",
+    ),
+    _FEDADAM,
+    _FEDADAM.variant(
+        "FedYogi", "FedAdam whose second moment moves by at most the new square: it forgets large changes slowly.",
+    ),
+    _FEDADAM.variant(
+        "FedAdagrad", "The server applies Adagrad to the clients' mean change.",
+        server_state="m, v (first moment, sum of squares)",
+    ),
+    _FEDADAM.variant(
+        "FedAvgM", "FedAvg with momentum on the server.",
+        paper='Hsu, Qi, Brown, "Measuring the effects of non-identical data distribution for federated visual '
+        'classification", 2019',
+        server_state="vel (velocity)",
+        composes="client-side methods (FedProx, FedPer, FENDA) and FedNova; one server optimizer only",
+    ),
+    Algorithm(
+        "FedNova", "global",
+        "Changes are normalised by the steps behind them, so that uneven work does not bias the mean.",
+        'Wang et al., "Tackling the objective inconsistency problem in heterogeneous federated optimization", '
+        "NeurIPS 2020",
+        up="w_i, A_i (one number)",
+        client_state="A_i",
+        composes="FedProx (its pull is counted), FedPer, server optimizers (FedAvgM: the paper's server momentum); SGD",
+    ),
+    Algorithm(
+        "MOON", "global",
+        "A contrastive loss draws representations to the global model's and away from the client's last model's.",
+        'Li, He, Song, "Model-contrastive federated learning", CVPR 2021',
+        client_state="its last local model",
+        weights="samples (default) or uniform",
+        composes="everything that leaves the loss to it: FedProx, server optimizers, FedPer, FedBN, PLayerFL",
+    ),
+    Algorithm(
+        "FedLP", "global",
+        "Each client sends a random choice of its layers; a layer is averaged over those that sent it.",
+        'Zhu et al., "FedLP: layer-wise pruning mechanism for communication-efficient federated learning", ICC 2023',
+        up="some layers of w_i",
+        weights="samples (default) or uniform (authors' code)",
+        composes="FedProx, MOON, FedPer, FedBN, server optimizers",
+    ),
+    Algorithm(
+        "FedLAMA", "global",
+        "Layers on which the clients agree are averaged less often.",
+        'Lee, Zhang, Avestimehr, "Layer-wise adaptive model aggregation for scalable federated learning", AAAI 2023',
+        down="the layers averaged since the last visit", up="the layers due",
+        client_state="its model between averages", server_state="interval and discrepancy of each layer",
+        weights="samples (default) or uniform",
+        composes="FedProx, MOON, FedPer, FedBN; no other method that plans rounds",
+    ),
+    Algorithm(
+        "HeteroFL", "global",
+        "Clients train the same network at the width they can afford; each entry is averaged over those that hold it.",
+        'Diao, Ding, Tarokh, "HeteroFL: computation and communication efficient federated learning for heterogeneous '
+        'clients", ICLR 2021',
+        down="a slice of w", up="that slice, and which classes the client has",
+        deployed="each client its slice; LocalCheckpoint. The full model: GlobalCheckpoint",
+        weights="uniform (default) or samples, per element",
+        composes="FedProx, MOON, FedPer, server optimizers; not SCAFFOLD; needs a chain of Linear, Conv and norm layers",
+    ),
+    _FEDIT,
+    _FEDIT.variant(
+        "FFALoRA", "FedIT with the first factor of every adapter frozen: half the traffic, and the mean is exact.",
+        paper='Sun et al., "Improving LoRA in privacy-preserving federated learning", ICLR 2024',
+        down="B of each adapted layer (and the head, by option)", up="B_i",
+        client_state="the frozen network and A",
+        composes="as FedIT",
+    ),
+)
+# fmt: on

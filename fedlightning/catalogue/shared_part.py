@@ -1,0 +1,107 @@
+"""Clients share a part of the model and keep the rest."""
+
+from __future__ import annotations
+
+from fedlightning.catalogue.algorithm import OWN_MODEL, Algorithm
+
+# fmt: off
+_FEDPER = Algorithm(
+    "FedPer", "personal",
+    "A shared body and a personal head, trained jointly.",
+    'Arivazhagan et al., "Federated learning with personalization layers", 2019',
+    down="u (body)", up="u_i",
+    client_state="v_i (head)",
+    deployed=OWN_MODEL,
+    weights="samples (default) or uniform",
+    composes="FedProx, SCAFFOLD, server optimizers on the body; FedBN (what either keeps local stays local)",
+)
+
+_FENDA = Algorithm(
+    "FENDA", "personal",
+    "A shared and a private feature extractor under one private head.",
+    'Tavakoli et al., "A comprehensive view of personalized federated learning on heterogeneous clinical datasets" '
+    "(FENDA-FL), 2024",
+    down="u (global extractor)", up="u_i",
+    client_state="v1_i (local extractor), v2_i (head)",
+    deployed=OWN_MODEL,
+    weights="samples (default) or uniform",
+    composes="FedProx, SCAFFOLD, server optimizers on the global extractor; needs the name of the head",
+)
+
+_PLAYER_FL = Algorithm(
+    "PLayerFL", "personal",
+    "Shares the first layers only; how many, the clients' layer sensitivities say after the first epoch.",
+    'Elhussein, Gürsoy, "PLayer-FL: a principled approach to personalized layer-wise cross-silo federated learning", '
+    "2025",
+    down="round 1: w; then layers 1..p", up="round 1: one sensitivity per layer; then layers 1..p",
+    client_state="layers p+1..L", server_state="p and the sensitivities",
+    deployed=OWN_MODEL,
+    composes="FedProx, SCAFFOLD, server optimizers on the shared layers; needs at least two layers",
+)
+
+ROWS = (
+    _FEDPER,
+    _FEDPER.variant(
+        "FedRep", "A shared body and a personal head, trained in turn: first the head, then the body.",
+        paper='Collins et al., "Exploiting shared representations for personalized federated learning", ICML 2021',
+        weights="uniform (paper) or samples",
+        composes="FedProx, SCAFFOLD, server optimizers on the body; FedBN",
+    ),
+    Algorithm(
+        "FedBABU", "personal",
+        "Only the body is trained, under a fixed common head; clients fine-tune after the last round.",
+        'Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification", ICLR 2022',
+        down="u (body)", up="u_i",
+        client_state="none; in the end the fine-tuned copy",
+        deployed="the fine-tuned copy; (u, v^0) is also a global model: GlobalCheckpoint",
+        weights="uniform (authors) or samples",
+        composes="FedProx, SCAFFOLD, server optimizers on the body; FedBN",
+    ),
+    Algorithm(
+        "LGFedAvg", "personal",
+        "A personal encoder under a shared head: FedPer the other way round.",
+        'Liang et al., "Think locally, act globally: federated learning with local and global representations", 2020',
+        down="u (top layers)", up="u_i",
+        client_state="v_i (encoder)",
+        deployed=OWN_MODEL,
+        weights="samples (default) or uniform (authors' code)",
+        composes="FedProx, SCAFFOLD, server optimizers on the top layers; FedBN",
+    ),
+    Algorithm(
+        "FedBN", "personal",
+        "FedAvg on everything except batch normalisation, which stays with each client.",
+        'Li et al., "FedBN: federated learning on non-IID features via local batch normalization", ICLR 2021',
+        down="w without BatchNorm", up="w_i without BatchNorm",
+        client_state="BatchNorm parameters and statistics",
+        deployed=OWN_MODEL,
+        weights="samples (default) or uniform (authors' code)",
+        composes="FedProx, SCAFFOLD, server optimizers, FedPer; needs a module with BatchNorm",
+    ),
+    _FENDA,
+    _FENDA.variant(
+        "PerFCL", "FENDA whose two extractors are told apart by two contrastive losses.",
+        paper='Zhang et al., "Doubly contrastive representation learning for federated image recognition", '
+        "Pattern Recognition 139, 2023",
+        client_state="v1_i (local extractor), v2_i (head), its last u_i",
+        composes="as FENDA; needs the name of the head",
+    ),
+    Algorithm(
+        "FedProto", "personal",
+        "Only class prototypes travel; clients agree on where the classes lie in the space of representations.",
+        'Tan et al., "FedProto: federated prototype learning across heterogeneous clients", AAAI 2022',
+        down="a prototype per class", up="a prototype per class of the client's",
+        client_state="its whole model", server_state="the prototypes",
+        deployed=OWN_MODEL,
+        weights="uniform over the owners of a class (default) or samples",
+        composes="FedProx has nothing to hold here; LocalCheckpoint; no method that shares weights",
+    ),
+    _PLAYER_FL,
+    _PLAYER_FL.variant(
+        "PLayerFLRandom", "PLayer-FL with a random number of shared layers, drawn once: the control of PLayer-FL.",
+        family="baseline",
+        down="layers 1..p", up="layers 1..p",
+        server_state="p",
+        composes="as PLayerFL",
+    ),
+)
+# fmt: on
