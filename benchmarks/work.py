@@ -78,6 +78,9 @@ WORKS: dict[str, Work] = {
     "sampled": Work(mlp, (600,) * 1000, participants=10),
     "unequal": Work(mlp, unequal(20, 12_000)),
     "cnn100": Work(CNN, (100,) * 100),
+    "clients10": Work(CNN, (50,) * 10),
+    "clients100": Work(CNN, (50,) * 100),
+    "clients1000": Work(CNN, (50,) * 1000),
 }
 """What is measured, by name."""
 

@@ -5,66 +5,100 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
 
 from fedlightning.client import detached_copy
 from fedlightning.quiet import quiet
 from fedlightning.tensors import load_state, module_state
 
 
-def export(path: Path, module: LightningModule, template: LightningModule, extra: dict[str, Any]) -> None:
-    """Save ``module`` as Lightning saves it, so that ``MyModule.load_from_checkpoint`` opens it.
+class _Writer(CheckpointIO):
+    """Writes what Lightning puts into a checkpoint, and what is ours."""
+
+    def __init__(self) -> None:
+        self.own: dict[str, Any] = {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        torch.save(checkpoint | {"fedlightning": self.own}, path)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        raise NotImplementedError("it only writes")
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink()
+
+
+class Exporter:
+    """Saves modules as Lightning saves them, so that ``MyModule.load_from_checkpoint`` opens the files.
 
     A wrapped module is another class than the user's (a dual extractor) or holds other entries (adapters put into
     it); it is pickled along under ``"fedlightning"``, and :func:`load` opens it.
 
     Args:
-        path: the file, replaced atomically.
-        module: detached from any trainer.
         template: the user's module, unwrapped.
-        extra: plain values to keep under ``"fedlightning"``.
     """
-    with quiet():
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.strategy.connect(module)
-        temporary = path.with_name(path.name + ".tmp")
-        trainer.save_checkpoint(temporary, weights_only=True)
-    module.trainer = None
-    kind = type(template)
-    own = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
-    if type(module) is not kind or not _holds_the_same(module, template):
-        try:
-            own["wrapped"] = torch.frombuffer(bytearray(pickle.dumps(module)), dtype=torch.uint8)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            warnings.warn(
-                f"{path.name} holds the weights of a wrapped {kind.__name__} that cannot be pickled ({error}); "
-                "fedlightning.load needs the wrapped module to load them into. Use importable classes and functions.",
-                UserWarning,
-                stacklevel=2,
+
+    def __init__(self, template: LightningModule) -> None:
+        self._kind = type(template)
+        complete = detached_copy(template)
+        complete.configure_model()
+        self._shapes = {name: value.shape for name, value in module_state(complete).items()}
+        self._writer = _Writer()
+        with quiet():
+            self._trainer = Trainer(
+                accelerator="cpu",
+                devices=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                plugins=[self._writer],
             )
-    checkpoint = torch.load(temporary, map_location="cpu", weights_only=False)
-    torch.save(checkpoint | {"fedlightning": own}, temporary)
+
+    def save(self, path: Path, module: LightningModule, extra: dict[str, Any]) -> None:
+        """Save a module.
+
+        Args:
+            path: the file, replaced atomically; module: detached from any trainer.
+            extra: plain values to keep under ``"fedlightning"``.
+        """
+        own = {"class": f"{self._kind.__module__}:{self._kind.__qualname__}", **extra}
+        shapes = {name: value.shape for name, value in module_state(module).items()}
+        if type(module) is not self._kind or shapes != self._shapes:
+            try:
+                own["wrapped"] = torch.frombuffer(bytearray(pickle.dumps(module)), dtype=torch.uint8)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                warnings.warn(
+                    f"{path.name} holds the weights of a wrapped {self._kind.__name__} that cannot be pickled ({error}); "
+                    "fedlightning.load needs the wrapped module to load them into. Use importable classes and functions.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        self._writer.own = own
+        temporary = path.with_name(path.name + ".tmp")
+        with quiet():
+            self._trainer.strategy.connect(module)
+            self._trainer.save_checkpoint(temporary, weights_only=True)
+        module.trainer = None
+        os.replace(temporary, path)
+
+
+def link(path: Path, same: Path) -> None:
+    """Let ``path`` be the same file as ``same`` (a copy where the file system has no links)."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(same, temporary)
+    except OSError:
+        shutil.copyfile(same, temporary)
     os.replace(temporary, path)
-
-
-def _holds_the_same(module: LightningModule, template: LightningModule) -> bool:
-    """Whether the user's class, made again, has a place for every entry of ``module``."""
-    complete = detached_copy(template)
-    complete.configure_model()
-    mine, made = module_state(module), module_state(complete)
-    return mine.keys() == made.keys() and all(value.shape == made[name].shape for name, value in mine.items())
 
 
 def load(path: str | Path, module: LightningModule | None = None, **hparams: Any) -> LightningModule:

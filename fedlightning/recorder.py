@@ -16,6 +16,7 @@ from fedlightning.evaluation.results import Row, summarise
 from fedlightning.evaluation.stages import deployed_module
 from fedlightning.run_folder import RunFolder, config_hash, is_writer, peak_memory_mb, versions
 from fedlightning.server import Server
+from fedlightning.tensors import equal, module_state
 
 
 @dataclass
@@ -92,21 +93,28 @@ class Recorder:
             self.run.write_summary(self.summary)
 
     def export(self, server: Server, store: ClientStore) -> None:
-        """Write the models to use as native Lightning checkpoints: the selected ones, else the latest."""
+        """Write the models to use as native Lightning checkpoints: the selected ones, else the latest.
+
+        The file of a client that deploys the global model is a link to the global one: no disk full of copies.
+        """
         if self.run is None or not is_writer():
             return
-        folder, template = self.run.path / "checkpoints", server.runner.template
+        folder, exporter = self.run.path / "checkpoints", checkpoints.Exporter(server.runner.template)
         (folder / "clients").mkdir(parents=True, exist_ok=True)
         names = [kept["name"] for kept in server.checkpoints.values()]
+        whole = None
         if names or server.global_module(None) is not None:
             name = next(iter(names), "latest")
-            module = deployed_module(server, store, None, name)
-            checkpoints.export(folder / "global.ckpt", module, template, {"checkpoint": name})
+            whole = deployed_module(server, store, None, name)
+            exporter.save(folder / "global.ckpt", whole, {"checkpoint": name})
         for client in server.clients:
             name = next((entry["name"] for entry in store.get(client).checkpoints.values()), "latest")
             module = deployed_module(server, store, client, name)
             path = folder / "clients" / f"{quote(client, safe='')}.ckpt"
-            checkpoints.export(path, module, template, {"client": client, "checkpoint": name})
+            if whole is not None and type(module) is type(whole) and equal(module_state(module), module_state(whole)):
+                checkpoints.link(path, folder / "global.ckpt")
+            else:
+                exporter.save(path, module, {"client": client, "checkpoint": name})
 
     def close(self) -> None:
         """Let the loggers write what they hold."""

@@ -8,7 +8,7 @@ Clients whose next batches are alike for several turns are asked once for all of
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -80,7 +80,7 @@ class ResidentSource:
 
     def start_epoch(self, epoch: int) -> None:
         if self.sampler is not None:
-            self.sampler.set_epoch(epoch)
+            self.sampler.go_to(epoch)
             order = self.sampler.permutation()
         else:
             order = torch.arange(self.samples)
@@ -214,7 +214,7 @@ class Gatherer:
         self.device, self._convert = device, convert
         self._room: dict[tuple[Any, ...], Tensor] = {}
 
-    def batches(self, sources: Sequence[Any], turns: int) -> Iterator[Any]:
+    def batches(self, sources: Sequence[Any], turns: int) -> Generator[Any, None, None]:
         """The next ``turns`` batches of each source, stacked ``(len(sources), batch, ...)``, one turn after another.
 
         A batch is overwritten by the next one. The sources advance when the iterator is closed, by what has been taken.

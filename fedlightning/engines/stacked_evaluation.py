@@ -25,6 +25,7 @@ from fedlightning.engines.scoring.sources import (
     Rows,
     can_iterate_together,
     generator_states,
+    rewinding,
     same_states,
     set_generators,
     source_of,
@@ -117,41 +118,41 @@ class StackedEvaluation:
 
     def _together(self, kind: tuple[type, bool], members: Sequence[Wanted], looks: Sequence[Look]) -> list[Scores]:
         """The members' scores: of a stack if their class can be scored so, else one by one."""
-        tried: list[Scores] = []
         if kind not in self._decided:
-            tried = [score_one(self._runner, member) for member in members[:2]]
-            self._decided[kind] = self._agrees(members[:2], kind[1], tried)
-        members, looks = members[len(tried) :], looks[len(tried) :]
-        if self._decided[kind] and members:
+            self._decided[kind] = self._agrees(members[:2], kind[1])
+        if self._decided[kind]:
+            rewind = rewinding(one.loader for one in members)
             try:
-                return tried + self._stacked(members, looks, kind[1])
+                return self._stacked(members, looks, kind[1])
             except (Exception, NotStacked):  # what the user's code raises here, it raises again when scored alone
                 self._decided[kind] = False
+                rewind()
                 for look in looks:
                     for child in look.module.modules():
                         if isinstance(child, Metric):
                             child.reset()
-        return tried + [score_one(self._runner, member) for member in members]
+        return [score_one(self._runner, member) for member in members]
 
-    def _agrees(self, members: Sequence[Wanted], testing: bool, expected: Sequence[Scores]) -> bool:
-        """Whether a stack of copies of the members has the scores that they have one by one."""
+    def _agrees(self, members: Sequence[Wanted], testing: bool) -> bool:
+        """Whether copies of the members have the same scores one by one and in a stack. It leaves no trace: a run that is
+        resumed decides once more.
+        """
         for one in members:
             if REFUSED & of_module(type(one.module)):
                 return False
             if refusal(one.module, one.loader, self._runner.scorer.trainer, testing) is not None:
                 return False
-        generators = {id(one.loader): one.loader.generator for one in members if one.loader.generator is not None}
-        states = {key: generator.get_state() for key, generator in generators.items()}
+        rewind = rewinding(one.loader for one in members)
         try:
             looks = {id(module): Look(copy.deepcopy(module)) for module in (one.module for one in members)}
             apart = [looks[id(one.module)] for one in members]
             copies = [replace(one, module=look.module) for one, look in zip(members, apart, strict=True)]
-            return all(map(alike, self._stacked(copies, apart, testing), expected))
+            stacked = self._stacked(copies, apart, testing)
+            return all(map(alike, stacked, [score_one(self._runner, one) for one in copies]))
         except (Exception, NotStacked):
             return False
-        finally:  # as if the loaders had been iterated once
-            for key, state in states.items():
-                generators[key].set_state(state)
+        finally:
+            rewind()
 
     def _stacked(self, members: Sequence[Wanted], looks: Sequence[Look], testing: bool) -> list[Scores]:
         """The members' scores; raises where they cannot be had together."""

@@ -342,6 +342,7 @@ class StackedFit:
         for index, of_group in enumerate(settings):
             names = tuple(name for name in found if self.group_of[name] == index)
             if names:
-                totals = self._rates.setdefault(names, np.zeros(self.stack.size))
-                shared = isinstance(of_group, Mapping)
-                totals[rows] += float(of_group["lr"]) if shared else [float(group["lr"]) for group in of_group]
+                if names not in self._rates:
+                    self._rates[names] = np.zeros(self.stack.size)
+                rate = of_group["lr"] if isinstance(of_group, Mapping) else [float(group["lr"]) for group in of_group]
+                self._rates[names][rows] += rate

@@ -38,10 +38,11 @@ class StackLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         if x.device.type == "cpu" and padding(weight.shape[1]) > padding(x.shape[1]):
-            out = torch.bmm(weight, x.transpose(1, 2)).transpose(1, 2)
+            factors, axis = (weight, x.transpose(1, 2)), 2
         else:
-            out = torch.bmm(x, weight.transpose(1, 2))
-        return out if bias is None else out.add_(bias.unsqueeze(1))
+            factors, axis = (x, weight.transpose(1, 2)), 1
+        out = torch.bmm(*factors) if bias is None else torch.baddbmm(bias.unsqueeze(axis), *factors)
+        return out.transpose(1, 2) if axis == 2 else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -90,10 +91,12 @@ def class_loss(
 
     def act(x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
         options["weight"] = weight
-        if narrow(x[0], 1):
+        if x.dim() == 3 and narrow(x, 2):
             losses = function(x.transpose(1, 2), target, ignore_index=ignore_index, reduction="none", **options)
         else:
-            each = function(x.flatten(0, 1), target.flatten(0, 1), ignore_index=ignore_index, reduction="none", **options)
+            each = function(
+                x.flatten(0, 1), target.flatten(0, 1), ignore_index=ignore_index, reduction="none", **options
+            )
             losses = each.view(target.shape)
         if reduction == "none":
             return losses
@@ -110,8 +113,8 @@ def class_loss(
 
 
 def narrow(x: Tensor, axis: int) -> bool:
-    """Whether ``x``, a matrix, has so few columns that what is done to a row is better done to all rows at once."""
-    return x.dim() == 2 and axis in (1, -1) and x.device.type == "cpu" and x.shape[1] < REGISTER
+    """Whether rows along the last axis are so short that a sweep over all rows at once is better than one for each."""
+    return axis in (x.dim() - 1, -1) and x.device.type == "cpu" and x.shape[-1] < REGISTER
 
 
 def cross_entropy(
@@ -127,9 +130,7 @@ def cross_entropy(
     """Rule of :func:`torch.nn.functional.cross_entropy`; probabilities as targets are left to ``vmap``."""
     if size_average is not None or reduce is not None:
         return None
-    return class_loss(
-        F.cross_entropy, input, target, weight, ignore_index, reduction, label_smoothing=label_smoothing
-    )
+    return class_loss(F.cross_entropy, input, target, weight, ignore_index, reduction, label_smoothing=label_smoothing)
 
 
 def nll_loss(
@@ -173,7 +174,7 @@ def binary_cross_entropy_with_logits(
 
 def log_softmax(input: Tensor, dim: int | None = None, *_: Any, **options: Any) -> Tensor | None:
     """Rule of :func:`torch.nn.functional.log_softmax` for few classes: all rows of a client in one sweep."""
-    if dim is None or not narrow(input, dim) or options.get("dtype") is not None:
+    if dim is None or input.dim() != 2 or not narrow(input, dim) or options.get("dtype") is not None:
         return None
     return torch.log_softmax(input.t(), 0).t()
 

@@ -56,19 +56,20 @@ class StackedOptimizer(ABC):
             name: the parameter; rows: the clients.
             gradient: ``(n, ...)``; groups: the parameter's group, for all of these clients or as each has it.
         """
-        self.steps[name][rows] += 1
-        parameter = take(self.parameters[name], rows)
+        whole = self.parameters[name]
+        parameter = whole if rows == slice(0, len(whole)) else take(whole, rows)
         if first_of(groups).get("maximize"):
             gradient = -gradient
         self.rule(name, rows, parameter, gradient, groups)
-        put(self.parameters[name], rows, parameter)
+        put(whole, rows, parameter)
 
     @abstractmethod
     def rule(self, name: str, rows: Rows, parameter: Tensor, gradient: Tensor, groups: Settings) -> None:
-        """Edit ``parameter`` in place."""
+        """Edit ``parameter`` in place; where the number of steps matters, :meth:`counted` is called once."""
 
     def counted(self, name: str, rows: Rows, groups: Settings) -> list[tuple[Mapping[str, Any], int]]:
-        """Per client: its group and its number of steps, this one counted; a single pair where all are alike."""
+        """Count a step. Per client: its group and its number of steps; a single pair where all are alike."""
+        self.steps[name][rows] += 1
         steps = self.steps[name][rows]
         if isinstance(groups, Mapping):
             if bool((steps == steps[0]).all()):

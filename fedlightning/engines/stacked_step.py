@@ -171,9 +171,13 @@ class StackedStep:
         own, leaves = tensors[: len(self.names)], tensors[len(self.names) :]
         if self._draws is not None:
             self._draws.row = leaves.pop()
-        batch = join_tree(self._skeleton, leaves)
+        batch = leaves if self._skeleton is None else join_tree(self._skeleton, leaves)
         with self._slots.filled(own), self._log.recording() as logged:
-            output = self._module.training_step(batch, self._index) if self._takes_index else self._module.training_step(batch)
+            output = (
+                self._module.training_step(batch, self._index)
+                if self._takes_index
+                else self._module.training_step(batch)
+            )
             moved = [self._slots.now(place) for place in range(self._first_buffer, len(self.names))]
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
@@ -214,7 +218,8 @@ class StackedStep:
         Raises:
             NoLossError: if the step skips this batch.
         """
-        leaves, self._skeleton = split_tree(batch)
+        plain = type(batch) is list and all(type(leaf) is Tensor for leaf in batch)
+        leaves, self._skeleton = (batch, None) if plain else split_tree(batch)
         self._index = NotedIndex(place.batch)
         self._index.watch, self._clock.place = self.watch, place
         given = [*tensors, *leaves]
@@ -222,7 +227,9 @@ class StackedStep:
             if self._draws is not None:
                 self._draws.generators = generators
                 given.append(torch.arange(len(tensors[0]), device=tensors[0].device))
-            if len(tensors[0]) == 1:  # needs no map: ragged last batches are often nobody else's, and this is half the cost
+            if (
+                len(tensors[0]) == 1
+            ):  # needs no map: ragged last batches are often nobody else's, and this is half the cost
                 found = [value.unsqueeze(0) for value in self._one([value.squeeze(0) for value in given])]
             else:
                 found = over_clients(self._together, given)

@@ -142,7 +142,9 @@ def test_many_classes(used: list[Function]) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_binary_cross_entropy_with_logits(reduction: str, used: list[Function]) -> None:
     function = F.binary_cross_entropy_with_logits
-    assert_same(lambda x, y: function(x, y.sigmoid(), reduction=reduction), numbers(BATCH, 2), numbers(BATCH, 2, seed=1))
+    assert_same(
+        lambda x, y: function(x, y.sigmoid(), reduction=reduction), numbers(BATCH, 2), numbers(BATCH, 2, seed=1)
+    )
     assert used == [function]
 
 

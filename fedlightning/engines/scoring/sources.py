@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -125,6 +125,18 @@ def can_iterate_together(loader: Any) -> bool:
     """Whether a ``DataLoader`` has a fixed order and no workers, of which many clients would have too many."""
     fixed = type(loader.sampler) in (SequentialSampler, AddressedSampler) and type(loader.batch_sampler) is BatchSampler
     return fixed and not loader.num_workers
+
+
+def rewinding(loaders: Iterable[Any]) -> Callable[[], None]:
+    """A function that puts the generators of ``DataLoader`` objects back where they stand now."""
+    generators = {id(loader.generator): loader.generator for loader in loaders if loader.generator is not None}
+    states = [(generator, generator.get_state()) for generator in generators.values()]
+
+    def rewind() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return rewind
 
 
 def source_of(loader: Any, count: int, seed: Sequence[object]) -> Rows | Iterated:

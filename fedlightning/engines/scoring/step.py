@@ -1,4 +1,4 @@
-"""One evaluation step of many clients, and what Lightning would make of all that was logged in it for each of them.
+"""One evaluation step of many clients, and a note of what they logged in it.
 
 ``validation_step`` runs under :func:`torch.func.vmap`. Its calls of ``self.log`` and of torchmetrics objects are noted
 with their stacked arguments; afterwards each client's own metrics are fed with that client's rows.
