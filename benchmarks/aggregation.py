@@ -3,7 +3,7 @@
     python -m benchmarks.aggregation [--models 100] [--repeats 9]
 
 Contestants take turns in one process on one thread. The flat passes hold each model as one vector and add it to a vector
-of sums: in float32, and in float64 as the server's mean does on purpose (rounding must not grow with the clients).
+of sums: in float32, and in float64 as the server's mean does on purpose (rounding must not grow with clients).
 """
 
 from __future__ import annotations

@@ -92,6 +92,9 @@ class StepClock:
 class _Slots:
     """The places of named tensors in a module: what ``torch.func.functional_call`` finds anew at every call.
 
+    They are in the dicts in which :class:`torch.nn.Module` keeps parameters and buffers: assigned to by name, a parameter
+    could only be replaced by another parameter.
+
     Args:
         module: its tensors are found once; names: of parameters and buffers, each with all names it goes by.
     """
@@ -164,6 +167,7 @@ class StackedStep:
         self._log = StepLog(module)
         self._kernels = StackKernels()
         self._skeleton: Any = None
+        self._logged: tuple[str, ...] = ()
         self._index = NotedIndex()
 
     def _one(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -173,11 +177,7 @@ class StackedStep:
             self._draws.row = leaves.pop()
         batch = leaves if self._skeleton is None else join_tree(self._skeleton, leaves)
         with self._slots.filled(own), self._log.recording() as logged:
-            output = (
-                self._module.training_step(batch, self._index)
-                if self._takes_index
-                else self._module.training_step(batch)
-            )
+            output = self._module.training_step(batch, *((self._index,) if self._takes_index else ()))
             moved = [self._slots.now(place) for place in range(self._first_buffer, len(self.names))]
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
@@ -227,9 +227,7 @@ class StackedStep:
             if self._draws is not None:
                 self._draws.generators = generators
                 given.append(torch.arange(len(tensors[0]), device=tensors[0].device))
-            if (
-                len(tensors[0]) == 1
-            ):  # needs no map: ragged last batches are often nobody else's, and this is half the cost
+            if len(tensors[0]) == 1:  # no map: ragged last batches are often nobody else's, and this is half the cost
                 found = [value.unsqueeze(0) for value in self._one([value.squeeze(0) for value in given])]
             else:
                 found = over_clients(self._together, given)

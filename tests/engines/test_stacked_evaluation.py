@@ -24,6 +24,7 @@ from fedlightning.evaluation import stages
 from fedlightning.local import Evaluate
 from fedlightning.models import Classifier
 from tests.engines.scored import (
+    SIZES,
     TRIALS,
     Federation,
     all_of,
