@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from fedlightning import fast_sgd
 from fedlightning.fast_hooks import Hooks, per_class
 from fedlightning.fast_log import LogBook
 from fedlightning.fast_trainer import FastTrainer, NotInFastLoop
@@ -197,7 +198,11 @@ def unrecorded_step(optimizer: Optimizer) -> Callable[[Closure], Any]:
     def step(closure: Closure) -> Any:
         if before or any(everywhere) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return optimizer.step(closure=closure)  # type: ignore[arg-type]
-        result = inner(optimizer, closure=closure)
+        if fast_sgd.applies(optimizer):
+            result = closure()
+            fast_sgd.update(optimizer)
+        else:
+            result = inner(optimizer, closure=closure)
         for hook in after.values():
             hook(optimizer, (optimizer,), {"closure": closure})
         return result

@@ -2,7 +2,8 @@
 
 Which modules: any whose step ``vmap`` can carry out and whose other evaluation hooks are at most those around an epoch.
 The first two of a class are scored both ways; where the scores differ, or anything else speaks against it, modules of the
-class are scored one after another, as in every other engine. That is decided once for each class.
+class are scored one after another, as in every other engine. That is decided once for each class, and once more for one
+model that all clients share.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
 from fedlightning import fast_refusals
@@ -41,13 +43,21 @@ from fedlightning.local import LocalRunner
 from fedlightning.quiet import without_warnings
 
 Answer = TypeVar("Answer")
+Kind = tuple[type, bool, str]
+"""A class, whether it is tested (or validated), and whether its models are ``own`` or ``shared``."""
 ALIKE = 1e-2
 """Scores of the same module may differ by so much, relative and absolute, when both ways are compared: far more than
 rounding does, far less than what a misunderstanding does."""
 HELD = 2**28
 """Bytes that may be kept for metrics until they are fed."""
-NEAR, AT_ONCE = 2**22, 16
-"""Bytes of a stacked batch that stay near the processor; but so many clients take a step together at least."""
+ARITHMETIC = {"own": 2**23, "shared": 2**26}
+"""Floating-point operations of a client's step on a CPU from which on a stack loses more than the calls it saves: with
+``own`` models it reads all their weights at once, with a ``shared`` one it has larger activations than fit into a cache.
+Not measured in seconds: a run that is resumed must decide as before."""
+TOGETHER = 2**28
+"""Such operations in a step of a stack."""
+NEAR, AT_LEAST = 2**22, 16
+"""Bytes of a stacked batch that stay near the processor; but so many clients may take a step together at least."""
 REFUSED = frozenset(
     ("setup", "teardown", "configure_model", "on_before_batch_transfer", "transfer_batch_to_device",
      "on_after_batch_transfer", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start",
@@ -65,7 +75,7 @@ class StackedEvaluation:
 
     def __init__(self, runner: LocalRunner) -> None:
         self._runner = runner
-        self._decided: dict[tuple[type, bool], bool] = {}
+        self._decided: dict[Kind, int] = {}  # how many take a step together at most; 0: scored one by one
 
     def answers(self, scorings: Sequence[Scoring[Answer]], size: int) -> Iterator[Answer]:
         """The answers of scoring tasks, in their order. Up to ``size`` modules are scored at once."""
@@ -102,7 +112,8 @@ class StackedEvaluation:
         kind, scorer = type(one.module), self._runner.scorer
         steps = of_module(kind)
         testing = one.split == "test" and "test_step" in steps
-        if not (testing or "validation_step" in steps) or self._decided.get((kind, testing)) is False:
+        refused = all(self._decided.get((kind, testing, whose)) == 0 for whose in ARITHMETIC)
+        if refused or not (testing or "validation_step" in steps):
             return None
         unfit = fast_refusals.of_loader(one.loader, self._limit(testing)) is not None
         if not scorer.fast or unfit or not can_iterate_together(one.loader):
@@ -118,14 +129,16 @@ class StackedEvaluation:
 
     def _together(self, kind: tuple[type, bool], members: Sequence[Wanted], looks: Sequence[Look]) -> list[Scores]:
         """The members' scores: of a stack if their class can be scored so, else one by one."""
-        if kind not in self._decided:
-            self._decided[kind] = self._agrees(members[:2], kind[1])
-        if self._decided[kind]:
+        second = next((place for place, look in enumerate(looks) if look is not looks[0]), None)
+        key = (*kind, "shared" if second is None else "own")
+        if key not in self._decided:
+            self._decided[key] = self._agrees((members[0], members[second or 1]), key)
+        if self._decided[key]:
             rewind = rewinding(one.loader for one in members)
             try:
-                return self._stacked(members, looks, kind[1])
+                return self._stacked(members, looks, kind[1], self._decided[key])
             except (Exception, NotStacked):  # what the user's code raises here, it raises again when scored alone
-                self._decided[kind] = False
+                self._decided[key] = 0
                 rewind()
                 for look in looks:
                     for child in look.module.modules():
@@ -133,29 +146,37 @@ class StackedEvaluation:
                             child.reset()
         return [score_one(self._runner, member) for member in members]
 
-    def _agrees(self, members: Sequence[Wanted], testing: bool) -> bool:
-        """Whether copies of the members have the same scores one by one and in a stack. It leaves no trace: a run that is
-        resumed decides once more.
+    def _agrees(self, members: Sequence[Wanted], kind: Kind) -> int:
+        """How many modules of a class may take a step together: 0 unless copies of the members have the same scores one
+        by one and in a stack, and a stack is worth while. It leaves no trace: a run that is resumed decides once more.
         """
         for one in members:
             if REFUSED & of_module(type(one.module)):
-                return False
-            if refusal(one.module, one.loader, self._runner.scorer.trainer, testing) is not None:
-                return False
+                return 0
+            if refusal(one.module, one.loader, self._runner.scorer.trainer, kind[1]) is not None:
+                return 0
         rewind = rewinding(one.loader for one in members)
         try:
             looks = {id(module): Look(copy.deepcopy(module)) for module in (one.module for one in members)}
             apart = [looks[id(one.module)] for one in members]
             copies = [replace(one, module=look.module) for one, look in zip(members, apart, strict=True)]
-            stacked = self._stacked(copies, apart, testing)
-            return all(map(alike, stacked, [score_one(self._runner, one) for one in copies]))
+            stacked = self._stacked(copies, apart, kind[1], len(copies))
+            with FlopCounterMode(display=False) as counter:
+                alone = [score_one(self._runner, one) for one in copies]
+            batches = sum(fast_refusals.num_batches(one.loader, self._limit(kind[1])) for one in members)
+            operations = counter.get_total_flops() // batches
+            if not all(map(alike, stacked, alone)):
+                return 0
+            if self._runner.scorer.device.type != "cpu":
+                return TOGETHER
+            return 0 if operations > ARITHMETIC[kind[2]] else TOGETHER // max(operations, 1)
         except (Exception, NotStacked):
-            return False
+            return 0
         finally:
             rewind()
 
-    def _stacked(self, members: Sequence[Wanted], looks: Sequence[Look], testing: bool) -> list[Scores]:
-        """The members' scores; raises where they cannot be had together."""
+    def _stacked(self, members: Sequence[Wanted], looks: Sequence[Look], testing: bool, at_most: int) -> list[Scores]:
+        """The members' scores; raises where they cannot be had together. ``at_most`` so many take a step together."""
         limit, device = self._limit(testing), self._runner.scorer.device
         mode = self._runner.settings.trainer_arguments.get("inference_mode", True)
         found: list[Scores] = []
@@ -166,7 +187,7 @@ class StackedEvaluation:
                 sources = [
                     source_of(one.loader, fast_refusals.num_batches(one.loader, limit), one.seed) for one in members
                 ]
-                sums, feeds = self._steps(models, sources, testing, device)
+                sums, feeds = self._steps(models, sources, testing, at_most)
                 models.check()
                 hooks = hooks_of(type(looks[0].module), testing)
                 for look, feed, logged in zip(looks, feeds, sums.values(), strict=True):
@@ -181,10 +202,10 @@ class StackedEvaluation:
         return [scores or loss for scores, loss in zip(found, sums.losses(), strict=True)]
 
     def _steps(
-        self, stack: Models, sources: Sequence[Rows | Iterated], testing: bool, device: torch.device
+        self, stack: Models, sources: Sequence[Rows | Iterated], testing: bool, at_most: int
     ) -> tuple[Sums, list[Feed]]:
         """Take all steps. What was logged, and what is left to feed to each client's metrics."""
-        precision = self._runner.scorer.precision
+        precision, device = self._runner.scorer.precision, self._runner.scorer.device
         context = precision.test_step_context if testing else precision.val_step_context
         step = ScoringStep(stack.lender, testing, context, stack.names, stack.shared)
         sums, held = Sums(len(sources)), 0
@@ -195,7 +216,7 @@ class StackedEvaluation:
                 for row, source in enumerate(sources):
                     if index < source.count:
                         turns.setdefault(source.shape(index), []).append(row)
-                for rows in pieces(turns.values(), sources, index):
+                for rows in pieces(turns.values(), sources, index, at_most):
                     batch = precision.convert_input(stacked_batch([sources[row] for row in rows], index, device))
                     result = step(stack.tensors(rows), batch, len(rows), index)
                     sums.add(rows, result)
@@ -209,10 +230,13 @@ class StackedEvaluation:
         return sums, feeds
 
 
-def pieces(turns: Iterable[Sequence[int]], sources: Sequence[Rows | Iterated], index: int) -> Iterator[Sequence[int]]:
+def pieces(
+    turns: Iterable[Sequence[int]], sources: Sequence[Rows | Iterated], index: int, at_most: int
+) -> Iterator[Sequence[int]]:
     """The clients of each turn, in parts whose batches are small enough to stay near the processor."""
     for rows in turns:
-        at_once = max(AT_ONCE, NEAR // max(sources[rows[0]].num_bytes(index), 1))
+        near = max(AT_LEAST, NEAR // max(sources[rows[0]].num_bytes(index), 1))
+        at_once = min(near, at_most)
         for start in range(0, len(rows), at_once):
             yield rows[start : start + at_once]
 

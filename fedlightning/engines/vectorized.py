@@ -276,6 +276,7 @@ class VectorizedEngine(Engine):
                 gatherer=self._gatherer,
                 clip_value=clip,
                 clip_algorithm=algorithm,
+                bytes_of_step=self.found.bytes_of_step,
             ).run()
         return stack
 

@@ -96,10 +96,10 @@ def place(row: Row) -> tuple[Any, ...]:
     return tuple(value for name, value in vars(row).items() if name != "value")
 
 
-def all_of(clients: int) -> tuple[int, int]:
-    """How many models are scored one by one at both stages if all are: perhaps two more, to compare both ways."""
-    return 2 * clients, 2 * clients + 2
+def all_of(clients: int) -> range:
+    """How many models are scored one by one at stages G and L1 if all are: perhaps two more at each, to compare."""
+    return range(2 * clients, 2 * clients + 5)
 
 
-TRIALS = 4
-"""Two modules are scored both ways, once for validation and once for test."""
+TRIALS = 8
+"""Two modules are scored both ways, for a shared model and for clients' own, in validation and in test."""

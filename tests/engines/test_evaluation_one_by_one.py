@@ -23,6 +23,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
+from fedlightning.engines import stacked_evaluation
 from fedlightning.evaluation import stages
 from fedlightning.local import Evaluate
 from tests.engines.scored import (
@@ -173,6 +174,16 @@ ALONE = (
 def test_what_a_stack_cannot_do_is_scored_one_by_one(kind: type[Toy]) -> None:
     clients = len(SIZES["val"])
     assert Federation(kind()).compare(Evaluate(("val",)), tolerance=0.0) in all_of(clients)
+
+
+@pytest.mark.parametrize(("own", "shared", "stacked"), [(2000, 2000, 2), (500, 2000, 1), (500, 500, 0)])
+def test_steps_that_are_nothing_but_arithmetic(
+    own: int, shared: int, stacked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of at most 8 samples takes 2 * 8 * (6 * 8 + 8 * 3) = 1152 operations, and more than half of it here."""
+    monkeypatch.setattr(stacked_evaluation, "ARITHMETIC", {"own": own, "shared": shared})
+    clients = len(SIZES["val"])
+    assert Federation(Toy(hidden=8)).compare(Evaluate(("val",))) == 4 + (2 - stacked) * clients
 
 
 class Gain(FederatedCallback):
