@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import io
 import pickle
 import weakref
@@ -112,6 +113,15 @@ class _Recorder(pickle.Pickler):
         self._kept = kept
         self._known: dict[int, int] = {}
 
+    def reducer_override(self, obj: Any) -> Any:
+        """A module's attributes go straight into the copy: ``nn.Module.__setstate__`` only completes those of old files."""
+        kind: Any = type(obj)
+        plain = isinstance(obj, nn.Module) and kind.__setstate__ is nn.Module.__setstate__
+        own: Any = object
+        if not plain or kind.__reduce_ex__ is not own.__reduce_ex__ or kind.__getstate__ is not own.__getstate__:
+            return NotImplemented
+        return copyreg.__newobj__, (kind,), vars(obj), None, None, _set_attributes  # type: ignore[attr-defined]
+
     def persistent_id(self, obj: Any) -> int | None:
         if isinstance(obj, MethodType | ModuleType | weakref.ProxyType):
             raise CannotRecord
@@ -123,6 +133,10 @@ class _Recorder(pickle.Pickler):
             self._known[id(obj)] = len(self._kept)
             self._kept.append(obj)
         return self._known[id(obj)]
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(module).update(attributes)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -21,22 +21,22 @@ def applies(optimizer: Optimizer) -> bool:
     return all(not isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
 
 
-@torch.no_grad()
 def update(optimizer: Optimizer) -> None:
     """Move the parameters: the operations of ``torch.optim.sgd`` in its order, so that the bits are the same."""
-    for group in optimizer.param_groups:
-        lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if group["maximize"]:
-                gradient = -gradient
-            if decay != 0:
-                gradient = gradient.add(parameter, alpha=decay)
-            if momentum != 0:
-                gradient = _with_momentum(optimizer.state[parameter], gradient, group)
-            parameter.add_(gradient, alpha=-lr)
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if group["maximize"]:
+                    gradient = -gradient
+                if decay != 0:
+                    gradient = gradient.add(parameter, alpha=decay)
+                if momentum != 0:
+                    gradient = _with_momentum(optimizer.state[parameter], gradient, group)
+                parameter.add_(gradient, alpha=-lr)
 
 
 def _with_momentum(state: dict[str, Any], gradient: Tensor, group: dict[str, Any]) -> Tensor:

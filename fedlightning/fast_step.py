@@ -193,12 +193,13 @@ def unrecorded_step(optimizer: Optimizer) -> Callable[[Closure], Any]:
     if inner is None or not getattr(outer, "hooked", False) or "step" in vars(optimizer):
         return lambda closure: optimizer.step(closure=closure)  # type: ignore[arg-type]
     everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    is_plain_sgd = fast_sgd.applies(optimizer)
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
     def step(closure: Closure) -> Any:
         if before or any(everywhere) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return optimizer.step(closure=closure)  # type: ignore[arg-type]
-        if fast_sgd.applies(optimizer):
+        if is_plain_sgd:
             result = closure()
             fast_sgd.update(optimizer)
         else:

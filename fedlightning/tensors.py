@@ -90,11 +90,18 @@ def clone(state: Mapping[str, Tensor], device: torch.device | str | None = None)
     return {name: value.detach().to(device=device or value.device, copy=True) for name, value in state.items()}
 
 
+FEW = 8
+"""Tensors that are not worth being put side by side."""
+
+
 def pack(state: Mapping[str, Tensor]) -> State:
     """A copy of every tensor on the CPU, those of one dtype side by side in one piece of memory.
 
-    What is done to all of them can then be done at once (see :func:`side_by_side`), and leaves a GPU in one transfer.
+    What is done to all of them can then be done at once (see :func:`side_by_side`), and leaves a GPU in one transfer. A
+    few that are on the CPU already are copied one by one, which is cheaper.
     """
+    if len(state) <= FEW and all(value.device.type == "cpu" for value in state.values()):
+        return {name: value.detach().clone() for name, value in state.items()}
     packed: State = {}
     for dtype in {value.dtype for value in state.values()}:
         part = {name: value.detach() for name, value in state.items() if value.dtype == dtype}

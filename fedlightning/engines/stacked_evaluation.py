@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -27,6 +28,7 @@ from fedlightning.engines.scoring.sources import (
     Rows,
     can_iterate_together,
     generator_states,
+    pieces,
     rewinding,
     same_states,
     set_generators,
@@ -36,7 +38,7 @@ from fedlightning.engines.scoring.sources import (
 from fedlightning.engines.scoring.step import ScoringStep
 from fedlightning.engines.scoring.sums import Sums
 from fedlightning.engines.scoring.values import NotStacked
-from fedlightning.evaluation.wanted import Scores, Scoring, Wanted, finish, score_one
+from fedlightning.evaluation.wanted import Scores, Scoring, Wanted, finish, score_alone, score_one
 from fedlightning.fast_evaluation import refusal
 from fedlightning.fast_hooks import of_module
 from fedlightning.local import LocalRunner
@@ -56,8 +58,6 @@ ARITHMETIC = {"own": 2**23, "shared": 2**26}
 Not measured in seconds: a run that is resumed must decide as before."""
 TOGETHER = 2**28
 """Such operations in a step of a stack."""
-NEAR, AT_LEAST = 2**22, 16
-"""Bytes of a stacked batch that stay near the processor; but so many clients may take a step together at least."""
 REFUSED = frozenset(
     ("setup", "teardown", "configure_model", "on_before_batch_transfer", "transfer_batch_to_device",
      "on_after_batch_transfer", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start",
@@ -77,8 +77,18 @@ class StackedEvaluation:
         self._runner = runner
         self._decided: dict[Kind, int] = {}  # how many take a step together at most; 0: scored one by one
 
-    def answers(self, scorings: Sequence[Scoring[Answer]], size: int) -> Iterator[Answer]:
-        """The answers of scoring tasks, in their order. Up to ``size`` modules are scored at once."""
+    def answers(self, scorings: Sequence[Scoring[Answer]], size: int, own: bool) -> Iterator[Answer]:
+        """The answers of scoring tasks, in their order.
+
+        Args:
+            scorings: of tasks; size: how many modules are scored at once, at most.
+            own: whether each task opens a client's own model. Once it is known that these are scored one by one, they are
+                opened so as well: models that wait for others are no longer near the processor.
+        """
+        known = [at_most for (_, _, whose), at_most in self._decided.items() if whose == "own"]
+        if own and known and not any(known):
+            yield from (score_alone(self._runner, scoring) for scoring in scorings)
+            return
         found: list[list[Scores]] = [[] for _ in scorings]
         wanted = ((place, one) for place, scoring in enumerate(scorings) for one in next(scoring))
         try:
@@ -95,8 +105,10 @@ class StackedEvaluation:
         """The scores of each, together where that is possible."""
         groups: dict[Any, list[int]] = {}
         looks: dict[int, Look] = {}
+        often = Counter(id(one.module) for one in wanted)
         for place, one in enumerate(wanted):
-            groups.setdefault(self._group(one, looks) or place, []).append(place)
+            whose = ("own", "shared") if often[id(one.module)] > 1 else ("own",)
+            groups.setdefault(self._group(one, whose, looks) or place, []).append(place)
         found: dict[int, Scores] = {}
         for key, places in groups.items():
             members = [wanted[place] for place in places]
@@ -107,12 +119,12 @@ class StackedEvaluation:
             found.update(zip(places, scored, strict=True))
         return [found[place] for place in range(len(wanted))]
 
-    def _group(self, one: Wanted, looks: dict[int, Look]) -> tuple[Any, ...] | None:
+    def _group(self, one: Wanted, whose: Iterable[str], looks: dict[int, Look]) -> tuple[Any, ...] | None:
         """What it must have in common with others to be scored with them; ``None`` if it can be scored only alone."""
         kind, scorer = type(one.module), self._runner.scorer
         steps = of_module(kind)
         testing = one.split == "test" and "test_step" in steps
-        refused = all(self._decided.get((kind, testing, whose)) == 0 for whose in ARITHMETIC)
+        refused = all(self._decided.get((kind, testing, which)) == 0 for which in whose)
         if refused or not (testing or "validation_step" in steps):
             return None
         unfit = fast_refusals.of_loader(one.loader, self._limit(testing)) is not None
@@ -228,17 +240,6 @@ class StackedEvaluation:
                 if held > HELD:
                     raise NotStacked("metrics are fed with too much")
         return sums, feeds
-
-
-def pieces(
-    turns: Iterable[Sequence[int]], sources: Sequence[Rows | Iterated], index: int, at_most: int
-) -> Iterator[Sequence[int]]:
-    """The clients of each turn, in parts whose batches are small enough to stay near the processor."""
-    for rows in turns:
-        near = max(AT_LEAST, NEAR // max(sources[rows[0]].num_bytes(index), 1))
-        at_once = min(near, at_most)
-        for start in range(0, len(rows), at_once):
-            yield rows[start : start + at_once]
 
 
 def alike(found: Scores, expected: Scores) -> bool:

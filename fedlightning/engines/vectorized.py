@@ -130,7 +130,8 @@ class VectorizedEngine(Engine):
 
     def _score(self, tasks: Sequence[Scored[Any]]) -> Iterator[Any]:
         scorings = [task.scoring(self.runner, self._record(task.client)) for task in tasks]
-        for task, (answer, after) in zip(tasks, self._evaluation.answers(scorings, self.size), strict=True):
+        own = any(task.client is not None for task in tasks)
+        for task, (answer, after) in zip(tasks, self._evaluation.answers(scorings, self.size, own), strict=True):
             if after is not None and task.client is not None:
                 self.store.put(task.client, after)
             yield answer

@@ -22,6 +22,8 @@ from fedlightning.seeding import isolated
 
 States = tuple[Any, Any, Tensor, Tensor | None]
 CPU = torch.device("cpu")
+NEAR, AT_LEAST = 2**22, 16
+"""Bytes of a stacked batch that stay near the processor; but so many clients may take a step together at least."""
 
 
 def generator_states(device: torch.device = CPU) -> States:
@@ -162,3 +164,14 @@ def stacked_batch(sources: Sequence[Rows | Iterated], index: int, device: torch.
     taken = [source.take() for source in sources if isinstance(source, Iterated)]
     together = zip(*(tensors for tensors, _ in taken), strict=True)
     return join_tree(taken[0][1], [torch.stack(group).to(device) for group in together])
+
+
+def pieces(
+    turns: Iterable[Sequence[int]], sources: Sequence[Rows | Iterated], index: int, at_most: int
+) -> Iterator[Sequence[int]]:
+    """The clients of each turn, in parts whose batches are small enough to stay near the processor."""
+    for rows in turns:
+        near = max(AT_LEAST, NEAR // max(sources[rows[0]].num_bytes(index), 1))
+        at_once = min(near, at_most)
+        for start in range(0, len(rows), at_once):
+            yield rows[start : start + at_once]
