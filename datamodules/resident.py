@@ -37,13 +37,15 @@ class ResidentBatches:
         rows = view.indices
         if type(loader.sampler) is AddressedSampler:
             rows = rows[loader.sampler.permutation()]
-        end = len(rows) - len(rows) % size if loader.drop_last else len(rows)
+        count, rest = divmod(rows.shape[0], size)
         source, device = view.dataset, self._device
         if device.type != "cpu":
             rows = rows.to(device)
         batch_of = partial(rows_on_device, source, device) if device.type != "cpu" else gather(source)
-        for chosen in rows[:end].split(size) if end else ():
+        for chosen in rows[: count * size].view(count, size).unbind(0) if count else ():
             yield batch_of(chosen)
+        if rest and not loader.drop_last:
+            yield batch_of(rows[count * size :])
 
 
 def gather(source: Any) -> Callable[[Tensor], list[Tensor]]:

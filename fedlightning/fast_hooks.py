@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import cache, partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
@@ -19,16 +18,8 @@ Answer = TypeVar("Answer")
 
 
 def per_class(function: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
-    """Ask ``function`` once for every class, for as long as that class lives."""
-    known: WeakKeyDictionary[Any, Answer] = WeakKeyDictionary()
-
-    @wraps(function)
-    def answer(kind: Any) -> Answer:
-        if kind not in known:
-            known[kind] = function(kind)
-        return known[kind]
-
-    return answer
+    """Ask ``function`` once for every class."""
+    return cache(function)
 
 
 CALLBACK_HOOKS = frozenset(
