@@ -61,6 +61,9 @@ types: $(STAMP) ## check types (mypy)
 
 bench: $(STAMP) ## measure speed and memory against a bare PyTorch loop (an idle machine, please)
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.visit
+	$(BIN)/python -m benchmarks.aggregation
+	$(BIN)/python -m benchmarks.memory
 
 clean: ## remove build products and caches (not the environment, not the results of runs)
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov

@@ -25,6 +25,14 @@ from benchmarks.contestants import CONTESTANTS
 from benchmarks.work import WORKS
 
 BARE = "bare loop"
+TARGETS = {
+    ("cnn", "fedlightning"): 1.03,
+    ("cnn", "fedlightning (2 processes)"): 0.56,
+    ("mlp", "fedlightning"): 1.05,
+    ("mlp", "fedlightning (vectorized)"): 0.40,
+    ("logistic", "fedlightning (vectorized)"): 0.12,
+}
+"""Ratios that we want to reach; ``docs/performance.md`` says what limits those that we do not."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -83,16 +91,17 @@ def compare(work: str, contestants: list[str], rounds: int, repeats: int, show: 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rows, for people."""
     shown = Table(title="Wall time of a round as a ratio to the bare loop (median of turns)", title_justify="left")
-    for column in ("work", "contestant", "ratio", "min - max", "s", "+ms/visit", "first round s", "+MB"):
+    for column in ("work", "contestant", "ratio", "target", "min - max", "s", "+ms/visit", "first round s", "+MB"):
         shown.add_column(column, justify="left" if column in ("work", "contestant") else "right")
     for row in rows:
         if "ratio" not in row:
-            shown.add_row(row["work"], row["contestant"], "-", row["note"][:40])
+            shown.add_row(row["work"], row["contestant"], "-", "", row["note"][:40])
             continue
         shown.add_row(
             row["work"],
             row["contestant"],
             f"{row['ratio']:.2f}",
+            f"{TARGETS[key]:.2f}" if (key := (row["work"], row["contestant"])) in TARGETS else "",
             f"{row['ratio_min']:.2f} - {row['ratio_max']:.2f}",
             f"{row['seconds']:.2f}",
             f"{row['extra_ms_per_visit']:.2f}",
