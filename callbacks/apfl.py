@@ -14,7 +14,7 @@ from fedlightning.wrappers import uses_forward
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.apfl_stacked import StackedMixtures
-    from fedlightning.engines.stacked_fit import StackedFit
+    from fedlightning.engines.stacked.fit import StackedFit
 
 
 class APFL(FederatedCallback):

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from fedlightning.callbacks.apfl_mixtures import ParameterMixture
-from fedlightning.engines.stacked_hooks import StackHooks, Turn
-from fedlightning.engines.stacked_step import clip, gradients
-from fedlightning.engines.stacking import Stack, column, put, side_by_side, take
+from fedlightning.engines.stacked.hooks import StackHooks, Turn
+from fedlightning.engines.stacked.stack import Stack, column, put, side_by_side, take
+from fedlightning.engines.stacked.step import clip, gradients
 from fedlightning.seeding import address
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.apfl import APFL
-    from fedlightning.engines.stacked_fit import StackedFit
+    from fedlightning.engines.stacked.fit import StackedFit
 
 
 class StackedMixtures(StackHooks):

@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedlightning.fast import train_fast
+from fedlightning.fast.fit import train_fast
 from fedlightning.hooks import CallbackList, FederatedCallback, GradientContext, Phase
 from fedlightning.lightning_loop import release, train_with_lightning
 from fedlightning.loss_terms import loss_terms

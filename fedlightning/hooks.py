@@ -26,8 +26,8 @@ from fedlightning.wrappers.features import FeatureTap
 
 if TYPE_CHECKING:
     from fedlightning.client import Client
-    from fedlightning.engines.stacked_fit import StackedFit
-    from fedlightning.engines.stacked_hooks import StackHooks
+    from fedlightning.engines.stacked.fit import StackedFit
+    from fedlightning.engines.stacked.hooks import StackHooks
     from fedlightning.server import Server
 
 Owner = str

@@ -23,8 +23,8 @@ from fedlightning.client import Client, ClientRecord
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.evaluation.scoring import Scorer
-from fedlightning.fast_copy import Copier
-from fedlightning.fast_trainer import NotInFastLoop
+from fedlightning.fast.copier import Copier
+from fedlightning.fast.trainer import NotInFastLoop
 from fedlightning.fit import LocalSettings, VisitCallback, address_of
 from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
 from fedlightning.layers import expand

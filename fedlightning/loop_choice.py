@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedlightning import fast_refusals
+from fedlightning.fast import refusals as fast_refusals
 
 if TYPE_CHECKING:
     from fedlightning.evaluation.scoring import Scorer

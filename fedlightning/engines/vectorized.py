@@ -20,15 +20,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from fedlightning.client import ClientRecord
 from fedlightning.engines.base import Engine, Task, Visit
-from fedlightning.engines.planning import Clock, chunk_size, configure, takes_index
-from fedlightning.engines.stacked_batches import Gatherer, LoaderSource, resident
-from fedlightning.engines.stacked_evaluation import StackedEvaluation
-from fedlightning.engines.stacked_fit import Recipe, StackedFit, Trainee
-from fedlightning.engines.stacked_random import ClientDraws
-from fedlightning.engines.stacked_step import StackedStep
-from fedlightning.engines.stacking import Stack, named_tensors
+from fedlightning.engines.stacked.batches import Gatherer, LoaderSource, resident
+from fedlightning.engines.stacked.evaluation import StackedEvaluation
+from fedlightning.engines.stacked.fit import StackedFit
+from fedlightning.engines.stacked.planning import Clock, chunk_size, configure, takes_index
+from fedlightning.engines.stacked.random import ClientDraws
+from fedlightning.engines.stacked.stack import Stack, named_tensors
+from fedlightning.engines.stacked.step import StackedStep
+from fedlightning.engines.stacked.trainees import Recipe, Trainee
+from fedlightning.engines.stacked.vectorizable import Finding, examine
 from fedlightning.engines.store import ClientStore
-from fedlightning.engines.vectorizable import Finding, examine
 from fedlightning.evaluation.wanted import Scored
 from fedlightning.fit import acting, address_of
 from fedlightning.hooks import Phase
@@ -83,7 +84,7 @@ class VectorizedEngine(Engine):
     Args:
         runner, store: see :class:`~fedlightning.engines.base.Engine`.
         clients_per_stack: how many clients train together; ``None``: as many as fit into a share of the memory (see
-            :func:`~fedlightning.engines.planning.chunk_size`). Results do not depend on it beyond rounding.
+            :func:`~fedlightning.engines.stacked.planning.chunk_size`). Results do not depend on it beyond rounding.
     """
 
     def __init__(self, runner: LocalRunner, store: ClientStore, clients_per_stack: int | None = None) -> None:

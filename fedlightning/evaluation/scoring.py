@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from fedlightning.fast_evaluation import evaluate, refusal
-from fedlightning.fast_trainer import NotInFastLoop
+from fedlightning.fast.evaluation import evaluate, refusal
+from fedlightning.fast.trainer import NotInFastLoop
 from fedlightning.quiet import quiet
 
 

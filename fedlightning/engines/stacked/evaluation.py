@@ -1,0 +1,250 @@
+"""Scores of many modules of one class at once: their evaluation steps are taken together, as one stack of clients.
+
+Which modules: any whose step ``vmap`` can carry out and whose other evaluation hooks are at most those around an epoch.
+The first two of a class are scored both ways; where the scores differ, or anything else speaks against it, modules of the
+class are scored one after another, as in every other engine. That is decided once for each class, and once more for one
+model that all clients share.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import Metric
+
+from fedlightning.engines.stacked.scoring.clients import Feed, hooks_of, scores_of
+from fedlightning.engines.stacked.scoring.models import Look, Models
+from fedlightning.engines.stacked.scoring.sources import (
+    Iterated,
+    Rows,
+    can_iterate_together,
+    generator_states,
+    pieces,
+    rewinding,
+    same_states,
+    set_generators,
+    source_of,
+    stacked_batch,
+)
+from fedlightning.engines.stacked.scoring.step import ScoringStep
+from fedlightning.engines.stacked.scoring.sums import Sums
+from fedlightning.engines.stacked.scoring.values import NotStacked
+from fedlightning.evaluation.wanted import Scores, Scoring, Wanted, finish, score_alone, score_one
+from fedlightning.fast import refusals as fast_refusals
+from fedlightning.fast.evaluation import refusal
+from fedlightning.fast.hooks import of_module
+from fedlightning.local import LocalRunner
+from fedlightning.quiet import without_warnings
+
+Answer = TypeVar("Answer")
+Kind = tuple[type, bool, str]
+"""A class, whether it is tested (or validated), and whether its models are ``own`` or ``shared``."""
+ALIKE = 1e-2
+"""Scores of the same module may differ by so much, relative and absolute, when both ways are compared: far more than
+rounding does, far less than what a misunderstanding does."""
+HELD = 2**28
+"""Bytes that may be kept for metrics until they are fed."""
+ARITHMETIC = {"own": 2**23, "shared": 2**26}
+"""Floating-point operations of a client's step on a CPU from which on a stack loses more than the calls it saves: with
+``own`` models it reads all their weights at once, with a ``shared`` one it has larger activations than fit into a cache.
+Not measured in seconds: a run that is resumed must decide as before."""
+TOGETHER = 2**28
+"""Such operations in a step of a stack."""
+REFUSED = frozenset(
+    ("setup", "teardown", "configure_model", "on_before_batch_transfer", "transfer_batch_to_device",
+     "on_after_batch_transfer", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start",
+     "on_test_batch_end")
+)  # fmt: skip
+"""Hooks that are left to one client after another."""
+
+
+class StackedEvaluation:
+    """Carries out scoring tasks.
+
+    Args:
+        runner: has the scorer that everything must agree with.
+    """
+
+    def __init__(self, runner: LocalRunner) -> None:
+        self._runner = runner
+        self._decided: dict[Kind, int] = {}  # how many take a step together at most; 0: scored one by one
+
+    def answers(self, scorings: Sequence[Scoring[Answer]], size: int, own: bool) -> Iterator[Answer]:
+        """The answers of scoring tasks, in their order.
+
+        Args:
+            scorings: of tasks; size: how many modules are scored at once, at most.
+            own: whether each task opens a client's own model. Once it is known that these are scored one by one, they are
+                opened so as well: models that wait for others are no longer near the processor.
+        """
+        known = [at_most for (_, _, whose), at_most in self._decided.items() if whose == "own"]
+        if own and known and not any(known):
+            yield from (score_alone(self._runner, scoring) for scoring in scorings)
+            return
+        found: list[list[Scores]] = [[] for _ in scorings]
+        wanted = ((place, one) for place, scoring in enumerate(scorings) for one in next(scoring))
+        try:
+            while chunk := list(islice(wanted, size)):
+                for (place, _), scores in zip(chunk, self.scores([one for _, one in chunk]), strict=True):
+                    found[place].append(scores)
+            for scoring, scores_of_it in zip(scorings, found, strict=True):
+                yield finish(scoring, scores_of_it)
+        finally:
+            for scoring in scorings:
+                scoring.close()
+
+    def scores(self, wanted: Sequence[Wanted]) -> list[Scores]:
+        """The scores of each, together where that is possible."""
+        groups: dict[Any, list[int]] = {}
+        looks: dict[int, Look] = {}
+        often = Counter(id(one.module) for one in wanted)
+        for place, one in enumerate(wanted):
+            whose = ("own", "shared") if often[id(one.module)] > 1 else ("own",)
+            groups.setdefault(self._group(one, whose, looks) or place, []).append(place)
+        found: dict[int, Scores] = {}
+        for key, places in groups.items():
+            members = [wanted[place] for place in places]
+            if isinstance(key, int) or len(members) == 1:
+                scored = [score_one(self._runner, member) for member in members]
+            else:
+                scored = self._together(key[:2], members, [looks[id(member.module)] for member in members])
+            found.update(zip(places, scored, strict=True))
+        return [found[place] for place in range(len(wanted))]
+
+    def _group(self, one: Wanted, whose: Iterable[str], looks: dict[int, Look]) -> tuple[Any, ...] | None:
+        """What it must have in common with others to be scored with them; ``None`` if it can be scored only alone."""
+        kind, scorer = type(one.module), self._runner.scorer
+        steps = of_module(kind)
+        testing = one.split == "test" and "test_step" in steps
+        refused = all(self._decided.get((kind, testing, which)) == 0 for which in whose)
+        if refused or not (testing or "validation_step" in steps):
+            return None
+        unfit = fast_refusals.of_loader(one.loader, self._limit(testing)) is not None
+        if not scorer.fast or unfit or not can_iterate_together(one.loader):
+            return None
+        look = looks.get(id(one.module))
+        if look is None:
+            look = looks[id(one.module)] = Look(scorer.convert(one.module))
+        return None if look.likeness is None else (kind, testing, look.likeness)
+
+    def _limit(self, testing: bool) -> Any:
+        kit = self._runner.scorer.trainer
+        return kit.limit_test_batches if testing else kit.limit_val_batches
+
+    def _together(self, kind: tuple[type, bool], members: Sequence[Wanted], looks: Sequence[Look]) -> list[Scores]:
+        """The members' scores: of a stack if their class can be scored so, else one by one."""
+        second = next((place for place, look in enumerate(looks) if look is not looks[0]), None)
+        key = (*kind, "shared" if second is None else "own")
+        if key not in self._decided:
+            self._decided[key] = self._agrees((members[0], members[second or 1]), key)
+        if self._decided[key]:
+            rewind = rewinding(one.loader for one in members)
+            try:
+                return self._stacked(members, looks, kind[1], self._decided[key])
+            except (Exception, NotStacked):  # what the user's code raises here, it raises again when scored alone
+                self._decided[key] = 0
+                rewind()
+                for look in looks:
+                    for child in look.module.modules():
+                        if isinstance(child, Metric):
+                            child.reset()
+        return [score_one(self._runner, member) for member in members]
+
+    def _agrees(self, members: Sequence[Wanted], kind: Kind) -> int:
+        """How many modules of a class may take a step together: 0 unless copies of the members have the same scores one
+        by one and in a stack, and a stack is worth while. It leaves no trace: a run that is resumed decides once more.
+        """
+        for one in members:
+            if REFUSED & of_module(type(one.module)):
+                return 0
+            if refusal(one.module, one.loader, self._runner.scorer.trainer, kind[1]) is not None:
+                return 0
+        rewind = rewinding(one.loader for one in members)
+        try:
+            looks = {id(module): Look(copy.deepcopy(module)) for module in (one.module for one in members)}
+            apart = [looks[id(one.module)] for one in members]
+            copies = [replace(one, module=look.module) for one, look in zip(members, apart, strict=True)]
+            stacked = self._stacked(copies, apart, kind[1], len(copies))
+            with FlopCounterMode(display=False) as counter:
+                alone = [score_one(self._runner, one) for one in copies]
+            batches = sum(fast_refusals.num_batches(one.loader, self._limit(kind[1])) for one in members)
+            operations = counter.get_total_flops() // batches
+            if not all(map(alike, stacked, alone)):
+                return 0
+            if self._runner.scorer.device.type != "cpu":
+                return TOGETHER
+            return 0 if operations > ARITHMETIC[kind[2]] else TOGETHER // max(operations, 1)
+        except (Exception, NotStacked):
+            return 0
+        finally:
+            rewind()
+
+    def _stacked(self, members: Sequence[Wanted], looks: Sequence[Look], testing: bool, at_most: int) -> list[Scores]:
+        """The members' scores; raises where they cannot be had together. ``at_most`` so many take a step together."""
+        limit, device = self._limit(testing), self._runner.scorer.device
+        mode = self._runner.settings.trainer_arguments.get("inference_mode", True)
+        found: list[Scores] = []
+        drawn = generator_states(device)
+        try:
+            models = Models(looks, device)
+            with torch.inference_mode() if mode else torch.no_grad(), without_warnings():
+                sources = [
+                    source_of(one.loader, fast_refusals.num_batches(one.loader, limit), one.seed) for one in members
+                ]
+                sums, feeds = self._steps(models, sources, testing, at_most)
+                models.check()
+                hooks = hooks_of(type(looks[0].module), testing)
+                for look, feed, logged in zip(looks, feeds, sums.values(), strict=True):
+                    own = bool(feed or hooks.before or hooks.after)
+                    # without metrics, only numbers are logged
+                    scores = scores_of(look.module, hooks, feed, logged, sums.metrics, device) if own else logged
+                    found.append(cast(Scores, scores))
+            if not same_states(drawn, generator_states(device)):
+                raise NotStacked("random numbers are drawn")
+        finally:
+            set_generators(drawn, device)
+        return [scores or loss for scores, loss in zip(found, sums.losses(), strict=True)]
+
+    def _steps(
+        self, stack: Models, sources: Sequence[Rows | Iterated], testing: bool, at_most: int
+    ) -> tuple[Sums, list[Feed]]:
+        """Take all steps. What was logged, and what is left to feed to each client's metrics."""
+        precision, device = self._runner.scorer.precision, self._runner.scorer.device
+        context = precision.test_step_context if testing else precision.val_step_context
+        step = ScoringStep(stack.lender, testing, context, stack.names, stack.shared)
+        sums, held = Sums(len(sources)), 0
+        feeds: list[Feed] = [[] for _ in sources]
+        with stack.on_device(), step.attached():
+            for index in range(max(source.count for source in sources)):
+                turns: dict[Any, list[int]] = {}
+                for row, source in enumerate(sources):
+                    if index < source.count:
+                        turns.setdefault(source.shape(index), []).append(row)
+                for rows in pieces(turns.values(), sources, index, at_most):
+                    batch = precision.convert_input(stacked_batch([sources[row] for row in rows], index, device))
+                    result = step(stack.tensors(rows), batch, len(rows), index)
+                    sums.add(rows, result)
+                    if any(event.metric is not None for event in result.events):
+                        held += sum(output.numel() * output.element_size() for output in result.outputs)
+                        outputs = [output.unbind(0) for output in result.outputs]
+                        for place, row in enumerate(rows):
+                            feeds[row].append((result, outputs, place))
+                if held > HELD:
+                    raise NotStacked("metrics are fed with too much")
+        return sums, feeds
+
+
+def alike(found: Scores, expected: Scores) -> bool:
+    """Whether two sets of scores differ by rounding at most."""
+    if list(found) != list(expected):
+        return False
+    pairs = [(found[name], expected[name]) for name in found]
+    return all(math.isclose(a, b, rel_tol=ALIKE, abs_tol=ALIKE) or (a != a and b != b) for a, b in pairs)

@@ -1,0 +1,278 @@
+"""One phase of local training for a stack of clients: every client takes exactly the steps it would take alone.
+
+Clients are independent, so only the order of a client's own steps matters. In each turn those whose next batches have the
+same shape step together, the smaller batches first: ragged last batches are got out of the way, and the full batches of
+all clients meet again. A client that is done leaves; the stack is ordered by work, so those that go on are a slice of it.
+Nothing is padded. Who steps together is settled for as many turns as it stays the same.
+
+On a CPU no more clients step together than a core's cache has room for: one part of them takes all its turns, then the
+next. A model so large that this is one client is stepped without a map, by the kernels of a single model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedlightning.engines.stacked.batches import Gatherer
+from fedlightning.engines.stacked.corrections import Correction
+from fedlightning.engines.stacked.hooks import Turn
+from fedlightning.engines.stacked.logs import StackedLogs
+from fedlightning.engines.stacked.optimizers import RULES, Settings, StackedOptimizer
+from fedlightning.engines.stacked.stack import Rows, Stack, laid_out_like, named_tensors, put, side_by_side
+from fedlightning.engines.stacked.step import NoLossError, StackedStep, StepResult, clip, gradients
+from fedlightning.engines.stacked.trainees import Trainee
+from fedlightning.hooks import FederatedCallback
+
+CACHE = 2**24
+"""Bytes that a step on a CPU may go through: with many more they come from memory, and a model that takes as much alone
+gains nothing from company. With fewer the calls of a step cost more than what caches save."""
+
+
+class StackedFit:
+    """Trains the clients of a stack through one phase, in place.
+
+    Args:
+        module: of one of the clients, lends its code; stack: the clients' tensors.
+        trainees: the clients, in the order of the rows.
+        step: the module's step on the stack.
+        optimizer: as ``configure_optimizers`` made it for ``module``: says which parameters it moves, in which groups.
+        callbacks: all federated callbacks, of which some work inside a fit.
+        correctors: callbacks whose gradient-form terms act in this phase; phase: its name.
+        gatherer: stacks batches; clip_value, clip_algorithm: gradient clipping.
+        bytes_of_step: what a step takes for each client; 0: not known.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        stack: Stack,
+        trainees: Sequence[Trainee],
+        step: StackedStep,
+        optimizer: torch.optim.Optimizer,
+        *,
+        callbacks: Iterable[FederatedCallback] = (),
+        correctors: Sequence[FederatedCallback] = (),
+        phase: str = "fit",
+        gatherer: Gatherer,
+        clip_value: float | None = None,
+        clip_algorithm: str = "norm",
+        bytes_of_step: int = 0,
+    ) -> None:
+        self.stack, self.trainees, self.step = stack, trainees, step
+        self.gatherer, self.clip_value, self.clip_algorithm = gatherer, clip_value, clip_algorithm
+        self.logs = StackedLogs(stack.size)
+        parameters, _ = named_tensors(module)
+        by_id = {id(parameter): name for name, parameter in parameters.items()}
+        self.group_of: dict[str, int] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            self.group_of |= {by_id[id(p)]: index for p in group["params"] if p.requires_grad and id(p) in by_id}
+        self.names = [name for name in stack.parameters if name in self.group_of]
+        self.optimizer: StackedOptimizer = RULES[type(optimizer)](
+            {name: stack.tensors[name] for name in self.names}, stack.size
+        )
+        self.shared_recipe = all(trainee.recipe is trainees[0].recipe for trainee in trainees)
+        clients = [trainee.client for trainee in trainees]
+        self.device = stack.tensors[stack.parameters[0]].device
+        self._most = max(1, CACHE // bytes_of_step) if bytes_of_step and self.device.type == "cpu" else stack.size
+        self.corrections = [Correction(callback, clients, self.names, phase, self.device) for callback in correctors]
+        self.hooks = [callback.stack_hooks(self) for callback in callbacks if callback.claims("stack_hooks")]
+        self._settled = self._failed = False
+        self._steps = np.zeros(stack.size, dtype=np.int64)
+        self._rates: dict[tuple[str, ...], np.ndarray] = {}
+        self._views: dict[tuple[int, int], tuple[list[Tensor], dict[str, Tensor]]] = {}
+
+    def run(self) -> None:
+        """Train everybody to the end of the phase; what came of it is in the trainees."""
+        for row, trainee in enumerate(self.trainees):
+            self._guarded_start(row, trainee)
+        with self.step.attached():
+            while (alike := self._next()) is not None:
+                self._run(*alike)
+        for hooks in self.hooks:
+            hooks.finish()
+        for row, (trainee, metrics) in enumerate(zip(self.trainees, self.logs.metrics(), strict=True)):
+            trainee.metrics, trainee.steps = metrics, int(self._steps[row])
+            for names, totals in self._rates.items():
+                total = float(totals[row])
+                for name in names if total else ():
+                    trainee.lr_sums[name] = trainee.lr_sums.get(name, 0.0) + total
+
+    def _guarded_start(self, row: int, trainee: Trainee) -> None:
+        try:
+            self.logs.start_epoch(row)
+            trainee.start_epoch()
+        except Exception as error:
+            self._fail(trainee, error)
+
+    def _fail(self, trainee: Trainee, error: Exception) -> None:
+        trainee.error, trainee.done = error, True
+        self._failed = True
+
+    def _next(self) -> tuple[list[int], int, int] | None:
+        """Who steps next, the samples in each one's batch, and for how many turns; ``None`` when all are done."""
+        groups: dict[Any, list[int]] = {}
+        for row, trainee in enumerate(self.trainees):
+            if trainee.done:
+                continue
+            try:
+                shape = trainee.source.peek()
+            except Exception as error:  # of this client's data
+                self._fail(trainee, error)
+                continue
+            place = trainee.place() if self.step.watch.looked else None
+            groups.setdefault((shape, place), []).append(row)
+        if not groups:
+            return None
+        key = min(groups, key=lambda key: key[0][0])
+        numbers = groups[key]
+        parts = -(-len(numbers) // self._most)
+        numbers = numbers[: -(-len(numbers) // parts)]
+        turns = min(self.trainees[number].ahead for number in numbers) if self.shared_recipe else 1
+        return numbers, key[0][0], turns
+
+    def _run(self, numbers: list[int], size: int, turns: int) -> None:
+        """Take these clients through turns that are alike; stop where one of them fails or a step first looks around."""
+        trainees = [self.trainees[number] for number in numbers]
+        looked, taken = self.step.watch.looked, 0
+        with closing(self.gatherer.batches([trainee.source for trainee in trainees], turns)) as batches:
+            for batch in batches:
+                self._try(numbers, batch, size, taken)
+                taken += 1
+                if self._failed or self.step.watch.looked != looked:
+                    break
+        self._failed = False
+        for number in numbers:
+            self._advance(number, taken)
+
+    def _advance(self, number: int, turns: int) -> None:
+        trainee = self.trainees[number]
+        trainee.attempts += turns
+        trainee.batch += turns
+        if not self.shared_recipe:
+            trainee.recipe.tick("step", trainee.batch)
+        if trainee.batch == trainee.batches or trainee.attempts >= trainee.expected:
+            trainee.epoch += 1
+            if not self.shared_recipe:
+                trainee.recipe.tick("epoch", trainee.epoch)
+            if trainee.attempts >= trainee.expected or trainee.error is not None:
+                trainee.done = True
+            else:
+                self._guarded_start(number, trainee)
+
+    def _try(self, numbers: list[int], batch: Any, size: int, turn: int) -> None:
+        """Step; if that raises, one by one, so that only the client whose data are bad fails."""
+        kept = {name: self.stack.tensors[name][numbers] for name in self.stack.buffers}
+        try:
+            self._take_step(numbers, batch, size, turn)
+        except NoLossError:
+            return
+        except Exception as error:
+            for name, value in kept.items():
+                self.stack.tensors[name][numbers] = value
+            if len(numbers) == 1:
+                self._fail(self.trainees[numbers[0]], error)
+                return
+            for place, number in enumerate(numbers):
+                self._try([number], self.gatherer.one(batch, place), size, turn)
+
+    def _take_step(self, numbers: list[int], batch: Any, size: int, turn: int) -> None:
+        rows = side_by_side(numbers)
+        tensors, training = self._tensors(rows)
+        place = self.trainees[numbers[0]].place(turn)
+        draws = [self.trainees[number].source.generator for number in numbers] if self.step.draws else []
+        result: StepResult = self.step(tensors, batch, place, draws)
+        self.logs.add(numbers, result.logged, self.step.log_options, size)
+        if not isinstance(rows, slice):
+            for name, value in zip(self.stack.buffers, tensors[len(self.stack.parameters) :], strict=True):
+                put(self.stack.tensors[name], rows, value)
+        raw = gradients(result.losses, [training[name] for name in self.names])
+        found = {name: gradient for name, gradient in zip(self.names, raw, strict=True) if gradient is not None}
+        del result, raw
+        settings = self._settings(numbers)
+        moment = Turn(numbers, batch, place, settings)
+        for hooks in self.hooks:
+            hooks.before_step(moment)
+        if self.corrections:
+            found = self._corrected(rows, numbers, training, found, settings)
+        if self.clip_value:
+            clip(found.values(), self.clip_value, self.clip_algorithm)
+        if not self._settled:
+            self._settle(found)
+        with torch.no_grad():
+            for name, gradient in found.items():
+                self.optimizer.step(name, rows, gradient, settings[self.group_of[name]])
+            for hooks in self.hooks:
+                hooks.after_step(moment)
+        if found:
+            self._count(rows, found, settings)
+
+    def _corrected(
+        self,
+        rows: Rows,
+        numbers: Sequence[int],
+        training: Mapping[str, Tensor],
+        found: dict[str, Tensor],
+        settings: Sequence[Settings],
+    ) -> dict[str, Tensor]:
+        """Gradients after the gradient-form terms of all callbacks."""
+        rates = {name: self._rates_of(settings[self.group_of[name]], numbers) for name in found}
+        values = {name: training[name].detach() for name in found}
+        for correction in self.corrections:
+            found = correction(rows, numbers, values, found, rates)
+        return found
+
+    def _settle(self, found: Mapping[str, Tensor]) -> None:
+        """Once, when the first gradients are there and the optimizer has no state yet: lay the parameters out like them."""
+        self._settled = True
+        for name, gradient in found.items():
+            self.optimizer.parameters[name] = self.stack.tensors[name] = laid_out_like(
+                self.stack.tensors[name], gradient
+            )
+        self._views.clear()
+
+    def _tensors(self, rows: Rows) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The step's tensors, and those among them that train: leaves over the stack's memory where rows are a slice."""
+        key = (rows.start, rows.stop) if isinstance(rows, slice) else None
+        if key is not None and key in self._views:
+            return self._views[key]
+        tensors, training = [], {}
+        for name in (*self.stack.parameters, *self.stack.buffers):
+            value = self.stack.tensors[name][rows].detach()
+            if name in self.group_of:
+                training[name] = value.requires_grad_()
+            tensors.append(value)
+        if key is not None:
+            self._views[key] = tensors, training
+        return tensors, training
+
+    def _settings(self, numbers: Sequence[int]) -> list[Settings]:
+        """Per parameter group what the optimizer says now: once if all clients share it."""
+        if self.shared_recipe:
+            return list(self.trainees[0].recipe.optimizer.param_groups)
+        each = [self.trainees[number].recipe.optimizer.param_groups for number in numbers]
+        return [list(groups) for groups in zip(*each, strict=True)]
+
+    @staticmethod
+    def _rates_of(settings: Settings, numbers: Sequence[int]) -> list[float]:
+        """The learning rate of each of these clients."""
+        if isinstance(settings, Mapping):
+            return [float(settings["lr"])] * len(numbers)
+        return [float(group["lr"]) for group in settings]
+
+    def _count(self, rows: Rows, found: Mapping[str, Tensor], settings: Sequence[Settings]) -> None:
+        """Note a step and its learning rates."""
+        self._steps[rows] += 1
+        for index, of_group in enumerate(settings):
+            names = tuple(name for name in found if self.group_of[name] == index)
+            if names:
+                if names not in self._rates:
+                    self._rates[names] = np.zeros(self.stack.size)
+                rate = of_group["lr"] if isinstance(of_group, Mapping) else [float(group["lr"]) for group in of_group]
+                self._rates[names][rows] += rate

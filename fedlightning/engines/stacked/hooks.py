@@ -1,0 +1,61 @@
+"""What a callback does inside a fit, on a stack of clients: the counterpart of its Lightning hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedlightning.engines.stacked.optimizers import Settings
+from fedlightning.engines.stacked.stack import join_tree, split_tree
+from fedlightning.engines.stacked.step import Place
+
+
+@dataclass
+class Turn:
+    """A step that some clients of a stack take together.
+
+    Attributes:
+        numbers: their rows, ascending; batch: their batches, stacked; place: where these are in the clients' work.
+        settings: per parameter group what the optimizer says now, for all of them or for each.
+    """
+
+    numbers: Sequence[int]
+    batch: Any
+    place: Place
+    settings: Sequence[Settings]
+
+    def _places(self, chosen: Sequence[int]) -> list[int]:
+        return [list(self.numbers).index(number) for number in chosen]
+
+    def batch_of(self, chosen: Sequence[int]) -> Any:
+        """The batches of some of these clients."""
+        if len(chosen) == len(self.numbers):
+            return self.batch
+        tensors, skeleton = split_tree(self.batch)
+        return join_tree(skeleton, [tensor[self._places(chosen)] for tensor in tensors])
+
+    def settings_of(self, group: int, chosen: Sequence[int]) -> Settings:
+        """A parameter group as some of these clients have it."""
+        settings = self.settings[group]
+        if isinstance(settings, Mapping) or len(chosen) == len(self.numbers):
+            return settings
+        return [settings[place] for place in self._places(chosen)]
+
+    def rates(self, group: int, chosen: Sequence[int]) -> list[float]:
+        """Learning rates of a group, of some of these clients."""
+        settings = self.settings_of(group, chosen)
+        return [float(one["lr"]) for one in ([settings] * len(chosen) if isinstance(settings, Mapping) else settings)]
+
+
+class StackHooks:
+    """Base: nothing. One object lives for one phase of one stack."""
+
+    def before_step(self, turn: Turn) -> None:
+        """The clients' gradients are there and nothing has moved yet."""
+
+    def after_step(self, turn: Turn) -> None:
+        """The clients' optimizers have stepped."""
+
+    def finish(self) -> None:
+        """The phase is over; the visits go on one by one."""

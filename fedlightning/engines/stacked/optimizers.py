@@ -1,0 +1,172 @@
+"""SGD, Adam and AdamW on a stack of clients.
+
+These rules treat every number of a parameter alone, so on a client axis they are what they are without one. What may
+differ from client to client is the learning rate (a schedule over epochs of unequal length) and the number of steps
+taken (momentum, bias correction): they become columns, one number for each row. The arithmetic is that of
+``torch.optim``, operation for operation.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from fedlightning.engines.stacked.stack import Rows, column, put, take
+
+Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""What ``optimizer.param_groups`` holds for a parameter at that moment: one for all clients in a step, or one each."""
+
+
+def refuse(optimizer: Optimizer) -> str | None:
+    """Why this optimizer cannot work on a stack; ``None`` if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in RULES:
+        return (
+            f"configure_optimizers returns {name}; the optimizers of a stack are {', '.join(k.__name__ for k in RULES)}"
+        )
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor) or group.get("capturable") or group.get("differentiable"):
+            return f"{name} has a tensor as learning rate, or is capturable or differentiable"
+    return None
+
+
+class StackedOptimizer(ABC):
+    """The state of one optimizer for all clients of a stack.
+
+    Args:
+        parameters: the stacked parameters ``(size, ...)``, by name; size: how many clients.
+    """
+
+    def __init__(self, parameters: dict[str, Tensor], size: int) -> None:
+        self.parameters = parameters
+        self.state: dict[str, dict[str, Tensor]] = {}
+        self.steps = {name: np.zeros(size, dtype=np.int64) for name in parameters}
+
+    def step(self, name: str, rows: Rows, gradient: Tensor, groups: Settings) -> None:
+        """Move one parameter of some clients. To be called under ``torch.no_grad``.
+
+        Args:
+            name: the parameter; rows: the clients.
+            gradient: ``(n, ...)``; groups: the parameter's group, for all of these clients or as each has it.
+        """
+        whole = self.parameters[name]
+        parameter = whole if rows == slice(0, len(whole)) else take(whole, rows)
+        if first_of(groups).get("maximize"):
+            gradient = -gradient
+        self.rule(name, rows, parameter, gradient, groups)
+        put(whole, rows, parameter)
+
+    @abstractmethod
+    def rule(self, name: str, rows: Rows, parameter: Tensor, gradient: Tensor, groups: Settings) -> None:
+        """Edit ``parameter`` in place; where the number of steps matters, :meth:`counted` is called once."""
+
+    def counted(self, name: str, rows: Rows, groups: Settings) -> list[tuple[Mapping[str, Any], int]]:
+        """Count a step. Per client: its group and its number of steps; a single pair where all are alike."""
+        self.steps[name][rows] += 1
+        steps = self.steps[name][rows]
+        if isinstance(groups, Mapping):
+            if bool((steps == steps[0]).all()):
+                return [(groups, int(steps[0]))]
+            groups = [groups] * len(steps)
+        return list(zip(groups, steps.tolist(), strict=True))
+
+    def buffer(self, name: str, key: str, rows: Rows) -> Tensor:
+        """A part of the state, zero at first."""
+        own = self.state.setdefault(name, {})
+        if key not in own:
+            own[key] = torch.zeros_like(self.parameters[name])
+        return take(own[key], rows)
+
+
+def first_of(groups: Settings) -> Mapping[str, Any]:
+    """The group of the first client: what no schedule changes is alike in all of them."""
+    return groups if isinstance(groups, Mapping) else groups[0]
+
+
+def per_row(groups: Settings, key: str, like: Tensor) -> float | Tensor:
+    """A setting of the group: a number, or a column where clients differ."""
+    if isinstance(groups, Mapping):
+        return float(groups[key])
+    return column([float(group[key]) for group in groups], like)
+
+
+class StackedSGD(StackedOptimizer):
+    """:class:`torch.optim.SGD`, with momentum, dampening, Nesterov and weight decay."""
+
+    def rule(self, name: str, rows: Rows, parameter: Tensor, gradient: Tensor, groups: Settings) -> None:
+        decay, lr = per_row(groups, "weight_decay", parameter), per_row(groups, "lr", parameter)
+        if isinstance(decay, Tensor):
+            gradient = gradient + parameter * decay
+        elif decay:
+            gradient = gradient.add(parameter, alpha=decay)
+        momentum = per_row(groups, "momentum", parameter)
+        if isinstance(momentum, Tensor) or momentum:
+            buffer = self.buffer(name, "momentum_buffer", rows)
+            # the first step takes the gradient as it is, without dampening
+            pairs = self.counted(name, rows, groups) if first_of(groups)["dampening"] else [({}, 1)]
+            share = column([1.0 if step == 1 else 1.0 - group["dampening"] for group, step in pairs], parameter)
+            buffer.mul_(momentum)
+            if isinstance(share, Tensor):
+                buffer.add_(gradient * share)
+            else:
+                buffer.add_(gradient, alpha=share)
+            put(self.state[name]["momentum_buffer"], rows, buffer)
+            if not first_of(groups)["nesterov"]:
+                gradient = buffer
+            elif isinstance(momentum, Tensor):
+                gradient = gradient + buffer * momentum
+            else:
+                gradient = gradient.add(buffer, alpha=momentum)
+        if isinstance(lr, Tensor):
+            parameter.sub_(gradient * lr)
+        else:
+            parameter.add_(gradient, alpha=-lr)
+
+
+class StackedAdam(StackedOptimizer):
+    """:class:`torch.optim.Adam` and, with decoupled weight decay, :class:`torch.optim.AdamW`; also AMSGrad."""
+
+    decoupled = False
+
+    def rule(self, name: str, rows: Rows, parameter: Tensor, gradient: Tensor, groups: Settings) -> None:
+        decay, lr = per_row(groups, "weight_decay", parameter), per_row(groups, "lr", parameter)
+        if isinstance(decay, Tensor) or decay:
+            if self.decoupled or first_of(groups).get("decoupled_weight_decay"):
+                parameter.mul_(1 - lr * decay)
+            else:
+                gradient = gradient + parameter * decay
+        pairs = self.counted(name, rows, groups)
+        beta1, beta2 = (column([group["betas"][i] for group, _ in pairs], parameter) for i in (0, 1))
+        mean, square = self.buffer(name, "exp_avg", rows), self.buffer(name, "exp_avg_sq", rows)
+        mean.lerp_(gradient, 1 - beta1) if not isinstance(beta1, Tensor) else mean.add_((gradient - mean) * (1 - beta1))
+        square.mul_(beta2).add_(gradient * gradient * (1 - beta2))
+        put(self.state[name]["exp_avg"], rows, mean)
+        put(self.state[name]["exp_avg_sq"], rows, square)
+        if first_of(groups).get("amsgrad"):
+            largest = self.buffer(name, "max_exp_avg_sq", rows)
+            torch.maximum(largest, square, out=largest)
+            put(self.state[name]["max_exp_avg_sq"], rows, largest)
+            square = largest
+        size = column([g["lr"] / (1 - g["betas"][0] ** step) for g, step in pairs], parameter)
+        root = column([math.sqrt(1 - g["betas"][1] ** step) for g, step in pairs], parameter)
+        denominator = (square.sqrt() / root).add_(first_of(groups)["eps"])
+        if isinstance(size, Tensor):
+            parameter.sub_(mean / denominator * size)
+        else:
+            parameter.addcdiv_(mean, denominator, value=-size)
+
+
+class StackedAdamW(StackedAdam):
+    """:class:`torch.optim.AdamW`."""
+
+    decoupled = True
+
+
+RULES: dict[type[Optimizer], type[StackedOptimizer]] = {SGD: StackedSGD, Adam: StackedAdam, AdamW: StackedAdamW}

@@ -1,0 +1,141 @@
+"""What a stack needs to know of a module before it trains: its optimizer, its batches, how many clients fit into memory."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from fedlightning.arguments import optimizers_in
+from fedlightning.engines.stacked.trainees import Recipe
+from fedlightning.fit import LocalSettings
+from fedlightning.hooks import Phase
+
+SHARE_OF_MEMORY = 8
+"""A stack may take one part in so many of the memory that is free."""
+MOST_CLIENTS = 256
+"""More do not make a step cheaper for each client."""
+
+
+class Clock:
+    """What ``configure_optimizers`` may ask of ``self.trainer``: the work that a client is going to do.
+
+    Everything else that a Lightning Trainer has is not there in a stack, and asking for it is an ``AttributeError``.
+
+    Args:
+        epochs, steps: of the visit, one of them; batches: in an epoch.
+
+    Attributes:
+        looked: whether it was asked; if not, what was made is the same for all clients.
+    """
+
+    def __init__(self, epochs: int | None, steps: int | None, batches: int) -> None:
+        self.looked = False
+        self._answers = {
+            "max_epochs": -1 if epochs is None else epochs,
+            "max_steps": -1 if steps is None else steps,
+            "num_training_batches": batches,
+            "estimated_stepping_batches": batches * (epochs or 0) if steps is None else steps,
+            **dict.fromkeys(("accumulate_grad_batches", "world_size", "num_devices", "num_nodes"), 1),
+            **dict.fromkeys(("current_epoch", "global_step", "global_rank", "local_rank", "node_rank"), 0),
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._answers:
+            raise AttributeError(f"self.trainer.{name} is not there when many clients train in one stack")
+        self.looked = True
+        return self._answers[name]
+
+
+def takes_index(module: LightningModule) -> bool:
+    """Whether ``training_step`` wants the batch's number beside the batch."""
+    wanted = inspect.signature(module.training_step).parameters.values()
+    return len(wanted) >= 2 or any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in wanted)
+
+
+@contextmanager
+def attached(module: LightningModule, clock: Clock) -> Iterator[None]:
+    """A block in which ``clock`` is the module's trainer."""
+    before = getattr(module, "_trainer", None)  # the public property raises when no trainer is attached
+    module.trainer = clock  # type: ignore[assignment]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        module.trainer = before
+
+
+def configure(module: LightningModule, settings: LocalSettings, phase: Phase, round: int, clock: Clock) -> Recipe:
+    """The optimizer and schedulers that the module makes for a client, with the round's decay of learning rates.
+
+    Args:
+        module: the client's module; settings, phase, round: they decay the rates; clock: the work to come.
+    """
+    with attached(module, clock):
+        configured = module.configure_optimizers()
+    recipe = Recipe(optimizers_in(configured)[0], schedules_in(configured))
+    decay(recipe, settings.lr_decay**round * phase.lr_factor)
+    return recipe
+
+
+def schedules_in(configured: Any) -> list[tuple[Any, str, int]]:
+    """The schedulers in any of the forms that ``configure_optimizers`` may return: (scheduler, interval, frequency)."""
+    if isinstance(configured, Mapping):
+        return _schedule(configured["lr_scheduler"]) if "lr_scheduler" in configured else []
+    if isinstance(configured, list | tuple):
+        if len(configured) == 2 and all(isinstance(part, list | tuple) for part in configured):
+            return [schedule for item in configured[1] for schedule in _schedule(item)]
+        return [schedule for item in configured for schedule in schedules_in(item)]
+    return []
+
+
+def _schedule(item: Any) -> list[tuple[Any, str, int]]:
+    if isinstance(item, Mapping):
+        return [(item["scheduler"], item.get("interval", "epoch"), int(item.get("frequency", 1)))]
+    return [(item, "epoch", 1)]
+
+
+def decay(recipe: Recipe, factor: float) -> None:
+    """Multiply every learning rate of a recipe, as a visit does in other engines."""
+    if factor == 1.0:
+        return
+    for group in recipe.optimizer.param_groups:
+        for name in ("lr", "initial_lr", "max_lr", "min_lr"):
+            if name in group:
+                group[name] = group[name] * factor
+    schedulers = [scheduler for scheduler, _, _ in recipe.schedules]
+    while schedulers:
+        scheduler = schedulers.pop()
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+        schedulers += getattr(scheduler, "_schedulers", [])
+
+
+def chunk_size(bytes_of_client: int, bytes_of_step: int, device: torch.device) -> int:
+    """How many clients train together by default: as many as a share of the free memory holds.
+
+    A step costs some 0.5 ms of calls whatever the size of the stack, so larger stacks are cheaper for each client until
+    the arithmetic is all that is left.
+
+    Args:
+        bytes_of_client, bytes_of_step: what a client takes for its visit and for a step; device: of the stack.
+    """
+    room = free_memory(device) // SHARE_OF_MEMORY
+    return max(1, min(MOST_CLIENTS, room // max(bytes_of_client + bytes_of_step, 1)))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on ``device``; 4 GiB where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 2**32

@@ -1,0 +1,130 @@
+"""A client's own part in a stacked evaluation: its module's hooks around the epoch, and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from fedlightning.engines.stacked.scoring.step import Fed, Step
+from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, how, scalar
+from fedlightning.engines.stacked.stack import join_tree
+from fedlightning.fast.hooks import of_module
+
+Feed = list[tuple[Step, Sequence[Sequence[Tensor]], int]]
+"""A client's steps: each with its outputs, ``[output][row]``, and the client's row."""
+
+
+@dataclass(frozen=True)
+class EpochHooks:
+    """The hooks around the epoch that a class of modules has: ``before`` it and ``after`` it."""
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+def hooks_of(kind: type[LightningModule], testing: bool) -> EpochHooks:
+    """Those of a class when it is validated, or tested."""
+    name, own = "test" if testing else "validation", of_module(kind)
+    before, after = (f"on_{name}_start", f"on_{name}_epoch_start"), (f"on_{name}_epoch_end", f"on_{name}_end")
+    return EpochHooks(tuple(filter(own.__contains__, before)), tuple(filter(own.__contains__, after)))
+
+
+def scores_of(
+    module: LightningModule,
+    hooks: EpochHooks,
+    feed: Feed,
+    logged: dict[str, float | str],
+    own: Collection[str],
+    device: torch.device,
+) -> dict[str, float]:
+    """What a client's module has logged at the end of the epoch.
+
+    Args:
+        module: the client's; its metrics are fed, and reset where Lightning does so; hooks: of its class.
+        feed: what to feed them; logged: values of its steps, or in the place of a value the path of a metric.
+        own: paths of the metrics that were logged; device: where the stack is.
+    """
+    with _evaluating(module, device) as noted:
+        for hook in hooks.before:
+            getattr(module, hook)()
+        metrics = _feed(module, feed)
+        values = {name: _value(module, value) for name, value in logged.items()}
+        for hook in hooks.after:
+            noted.hook = hook
+            getattr(module, hook)()
+        values |= {name: _value(module, value) for name, value in logged.items()}
+        for path in own:
+            metrics[path].reset()
+    return values | noted.values
+
+
+def _feed(module: LightningModule, feed: Feed) -> dict[str, Metric]:
+    metrics: dict[str, Any] = {}
+    for step, outputs, row in feed:
+        for event in step.events:
+            path = event.metric
+            if path is None:
+                continue
+            if path not in metrics:
+                metrics[path] = module.get_submodule(path)
+            if isinstance(event, Fed):
+                tensors = [output[row] for output in outputs[event.first : event.end]]
+                call = metrics[path] if event.forward else metrics[path].update
+                if event.positional:
+                    call(*tensors)
+                else:
+                    args, kwargs = join_tree(event.skeleton, tensors)
+                    call(*args, **kwargs)
+    return metrics
+
+
+def _value(module: LightningModule, value: float | str) -> float:
+    if not isinstance(value, str):
+        return value
+    computed: Any = module.get_submodule(value).compute()  # type: ignore[operator]
+    if not isinstance(computed, Tensor):
+        raise NotStacked(f"the metric {value!r} does not compute a tensor")
+    return float(computed)
+
+
+class _Noted:
+    """What a module logs in its hooks."""
+
+    def __init__(self) -> None:
+        self.hook = ""
+        self.values: dict[str, float] = {}
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if not self.hook.endswith("_epoch_end") or name in self.values:
+            raise NotStacked(f"self.log({name!r}) is called before the epoch, or twice after it")
+        meaning, _ = how(self.hook, name, *args, **kwargs)
+        if meaning.logger:
+            self.values[name] = float(scalar(name, value))
+
+
+@contextmanager
+def _evaluating(module: LightningModule, device: torch.device) -> Iterator[_Noted]:
+    """A block in which the module is on the stack's device, in eval mode, and notes what it logs."""
+    noted, home, attached = _Noted(), module.device, getattr(module, "_trainer", None)
+    modes = [(vars(child), child.training) for child in module.modules()]
+    module.eval()
+    if home != device:
+        module.to(device)
+    module.trainer = NoTrainer()  # type: ignore[assignment]
+    vars(module)["log"] = noted.log
+    try:
+        yield noted
+    finally:
+        vars(module).pop("log", None)
+        module.trainer = attached
+        if home != device:
+            module.to(home)
+        for own, mode in modes:  # past every module's __setattr__, which in a torchmetrics object takes its time
+            own["training"] = mode

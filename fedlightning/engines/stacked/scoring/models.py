@@ -1,0 +1,120 @@
+"""Modules of one architecture side by side, for their evaluation: what they must have in common, and their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from fedlightning.engines.stacked.scoring.values import NotStacked
+from fedlightning.engines.stacked.stack import side_by_side, take
+
+PLAIN = frozenset((bool, int, float, str, type(None)))
+CONTAINERS = frozenset((list, dict, set))
+RUNNING = "_current_fx_name"
+"""Where Lightning notes in a module which of its hooks is running: an attribute that comes and goes."""
+METHODS = frozenset(("log", "log_dict", "validation_step", "test_step"))
+
+
+class Look:
+    """A look at a module.
+
+    Attributes:
+        module: which; tensors: its parameters and buffers, each once, but for those of its metrics.
+        likeness: what modules must have in common to be scored together; ``None`` for one that never is. Modules of a
+            federation are built from one template, so this is what a callback may have given a client: tensors, plain
+            values, lengths of lists, replaced parts, methods set on the instance, forward hooks.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self.module = module
+        self.tensors: dict[str, Tensor] = {}
+        self._marks: list[Any] = []
+        self._alone = not METHODS.isdisjoint(vars(module))
+        self._seen: set[int] = set()
+        self._walk(module, "")
+        shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
+        self.likeness = None if self._alone else (*self._marks, *shapes)
+
+    def _walk(self, module: nn.Module, prefix: str) -> None:
+        """Note a module and what is inside. It reads the dicts that ``torch`` keeps of a module's content: public ways to
+        them take as long as the module's step, and there is none to its hooks.
+        """
+        own = vars(module)
+        self._marks += (prefix, type(module))
+        if isinstance(module, Metric | MetricCollection):
+            return
+        for name, value in own.items():
+            if type(value) in PLAIN and name != RUNNING:
+                self._marks += (name, value)
+            elif isinstance(value, Tensor):
+                self._alone = True  # it is no parameter and no buffer, so it cannot be stacked
+            elif type(value) in CONTAINERS:
+                self._marks += (name, len(value))
+        self._alone = self._alone or bool(own["_forward_hooks"]) or bool(own["_forward_pre_hooks"])
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in own[kind].items():
+                if tensor is not None and id(tensor) not in self._seen:
+                    self._seen.add(id(tensor))
+                    self.tensors[prefix + name] = tensor
+        for name, child in own["_modules"].items():
+            if child is not None:
+                self._walk(child, f"{prefix}{name}.")
+
+
+class Models:
+    """The tensors of modules that are scored together.
+
+    Args:
+        looks: at modules that are alike; one object again and again is a model that all share; device: of the stack.
+
+    Attributes:
+        lender: the module whose code runs; names: of the tensors; shared: whether all have the same.
+    """
+
+    def __init__(self, looks: Sequence[Look], device: torch.device) -> None:
+        self.lender, self.names = looks[0].module, tuple(looks[0].tensors)
+        self.shared = all(look is looks[0] for look in looks)
+        self._look, self._device, self._size = looks[0], device, len(looks)
+        columns = zip(*(look.tensors.values() for look in looks), strict=True)
+        with torch.no_grad():
+            if self.shared:
+                self._tensors = [tensor.detach().to(device) for tensor in looks[0].tensors.values()]
+            else:
+                self._tensors = [torch.stack(column).to(device) for column in columns]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def tensors(self, rows: Sequence[int]) -> list[Tensor]:
+        """The tensors of the clients at ``rows``, ascending; or the one model's."""
+        if self.shared or len(rows) == self._size:
+            return self._tensors
+        chosen = side_by_side(rows)
+        return [take(tensor, chosen) for tensor in self._tensors]
+
+    def check(self) -> None:
+        """Refuse steps that have left something in the module: the next batch might depend on it.
+
+        Raises:
+            NotStacked: if tensors, plain values or the lengths of lists are not what they were.
+        """
+        if [tensor._version for tensor in self._tensors] != self._versions:
+            raise NotStacked("a buffer is changed")
+        if Look(self.lender).likeness != self._look.likeness:
+            raise NotStacked("an attribute of the module is changed")
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """A block in which the lender is where the stack is: a step may ask for ``self.device``."""
+        home = self.lender.device
+        if home != self._device:
+            self.lender.to(self._device)
+        try:
+            yield
+        finally:
+            if home != self._device:
+                self.lender.to(home)

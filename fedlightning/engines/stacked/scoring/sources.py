@@ -1,0 +1,177 @@
+"""Batches that are scored: those of many clients' loaders at once, each in its own loader's order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from fedlightning.datamodules.resident import is_plain, on_device, parts_of, resident_batches
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.views import ArrayDataset
+from fedlightning.engines.stacked.scoring.values import NotStacked
+from fedlightning.engines.stacked.stack import join_tree, split_tree
+from fedlightning.seeding import isolated
+
+States = tuple[Any, Any, Tensor, Tensor | None]
+CPU = torch.device("cpu")
+NEAR, AT_LEAST = 2**22, 16
+"""Bytes of a stacked batch that stay near the processor; but so many clients may take a step together at least."""
+
+
+def generator_states(device: torch.device = CPU) -> States:
+    """Where Python's, numpy's and torch's global generators stand, also that of a CUDA ``device``."""
+    on_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_cuda
+
+
+def set_generators(states: States, device: torch.device = CPU) -> None:
+    """Put them back there."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if states[3] is not None:
+        torch.cuda.set_rng_state(states[3], device)
+
+
+def same_states(a: States, b: States) -> bool:
+    """Whether nothing was drawn between the two."""
+    same = a[0] == b[0] and all(np.array_equal(one, other) for one, other in zip(a[1], b[1], strict=True))
+    return same and torch.equal(a[2], b[2]) and (a[3] is None or b[3] is None or torch.equal(a[3], b[3]))
+
+
+class Rows:
+    """A loader that picks rows of tensors in memory, in their order.
+
+    Args:
+        view: the loader's dataset; batch_size, count: samples in a batch, and batches.
+    """
+
+    def __init__(self, view: Any, batch_size: int, count: int) -> None:
+        self.source, self.parts, self.count = view.dataset, parts_of(view.dataset), count
+        self._chosen = view.indices.split(batch_size)
+
+    def shape(self, index: int) -> tuple[Any, ...]:
+        """What batches have in common that can be stacked."""
+        return (len(self._chosen[index]), id(self.source))
+
+    def num_bytes(self, index: int) -> int:
+        """Size of a batch."""
+        return len(self._chosen[index]) * sum(part[:1].numel() * part.element_size() for part in self.parts)
+
+    def rows(self, index: int) -> Tensor:
+        """The rows of a batch."""
+        return self._chosen[index]
+
+
+class Iterated:
+    """Any other loader, iterated with global generators of its own.
+
+    Args:
+        loader: the loader; count: batches; seed: address of the generators.
+    """
+
+    def __init__(self, loader: Any, count: int, seed: Sequence[object]) -> None:
+        self.count = count
+        with isolated(*seed):
+            self._batches: Iterator[Any] = islice(iter(loader), count)
+            self._states = generator_states()
+        self._batch: tuple[list[Tensor], Any] | None = None
+
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        before = generator_states()
+        set_generators(self._states)
+        try:
+            yield
+        finally:
+            self._states = generator_states()
+            set_generators(before)
+
+    def shape(self, index: int) -> tuple[Any, ...]:
+        """What batches have in common that can be stacked; called once for every batch, in order."""
+        with self._own_generators():
+            tensors, skeleton = split_tree(next(self._batches))
+        if not _plain(skeleton):
+            raise NotStacked(f"a batch holds a {type(skeleton).__name__}")
+        self._batch = tensors, skeleton
+        return tuple((tensor.shape, tensor.dtype) for tensor in tensors), repr(skeleton)
+
+    def num_bytes(self, index: int) -> int:
+        """Size of the batch whose shape was last asked for."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.take()[0])
+
+    def take(self) -> tuple[list[Tensor], Any]:
+        """The tensors of the batch and its other content."""
+        assert self._batch is not None
+        return self._batch
+
+
+def _plain(skeleton: Any) -> bool:
+    """Whether a batch is made of lists, tuples and dicts of tensors and plain values: two that read alike are alike."""
+    if type(skeleton) in (list, tuple):
+        return all(_plain(part) for part in skeleton)
+    if type(skeleton) is dict:
+        return all(type(key) is str and _plain(part) for key, part in skeleton.items())
+    return type(skeleton) in (str, int, float, bool, type(None), type(split_tree(torch.empty(0))[1]))
+
+
+def can_iterate_together(loader: Any) -> bool:
+    """Whether a ``DataLoader`` has a fixed order and no workers, of which many clients would have too many."""
+    fixed = type(loader.sampler) in (SequentialSampler, AddressedSampler) and type(loader.batch_sampler) is BatchSampler
+    return fixed and not loader.num_workers
+
+
+def rewinding(loaders: Iterable[Any]) -> Callable[[], None]:
+    """A function that puts the generators of ``DataLoader`` objects back where they stand now."""
+    generators = {id(loader.generator): loader.generator for loader in loaders if loader.generator is not None}
+    states = [(generator, generator.get_state()) for generator in generators.values()]
+
+    def rewind() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return rewind
+
+
+def source_of(loader: Any, count: int, seed: Sequence[object]) -> Rows | Iterated:
+    """How the batches of a loader are had."""
+    if resident_batches(loader, CPU) is not None and type(loader.sampler) is SequentialSampler:
+        source = loader.dataset.dataset
+        transformed = isinstance(source, ArrayDataset) and source.transform is not None
+        if not transformed and all(map(is_plain, parts_of(source))) and not loader.drop_last:
+            return Rows(loader.dataset, loader.batch_size, count)
+    return Iterated(loader, count, seed)
+
+
+def stacked_batch(sources: Sequence[Rows | Iterated], index: int, device: torch.device) -> Any:
+    """The batches with that number as one, ``(len(sources), batch, ...)``; they have the same shape."""
+    first = sources[0]
+    if isinstance(first, Rows):
+        rows = [source.rows(index) for source in sources if isinstance(source, Rows)]
+        chosen = torch.cat(rows).to(device)
+        parts = first.parts
+        if device.type != "cpu":
+            parts = tuple(on_device(first.source, place, part, device) for place, part in enumerate(parts))
+        return [part.index_select(0, chosen).view(len(rows), -1, *part.shape[1:]) for part in parts]
+    taken = [source.take() for source in sources if isinstance(source, Iterated)]
+    together = zip(*(tensors for tensors, _ in taken), strict=True)
+    return join_tree(taken[0][1], [torch.stack(group).to(device) for group in together])
+
+
+def pieces(
+    turns: Iterable[Sequence[int]], sources: Sequence[Rows | Iterated], index: int, at_most: int
+) -> Iterator[Sequence[int]]:
+    """The clients of each turn, in parts whose batches are small enough to stay near the processor."""
+    for rows in turns:
+        near = max(AT_LEAST, NEAR // max(sources[rows[0]].num_bytes(index), 1))
+        at_once = min(near, at_most)
+        for start in range(0, len(rows), at_once):
+            yield rows[start : start + at_once]

@@ -1,0 +1,203 @@
+"""One evaluation step of many clients, and a note of what they logged in it.
+
+``validation_step`` runs under :func:`torch.func.vmap`. Its calls of ``self.log`` and of torchmetrics objects are noted
+with their stacked arguments; afterwards each client's own metrics are fed with that client's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torchmetrics import Metric, MetricCollection
+
+from fedlightning.engines.stacked.scoring.values import How, NoTrainer, NotStacked, how, scalar
+from fedlightning.engines.stacked.stack import join_tree, split_tree
+from fedlightning.evaluation.scoring import loss_of
+from fedlightning.fast.evaluation import takes_index
+
+
+@dataclass(frozen=True)
+class Logged:
+    """``self.log``: of the step's output at ``place``, or of the metric at a path."""
+
+    name: str
+    how: How
+    batch_size: int | None
+    place: int | None = None
+    metric: str | None = None
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A call of a metric's ``update`` (or of the metric itself, ``forward``) with outputs from ``first`` to ``end``.
+
+    ``skeleton`` holds the arguments; where they are ``positional`` tensors and nothing else, the outputs are they.
+    """
+
+    metric: str
+    forward: bool
+    skeleton: Any
+    positional: bool
+    first: int
+    end: int
+
+
+@dataclass
+class Step:
+    """What a stacked step gave.
+
+    Attributes:
+        outputs: ``(n, ...)`` each; events: what was done with them, in order.
+        loss: which of them is the loss that the step returned; size: samples in a client's batch.
+    """
+
+    outputs: Sequence[Tensor] = ()
+    events: list[Logged | Fed] = field(default_factory=list)
+    loss: int | None = None
+    size: int = 1
+
+
+class _MetricStandIn(nn.Module):
+    """Stands where a metric is and notes what it is fed; ``note`` is ``None`` for what cannot be fed later."""
+
+    def __init__(self, path: str, note: Callable[[str, bool, Any], None] | None) -> None:
+        super().__init__()
+        vars(self).update(path=path, note=note)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        if self.note is None:
+            raise NotStacked(f"the collection of metrics {self.path!r} is used")
+        self.note(self.path, False, (args, kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> object:
+        if self.note is None:
+            raise NotStacked(f"the collection of metrics {self.path!r} is used")
+        self.note(self.path, True, (args, kwargs))
+        return object()  # the batch's own value, known only when the metric is really fed
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotStacked(f"the attribute {name!r} of the metric {self.path!r} is used")
+
+
+def metrics_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """The metrics inside a module, outermost ones only: (path, parent, attribute, metric)."""
+    for name, child in module.named_children():
+        if isinstance(child, Metric | MetricCollection):
+            yield f"{prefix}{name}", module, name, child
+        else:
+            yield from metrics_of(child, f"{prefix}{name}.")
+
+
+class _Caller(nn.Module):
+    """Calls a step of ``module``, so that ``functional_call`` can put a client's tensors into the module."""
+
+    def __init__(self, module: LightningModule, testing: bool) -> None:
+        super().__init__()
+        self.module, self.testing = module, testing
+
+    def forward(self, *args: Any) -> Any:
+        return self.module.test_step(*args) if self.testing else self.module.validation_step(*args)
+
+
+class ScoringStep:
+    """``validation_step`` or ``test_step`` for many clients at once.
+
+    Args:
+        module: lends its code, between :meth:`attached`; its own tensors are not touched.
+        testing: which step; context: what to run it in (Lightning's autocast).
+        names: of the tensors that a call gets; shared: whether they are the same for all clients.
+    """
+
+    def __init__(
+        self, module: LightningModule, testing: bool, context: Callable[[], Any], names: Sequence[str], shared: bool
+    ) -> None:
+        self._module, self._context, self._shared = module, context, shared
+        self._hook = "test_step" if testing else "validation_step"
+        self._indexed = takes_index(type(module))[testing]
+        self._caller = _Caller(module, testing)
+        self._names = tuple(f"module.{name}" for name in names)
+        self._index, self._skeleton = 0, None
+        self._outputs: list[Tensor] = []
+        self._step = Step()
+        self._map = vmap(self._one, in_dims=(None if shared else 0, 0), randomness="error")
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """A block in which the module is in eval mode, and notes what it logs and what its metrics get."""
+        module, before = self._module, getattr(self._module, "_trainer", None)
+        modes = {child: child.training for child in module.modules()}
+        metrics = list(metrics_of(module))
+        module.eval()
+        module.trainer = NoTrainer()  # type: ignore[assignment]
+        vars(module)["log"] = self._log
+        for path, parent, name, metric in metrics:
+            setattr(parent, name, _MetricStandIn(path, self._feed if isinstance(metric, Metric) else None))
+        try:
+            yield
+        finally:
+            for _, parent, name, metric in metrics:
+                setattr(parent, name, metric)
+            vars(module).pop("log", None)
+            module.trainer = before
+            for child, mode in modes.items():
+                child.training = mode
+
+    def __call__(self, tensors: Sequence[Tensor], batch: Any, clients: int, index: int) -> Step:
+        """Run the step.
+
+        Args:
+            tensors: parameters and buffers, ``(clients, ...)`` each, or those of the one model for all.
+            batch: a tree of stacked tensors ``(clients, batch, ...)``; index: of the batch.
+        """
+        leaves, self._skeleton = split_tree(batch)
+        self._index, own = index, tuple(tensors)
+        with self._context():
+            outputs = self._map(own, leaves) if clients > 1 else self._alone(own, leaves)
+        self._step.outputs = [output.detach() for output in outputs]
+        return self._step
+
+    def _alone(self, tensors: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
+        """One client needs no map."""
+        own = tensors if self._shared else tuple(tensor.squeeze(0) for tensor in tensors)
+        return [value.unsqueeze(0) for value in self._one(own, [leaf.squeeze(0) for leaf in leaves])]
+
+    def _one(self, tensors: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        self._step, self._outputs = Step(), []
+        state, batch = dict(zip(self._names, tensors, strict=True)), join_tree(self._skeleton, leaves)
+        self._step.size = extract_batch_size(batch)
+        output = functional_call(self._caller, state, (batch, self._index) if self._indexed else (batch,))
+        if any(state[name] is not own for name, own in zip(self._names, tensors, strict=True)):
+            raise NotStacked("a buffer is replaced")
+        loss = loss_of(output)
+        if loss is not None:
+            self._step.loss = self._add(loss.reshape(()))
+        if not self._outputs:
+            raise NotStacked("nothing is logged or returned")
+        return tuple(self._outputs)
+
+    def _add(self, value: Tensor) -> int:
+        self._outputs.append(value)
+        return len(self._outputs) - 1
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        meaning, size = how(self._hook, name, *args, **kwargs)
+        if isinstance(value, _MetricStandIn):
+            event = Logged(name, meaning, size, metric=value.path)
+        else:
+            event = Logged(name, meaning, size, self._add(scalar(name, value)))
+        self._step.events.append(event)
+
+    def _feed(self, path: str, forward: bool, arguments: Any) -> None:
+        tensors, skeleton = split_tree(arguments)
+        first = len(self._outputs)
+        self._outputs += tensors
+        args, kwargs = arguments
+        positional = not kwargs and all(isinstance(argument, Tensor) for argument in args)
+        self._step.events.append(Fed(path, forward, skeleton, positional, first, len(self._outputs)))

@@ -1,0 +1,220 @@
+"""What can train in a stack, and the exact reason where something cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from fedlightning.arguments import ConfigurationError, optimizers_in
+from fedlightning.engines.stacked import optimizers as stacked_optimizers
+from fedlightning.engines.stacked.planning import Clock, attached, schedules_in, takes_index
+from fedlightning.engines.stacked.random import ClientDraws
+from fedlightning.engines.stacked.stack import Stack, join_tree, split_tree
+from fedlightning.engines.stacked.step import NoLossError, Place, StackedStep, gradients
+from fedlightning.hooks import FederatedCallback
+from fedlightning.local import LocalRunner
+from fedlightning.probes import move_batch
+from fedlightning.seeding import isolated
+from fedlightning.tensors import module_state
+from fedlightning.wrappers.mixing import user_class
+from fedlightning.wrappers.twin import DualByHeadMixin
+
+FIT_HOOKS = (
+    *("setup", "teardown", "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start"),
+    *("on_train_epoch_end", "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward"),
+    *("on_after_backward", "on_before_optimizer_step"),
+)
+"""Hooks that Lightning runs inside a fit, on callbacks and on modules."""
+MODULE_HOOKS = (
+    *FIT_HOOKS,
+    *("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "lr_scheduler_step"),
+    *("configure_callbacks",),
+)
+PLAIN = {
+    "accumulate_grad_batches": 1,
+    "num_nodes": 1,
+    "devices": 1,
+    "strategy": "auto",
+    "plugins": None,
+    "profiler": None,
+    "detect_anomaly": False,
+    "sync_batchnorm": False,
+    "overfit_batches": 0.0,
+    "check_val_every_n_epoch": None,
+    "reload_dataloaders_every_n_epochs": 0,
+}
+"""Trainer arguments that a stack knows one value of."""
+COPIES = 8
+"""Times that a client's tensors are in memory: module, message, update and record; stack, gradient and Adam's two means."""
+
+
+@dataclass
+class Finding:
+    """What a look at a federation found.
+
+    Attributes:
+        reason: why its clients cannot train in a stack, as a clause; ``None`` if they can.
+        draws: whether their steps use dropout.
+        bytes_of_step: memory that a step takes for each client: its batch and what autograd keeps of it.
+        bytes_of_client: memory that a client takes in a stack: parameters, gradients, optimizer, its own copies.
+    """
+
+    reason: str | None = None
+    draws: bool = False
+    bytes_of_step: int = 0
+    bytes_of_client: int = 0
+
+
+def examine(runner: LocalRunner) -> Finding:
+    """Look at the federation's settings, callbacks, data and module, and try a step on a stack of two clients.
+
+    Raises:
+        ConfigurationError: it cannot train in stacks; with the reason and the way out.
+    """
+    found = look(runner)
+    if found.reason is not None:
+        raise ConfigurationError(
+            f"engine='vectorized' cannot train this federation: {found.reason}. Use engine='sequential' or 'processes'."
+        )
+    return found
+
+
+def look(runner: LocalRunner) -> Finding:
+    """The same, without raising."""
+    module = runner.build(next(iter(runner.data.client_ids)))
+    reason = _of_settings(runner) or _of_callbacks(runner) or _of_data(runner) or _of_module(module)
+    if reason is not None:
+        return Finding(reason)
+    found = _try_step(runner, module, None)
+    if found.reason is not None and "random" in found.reason:
+        if isinstance(module, DualByHeadMixin) and module.dual_is_twin:
+            return Finding(f"{user_class(module).__name__} has dropout, which its twin extractor is to repeat")
+        found = _try_step(runner, module, ClientDraws())
+    found.bytes_of_client = COPIES * sum(
+        value.numel() * value.element_size() for value in module_state(module).values()
+    )
+    return found
+
+
+def _of_settings(runner: LocalRunner) -> str | None:
+    settings = runner.settings
+    for name, plain in PLAIN.items():
+        value = settings.trainer_arguments.get(name, plain)
+        if value != plain and value is not None:
+            return f"{name}={value!r} (a stack knows {plain!r} only)"
+    if settings.optimizer_state == "keep":
+        return "optimizer_state='keep', but the optimizers of a stack are new in every visit"
+    precision = runner.scorer.precision
+    half = type(precision) is MixedPrecision and precision.scaler is None
+    if type(precision) not in (Precision, DoublePrecision) and not half:
+        return f"precision={precision.precision!r} (a stack knows '32-true', '64-true' and 'bf16-mixed')"
+    return None
+
+
+def _of_callbacks(runner: LocalRunner) -> str | None:
+    for callback in runner.settings.callbacks:
+        hook = _first_of(FIT_HOOKS, callback, Callback)
+        if hook is not None:
+            return f"{type(callback).__name__}.{hook} is a Lightning hook inside each client's own fit"
+    for callback in runner.callbacks:
+        hook = _first_of(FIT_HOOKS, callback, FederatedCallback)
+        if hook is not None and not callback.claims("stack_hooks"):
+            return f"{callback.key}.{hook} works inside each client's own fit"
+        if callback.claims("training_loss"):
+            return f"{callback.key} adds a term to the loss, from features of one client's model"
+        if callback.claims("on_build"):
+            return f"{callback.key} gives clients models of different shapes"
+    return None
+
+
+def _first_of(hooks: Iterable[str], callback: Callback, base: type[Callback]) -> str | None:
+    return next((name for name in hooks if getattr(type(callback), name) is not getattr(base, name)), None)
+
+
+def _of_data(runner: LocalRunner) -> str | None:
+    for client in runner.data.client_ids:
+        workers = getattr(runner.data.client_dataloader(client, "train"), "num_workers", 0)
+        if workers:
+            return f"the loader of client '{client}' has num_workers={workers}, and all clients load at once (use 0)"
+    return None
+
+
+def _of_module(module: LightningModule) -> str | None:
+    name = user_class(module).__name__
+    if not module.automatic_optimization:
+        return f"{name} optimizes manually"
+    hook = next((hook for hook in MODULE_HOOKS if is_overridden(hook, module)), None)
+    if hook is not None:
+        return f"{name}.{hook} is a hook of one client's fit"
+    return _of_optimizer(module, name)
+
+
+def _of_optimizer(module: LightningModule, name: str) -> str | None:
+    try:
+        with attached(module, Clock(1, None, 1)):
+            configured = module.configure_optimizers()
+    except AttributeError as error:
+        return f"{name}.configure_optimizers needs a running trainer ({error})"
+    optimizers = optimizers_in(configured)
+    if len(optimizers) != 1:
+        return f"{name}.configure_optimizers returns {len(optimizers)} optimizers (a stack has one)"
+    for scheduler, interval, _ in schedules_in(configured):
+        if isinstance(scheduler, ReduceLROnPlateau) or interval not in ("epoch", "step"):
+            return f"{type(scheduler).__name__} follows a metric, not steps or epochs"
+    return stacked_optimizers.refuse(optimizers[0])
+
+
+def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws | None) -> Finding:
+    """Try the step on two clients that have the same batch."""
+    name = user_class(module).__name__
+    batch = runner.first_batch()
+    found = Finding(draws=draws is not None)
+    if batch is None:
+        return found
+    home = module.device
+    module.to(runner.scorer.device)
+    try:
+        stack = Stack(module, 2, runner.scorer.device)
+        for row in range(2):
+            stack.pull(row, module)
+        batch = _twice(move_batch(module, batch))
+        tensors = [stack.tensors[key].requires_grad_(key in stack.parameters) for key in stack.tensors]
+        step = StackedStep(module, runner.scorer.precision.train_step_context, takes_index(module), draws)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in split_tree(batch)[0])
+
+        def kept(tensor: Tensor) -> Tensor:
+            nonlocal size
+            size += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with isolated(runner.settings.seed, "try-a-stack"), step.attached():
+            with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
+                result = step(tensors, batch, Place(), [torch.Generator(), torch.Generator()])
+            gradients(result.losses, [tensors[place] for place in range(len(stack.parameters))])
+        found.bytes_of_step = size // 2
+    except NoLossError:
+        pass  # this batch is skipped; others are not
+    except Exception as error:
+        found.reason = f"{name}.training_step does not run under torch.func.vmap ({_clause(error)})"
+    finally:
+        module.to(home)
+    return found
+
+
+def _twice(batch: Any) -> Any:
+    tensors, skeleton = split_tree(batch)
+    return join_tree(skeleton, [torch.stack([tensor, tensor]) for tensor in tensors])
+
+
+def _clause(error: Exception) -> str:
+    """The first sentence of an error."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.split(". ")[0].rstrip(".")
