@@ -23,6 +23,7 @@ from fedlightning.client import Client, ClientRecord
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.evaluation.scoring import Scorer
+from fedlightning.evaluation.wanted import Wanted
 from fedlightning.fast.copier import Copier
 from fedlightning.fast.trainer import NotInFastLoop
 from fedlightning.fit import LocalSettings, VisitCallback, address_of
@@ -61,6 +62,14 @@ class Fit:
     loader: DataLoader[Any] | None = None
 
 
+@dataclass(frozen=True)
+class Score:
+    """Models that a visit wants to have scored, in this order."""
+
+    client: Client
+    wanted: list[Wanted]
+
+
 class Fitted(Protocol):
     """What came of a fit: optimizer steps really taken, steps attempted, and per parameter the sum of learning rates."""
 
@@ -70,6 +79,10 @@ class Fitted(Protocol):
     def attempts(self) -> int: ...
     @property
     def lr_sums(self) -> Mapping[str, float]: ...
+
+
+Visiting = Generator[Fit | Score, Any, tuple[Update, ClientRecord]]
+"""A visit in progress (see :meth:`LocalRunner.visiting`): waits for something :class:`Fitted`, or for a list of scores."""
 
 
 @dataclass
@@ -227,20 +240,19 @@ class LocalRunner:
             wanted = next(visit)
             while True:
                 try:
-                    fitted = self._fit(wanted)
+                    done = self._fit(wanted) if isinstance(wanted, Fit) else self._score(wanted)
                 except BaseException as error:  # an interrupt too: the visit closes its client
                     wanted = visit.throw(error)
                 else:
-                    wanted = visit.send(fitted)
+                    wanted = visit.send(done)
         except StopIteration as end:
             answer: tuple[Update, ClientRecord] = end.value
             return answer
 
-    def visiting(
-        self, message: Message, record: ClientRecord, evaluate: Evaluate
-    ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
-        """A visit that stops at each of its fits and leaves it to whoever runs the visit: :meth:`visit`, or an engine
-        that trains several clients at once. Send back what came of the fit, or throw what it raised.
+    def visiting(self, message: Message, record: ClientRecord, evaluate: Evaluate) -> Visiting:
+        """A visit that stops at each of its fits, and where it wants its model scored, and leaves that to whoever runs the
+        visit: :meth:`visit`, or an engine that does it for several clients at once. Send back what came of it, or throw
+        what was raised.
         """
         seed_all(self.settings.seed, message.round, message.client, "visit")
         update = Update(message.round, message.client, model=message.model, tag=message.tag)
@@ -250,7 +262,7 @@ class LocalRunner:
 
     def _guarded_visit(
         self, message: Message, record: ClientRecord, update: Update, evaluate: Evaluate, loader: Any
-    ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
+    ) -> Visiting:
         if message.work != 0 and update.num_samples == 0:
             update.error = f"client '{message.client}' has no training samples"
             return update, record
@@ -266,9 +278,7 @@ class LocalRunner:
             failed.error = f"client '{message.client}' failed: {type(error).__name__}: {error}"
             return failed, record
 
-    def _visit(
-        self, client: Client, message: Message, update: Update, evaluate: Evaluate, loader: Any
-    ) -> Generator[Fit, Fitted, tuple[Update, ClientRecord]]:
+    def _visit(self, client: Client, message: Message, update: Update, evaluate: Evaluate, loader: Any) -> Visiting:
         before = client.entries if client.is_light else _buffers(client.module)
         if message.work != 0:
             self.callbacks.event("on_visit_start", client)
@@ -307,10 +317,10 @@ class LocalRunner:
         if message.work != 0 or message.returns:
             client.record.personal = kept
         if message.work != 0 and message.client != POOLED:
-            update.evaluations = self.evaluate(client, "L2", evaluate)
+            update.evaluations = yield from self._evaluations(client, "L2", evaluate)
         return update, client.record
 
-    def _train(self, client: Client, message: Message, loader: Any) -> Generator[Fit, Fitted, None]:
+    def _train(self, client: Client, message: Message, loader: Any) -> Generator[Fit, Any, None]:
         owner = self.callbacks.role("local_phases")
         phases = [Phase()] if owner is None else owner.local_phases(client)
         for phase in phases:
@@ -318,7 +328,7 @@ class LocalRunner:
             before = client.model_state() if phase.keep_as is not None else None
             if phase.start is not None:
                 load_state(client.module, phase.start)
-            fitted = yield Fit(client, message, phase, self._work(message, phase), loader)
+            fitted: Fitted = yield Fit(client, message, phase, self._work(message, phase), loader)
             loader = None  # each of the other phases begins with a new one
             if phase.keep_as is not None:
                 phase.keep_as(client)
@@ -359,23 +369,34 @@ class LocalRunner:
             )
 
     # -- evaluation ------------------------------------------------------------------------------------------------
-    def evaluate(self, client: Client, stage: Stage, evaluate: Evaluate) -> list[tuple[str, str, str, str, float, int]]:
-        """Score the client's deployed model: rows (stage, data, split, metric, value, samples)."""
+    def _evaluations(
+        self, client: Client, stage: Stage, evaluate: Evaluate
+    ) -> Generator[Score, Any, list[tuple[str, str, str, str, float, int]]]:
+        """Scores of the client's deployed model: rows (stage, data, split, metric, value, samples)."""
         if not evaluate.splits:
             return []
         module = self.personal_module(client, stage)
-        rows: list[tuple[str, str, str, str, float, int]] = []
+        places: list[tuple[str, str]] = []
+        wanted: list[Wanted] = []
         for split in evaluate.splits:
             for data in evaluate.data:
                 loader = self.loader(client.message, split) if data == "local" else self.data.pooled_dataloader(split)
-                if loader is None or len(loader) == 0:
-                    continue
-                scores = self.scorer.score(module, loader, split)
-                size = len(loader.dataset)  # type: ignore[arg-type]
-                rows += [(stage, data, split, metric, value, size) for metric, value in scores.items()]
-                if data == "local":
-                    self.callbacks.event("on_client_evaluated", client, stage, split, scores, module)
+                if loader is not None and len(loader) > 0:
+                    places.append((data, split))
+                    seed = (self.settings.seed, client.round, client.id, "score", stage, split, data)
+                    wanted.append(Wanted(module, loader, split, seed))
+        found: list[dict[str, float]] = (yield Score(client, wanted)) if wanted else []
+        rows: list[tuple[str, str, str, str, float, int]] = []
+        for (data, split), one, scores in zip(places, wanted, found, strict=True):
+            size = len(one.loader.dataset)  # type: ignore[arg-type]
+            rows += [(stage, data, split, metric, value, size) for metric, value in scores.items()]
+            if data == "local":
+                self.callbacks.event("on_client_evaluated", client, stage, split, scores, module)
         return rows
+
+    def _score(self, score: Score) -> list[dict[str, float]]:
+        """One after another; what is drawn goes on from the fit's randomness."""
+        return [self.scorer.score(one.module, one.loader, one.split) for one in score.wanted]
 
     def first_batch(self) -> Any:
         """One training batch of the first client that has one; for checks at start."""

@@ -8,7 +8,7 @@ be stacked is refused before the first round.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,34 +30,44 @@ from fedlightning.engines.stacked.step import StackedStep
 from fedlightning.engines.stacked.trainees import Recipe, Trainee
 from fedlightning.engines.stacked.vectorizable import Finding, examine
 from fedlightning.engines.store import ClientStore
-from fedlightning.evaluation.wanted import Scored
+from fedlightning.evaluation.wanted import Scored, score_one
 from fedlightning.fit import acting, address_of
 from fedlightning.hooks import Phase
-from fedlightning.local import Fit, Fitted, LocalRunner, only_training
+from fedlightning.local import Fit, LocalRunner, Score, Visiting, only_training
 from fedlightning.messages import Update
 from fedlightning.probes import move_batch
 
 Answer = TypeVar("Answer")
 PLAIN = (bool, int, float, str)
 """Attributes of a module that a step may look at, and in which the clients of a stack must agree."""
-Visiting = Generator[Fit, Fitted, tuple[Update, ClientRecord]]
 
 
 @dataclass
 class Member:
-    """A client of a chunk: its visit, its record before, the fit it waits for, and its answer when it is over."""
+    """A client of a chunk: its visit, its record before, what it waits for, and its answer when it is over.
+
+    Attributes:
+        fit, score: the one of them that it waits for.
+    """
 
     visit: Visiting
     before: ClientRecord
     fit: Fit | None = None
+    score: Score | None = None
     answer: tuple[Update, ClientRecord] | None = None
 
     def go_on(self, step: Any) -> None:
-        """Run the visit up to its next fit or to its end; ``step`` starts it or hands it what it waits for."""
+        """Run the visit up to where it waits next or to its end; ``step`` starts it or hands it what it waits for."""
+        self.fit = self.score = None
         try:
-            self.fit = step()
+            wanted = step()
         except StopIteration as end:
-            self.fit, self.answer = None, end.value
+            self.answer = end.value
+            return
+        if isinstance(wanted, Fit):
+            self.fit = wanted
+        else:
+            self.score = wanted
 
 
 @contextmanager
@@ -162,15 +172,32 @@ class VectorizedEngine(Engine):
             member = Member(self.runner.visiting(task.message, before, task.evaluate), before)
             member.go_on(partial(next, member.visit))
             members.append(member)
-        while waiting := [member for member in members if member.fit is not None]:
-            for group in self._groups(waiting):
+        while waiting := [member for member in members if member.answer is None]:
+            for group in self._groups([member for member in waiting if member.fit is not None]):
                 self._train(group)
+            self._score_trained([member for member in waiting if member.score is not None])
         for task, member in zip(tasks, members, strict=True):
             assert member.answer is not None
             update, after = member.answer
             if after is not member.before:
                 self.store.put(task.client, after)
             yield update
+
+    def _score_trained(self, members: Sequence[Member]) -> None:
+        """The scores that visits wait for, together where that is possible; a client whose own fail, fails alone."""
+        scores = [cast(Score, member.score) for member in members]
+        try:
+            found = iter(self._evaluation.scores([one for score in scores for one in score.wanted]))
+        except Exception:
+            found = None
+        for member, score in zip(members, scores, strict=True):
+            self.runner.bind(score.client)
+            try:
+                own = [next(found) if found is not None else score_one(self.runner, one) for one in score.wanted]
+            except Exception as error:
+                member.go_on(partial(member.visit.throw, error))
+            else:
+                member.go_on(partial(member.visit.send, own))
 
     def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
         """Who can train in one stack: clients in the same phase whose modules have the same tensors and plain values."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from fedlightning.client import ClientRecord
-from fedlightning.local import LocalRunner
 from fedlightning.seeding import isolated
+
+if TYPE_CHECKING:
+    from fedlightning.local import LocalRunner
 
 Scores = dict[str, float]
 Answer = TypeVar("Answer")
@@ -28,7 +30,7 @@ class Wanted:
     """
 
     module: LightningModule
-    loader: DataLoader[object]
+    loader: DataLoader[Any]
     split: str
     seed: tuple[object, ...]
 
