@@ -51,6 +51,7 @@ class Federation:
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
     _clock: float = field(default_factory=time.monotonic)
+    _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
 
     @property
     def last_round(self) -> int:
@@ -152,8 +153,9 @@ class Federation:
             "steps": self.server.steps,
             "seconds": self.seconds,
         }
-        cost = {name: value - sum(entry[name] for entry in self.history) for name, value in totals.items()}
-        self.history.append({"round": self.server.round + 1} | cost)
+        before = self._counted or {name: sum(entry[name] for entry in self.history) for name in totals}  # a resumed run
+        self.history.append({"round": self.server.round + 1} | {name: totals[name] - before[name] for name in totals})
+        self._counted = totals
 
     def save(self) -> None:
         """Write the complete state, if this round is one to write."""
