@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -20,6 +20,10 @@ from fedlightning.hooks import FederatedCallback, Job, Plan, Setup
 from fedlightning.layers import Layer, ordered_layers, pieces, state_names
 from fedlightning.messages import Update, Wire
 from fedlightning.server import Server
+
+if TYPE_CHECKING:
+    from fedlightning.engines.stacked.fit import StackedFit
+    from fedlightning.engines.stacked.hooks import StackHooks
 
 PROBE, COLLECT = "sensitivity", "federated layers"
 
@@ -137,6 +141,12 @@ class PLayerFL(FederatedCallback):
         """The order of the layers is known."""
         if self.key in self.client.scratch:
             self.client.scratch[self.key].stop_watching()
+
+    def stack_hooks(self, fit: StackedFit) -> StackHooks:
+        """The same for clients that train in a stack."""
+        from fedlightning.callbacks.player_fl_stacked import StackedSensitivities
+
+        return StackedSensitivities(self, fit)
 
     def on_send(self, client: Client, update: Update) -> None:
         """``sum_p (theta_p grad_p)^2`` of every piece of the model as registered, and their order as called."""

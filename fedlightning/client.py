@@ -127,8 +127,10 @@ class Client:
         return self._entries if self._module is None else module_state(self._module)
 
     def trained(self, entries: State) -> None:
-        """What training made of a light client's entries."""
+        """What a stack made of a light client's entries (its module may have been asked for meanwhile)."""
         self._entries = entries
+        if self._module is not None:
+            load_state(self._module, entries)
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:

@@ -65,6 +65,7 @@ class StackedFit:
         clip_algorithm: str = "norm",
         bytes_of_step: int = 0,
     ) -> None:
+        self.module = module
         self.stack, self.trainees, self.step = stack, trainees, step
         self.gatherer, self.clip_value, self.clip_algorithm = gatherer, clip_value, clip_algorithm
         self.logs = StackedLogs(stack.size)
@@ -196,7 +197,7 @@ class StackedFit:
         found = {name: gradient for name, gradient in zip(self.names, raw, strict=True) if gradient is not None}
         del result, raw
         settings = self._settings(numbers)
-        moment = Turn(numbers, batch, place, settings)
+        moment = Turn(numbers, batch, place, settings, training, found)
         for hooks in self.hooks:
             hooks.before_step(moment)
         if self.corrections:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from fedlightning.engines.stacked.optimizers import Settings
 from fedlightning.engines.stacked.stack import join_tree, split_tree
@@ -18,12 +20,15 @@ class Turn:
     Attributes:
         numbers: their rows, ascending; batch: their batches, stacked; place: where these are in the clients' work.
         settings: per parameter group what the optimizer says now, for all of them or for each.
+        parameters, gradients: stacked, by name, before any correction; a parameter that no loss reaches has no gradient.
     """
 
     numbers: Sequence[int]
     batch: Any
     place: Place
     settings: Sequence[Settings]
+    parameters: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
     def _places(self, chosen: Sequence[int]) -> list[int]:
         return [list(self.numbers).index(number) for number in chosen]

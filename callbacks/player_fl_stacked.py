@@ -1,0 +1,75 @@
+"""PLayer-FL on a stack of clients: F's terms of every client, from the gradients of the stack."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedlightning.callbacks.sensitivity_terms import SensitivityAccumulator
+from fedlightning.engines.stacked.hooks import StackHooks, Turn
+from fedlightning.layers import ForwardOrder
+
+if TYPE_CHECKING:
+    from fedlightning.callbacks.player_fl import PLayerFL
+    from fedlightning.engines.stacked.fit import StackedFit
+
+
+class StackedSensitivities(StackHooks):
+    """What :class:`~fedlightning.callbacks.player_fl.PLayerFL` does in the hooks of a probing visit, for many clients.
+
+    Each client's record is the :class:`~fedlightning.callbacks.sensitivity_terms.SensitivityAccumulator` that it has in
+    other engines. They share one forward order: all run the code of one module.
+    """
+
+    def __init__(self, options: PLayerFL, fit: StackedFit) -> None:
+        from fedlightning.callbacks.player_fl import PROBE
+
+        self._trainees = fit.trainees
+        first = {id(parameter): name for name, parameter in fit.module.named_parameters()}
+        every = fit.module.named_parameters(remove_duplicate=False)
+        self._names = {name: first[id(parameter)] for name, parameter in every}  # a tied parameter counts once
+        self._records: dict[int, SensitivityAccumulator] = {}
+        for row, trainee in enumerate(fit.trainees):
+            if trainee.client.message.tag == PROBE:
+                record = SensitivityAccumulator(trainee.client.module, options.weights_only, options.order or ())
+                self._records[row] = trainee.client.scratch[options.key] = record
+        self._watch = ForwardOrder(fit.module) if self._records and options.order is None else None
+
+    @torch.no_grad()
+    def before_step(self, turn: Turn) -> None:
+        """One more step of the first epoch, before any correction."""
+        self._stop_watching()
+        if not turn.gradients or not any(self._probes(row) for row in turn.numbers):
+            return
+        terms = {self._names[name]: _squares(turn.parameters[name], turn.gradients[name]) for name in turn.gradients}
+        stepped = {self._names[name] for name in turn.parameters}
+        for place, row in enumerate(turn.numbers):
+            of_client = {name: values[place] for name, values in terms.items()}
+            if self._probes(row) and all(map(math.isfinite, of_client.values())):
+                record = self._records[row]
+                for name in stepped.intersection(record.counted):
+                    record.sums[name] += of_client.get(name, 0.0)
+                    record.steps[name] += 1
+
+    def _probes(self, row: int) -> bool:
+        return row in self._records and self._trainees[row].epoch == 0
+
+    def _stop_watching(self) -> None:
+        """The first batch is through: the order in which it met the layers is known."""
+        if self._watch is not None:
+            order, self._watch = self._watch.names(), None
+            for record in self._records.values():
+                record.order = order
+
+    def finish(self) -> None:
+        """Let go of the module, should no step have been taken."""
+        self._stop_watching()
+
+
+def _squares(parameters: Tensor, gradients: Tensor) -> list[float]:
+    """``sum (theta grad)^2`` of every client."""
+    values: list[float] = (parameters.double() * gradients.double()).square().flatten(1).sum(1).tolist()
+    return values
