@@ -240,7 +240,7 @@ class WeightedMean:
             if name in self._sums:
                 if self._identical[name] and value.dtype in (torch.float64, torch.complex128):
                     self._identical[name] = torch.equal(first, value)
-                self._sums[name].add_(value.to(first.device), alpha=weight)
+                self._sums[name].add_(value if value.device == first.device else value.to(first.device), alpha=weight)
 
     def _added_at_once(self, state: Mapping[str, Tensor], weight: float) -> Mapping[str, Tensor]:
         """The entries that lay side by side in memory as their sums do, and were added in one sweep."""
