@@ -30,7 +30,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg
 from fedlightning.federation import Federation
 from fedlightning.hooks import Job
-from fedlightning.local import Evaluate
+from fedlightning.requests import Evaluate
 
 
 def digits() -> nn.Module:

@@ -29,8 +29,9 @@ from benchmarks.work import WORKS, Work
 from fedlightning.client import ClientRecord
 from fedlightning.fit import LocalSettings
 from fedlightning.hooks import CallbackList
-from fedlightning.local import Evaluate, LocalRunner
+from fedlightning.local import LocalRunner
 from fedlightning.messages import Message
+from fedlightning.requests import Evaluate
 from fedlightning.tensors import clone, module_state
 
 

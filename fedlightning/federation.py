@@ -13,10 +13,10 @@ from fedlightning.engines.store import ClientStore
 from fedlightning.evaluation import stages as stage_scores
 from fedlightning.evaluation.results import Row
 from fedlightning.hooks import Setup
-from fedlightning.local import Evaluate
 from fedlightning.loops.synchronous import messages, run_round
 from fedlightning.messages import Update
 from fedlightning.recorder import Recorder
+from fedlightning.requests import Evaluate
 from fedlightning.run_folder import differing, plain
 from fedlightning.server import Server
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -27,10 +27,11 @@ from fedlightning.evaluation.wanted import Wanted
 from fedlightning.fast.copier import Copier
 from fedlightning.fast.trainer import NotInFastLoop
 from fedlightning.fit import LocalSettings, VisitCallback, address_of
+from fedlightning.freezing import only_training
 from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
-from fedlightning.layers import expand
 from fedlightning.loop_choice import LoopChoice
 from fedlightning.messages import Message, Update, check_extras
+from fedlightning.requests import Evaluate, Fit, Fitted, Score, Visiting
 from fedlightning.seeding import address, isolated, seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, module_state, pack
 
@@ -38,51 +39,6 @@ BUILDERS = ("wrap_module", "on_build", "on_receive")
 """Events in which callbacks take part in the making of a client's module."""
 EPOCHS_OF_A_VISIT = 2**31
 """More than any visit has: its epochs never get the address of another round's."""
-
-
-@dataclass(frozen=True)
-class Evaluate:
-    """What to score during a visit: the trained model (stage L2) on these splits, on local and pooled data."""
-
-    splits: tuple[str, ...] = ()
-    data: tuple[str, ...] = ("local",)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A fit that a visit is about to do: ``work`` epochs or steps of ``phase``, on the client's module as it stands.
-
-    A ``loader`` that nobody has iterated yet may come with it.
-    """
-
-    client: Client
-    message: Message
-    phase: Phase
-    work: int
-    loader: DataLoader[Any] | None = None
-
-
-@dataclass(frozen=True)
-class Score:
-    """Models that a visit wants to have scored, in this order."""
-
-    client: Client
-    wanted: list[Wanted]
-
-
-class Fitted(Protocol):
-    """What came of a fit: optimizer steps really taken, steps attempted, and per parameter the sum of learning rates."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def attempts(self) -> int: ...
-    @property
-    def lr_sums(self) -> Mapping[str, float]: ...
-
-
-Visiting = Generator[Fit | Score, Any, tuple[Update, ClientRecord]]
-"""A visit in progress (see :meth:`LocalRunner.visiting`): waits for something :class:`Fitted`, or for a list of scores."""
 
 
 @dataclass
@@ -443,35 +399,3 @@ def agree(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:
     answer = [(replace(update, cause=None), record)]
     torch.distributed.broadcast_object_list(answer, src=0)
     return answer[0]
-
-
-@contextmanager
-def only_training(module: LightningModule, names: tuple[str, ...] | None) -> Iterator[None]:
-    """Freeze all parameters but ``names`` (exact or module prefixes) for a phase.
-
-    Frozen parameters get no gradient at all (a stale one would move them through weight decay), and modules none of
-    whose entries are named are put in eval mode, so that the running statistics of a frozen body stay.
-    """
-    if names is None:
-        yield
-        return
-    parameters = dict(module.named_parameters())
-    entries = list(module_state(module))
-    chosen = set(expand(names, entries))
-    was_required = {name: parameter.requires_grad for name, parameter in parameters.items()}
-    modes = {child: child.training for child in module.modules()}
-    try:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(was_required[name] and name in chosen)
-            parameter.grad = None
-        for path, child in module.named_modules():
-            own = [name for name in entries if name.startswith(f"{path}.")]
-            if path and own and not any(name in chosen for name in own):
-                child.eval()
-        yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(was_required[name])
-            parameter.grad = None
-        for child, mode in modes.items():
-            child.training = mode

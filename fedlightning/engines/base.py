@@ -13,8 +13,9 @@ from typing import Protocol, TypeVar
 
 from fedlightning.client import ClientRecord
 from fedlightning.engines.store import ClientStore
-from fedlightning.local import Evaluate, LocalRunner
+from fedlightning.local import LocalRunner
 from fedlightning.messages import Message, Update
+from fedlightning.requests import Evaluate
 
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)

@@ -32,10 +32,12 @@ from fedlightning.engines.stacked.vectorizable import Finding, examine
 from fedlightning.engines.store import ClientStore
 from fedlightning.evaluation.wanted import Scored, score_one
 from fedlightning.fit import acting, address_of
+from fedlightning.freezing import only_training
 from fedlightning.hooks import Phase
-from fedlightning.local import Fit, LocalRunner, Score, Visiting, only_training
+from fedlightning.local import LocalRunner
 from fedlightning.messages import Update
 from fedlightning.probes import move_batch
+from fedlightning.requests import Fit, Score, Visiting
 
 Answer = TypeVar("Answer")
 PLAIN = (bool, int, float, str)

@@ -19,8 +19,8 @@ from fedlightning.evaluation.results import Row
 from fedlightning.evaluation.tasks import EVERYBODY, Mark, ScoreClient, ScoreModel
 from fedlightning.evaluation.wanted import Scores
 from fedlightning.hooks import Job
-from fedlightning.local import Evaluate
 from fedlightning.messages import Update
+from fedlightning.requests import Evaluate
 from fedlightning.server import Server
 from fedlightning.tensors import load_state, module_state
 

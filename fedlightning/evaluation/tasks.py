@@ -14,8 +14,9 @@ from fedlightning.client import ClientRecord
 from fedlightning.evaluation.results import Row
 from fedlightning.evaluation.wanted import Scores, Scoring, Wanted, score_alone
 from fedlightning.hooks import Stage
-from fedlightning.local import Evaluate, LocalRunner
+from fedlightning.local import LocalRunner
 from fedlightning.messages import Message, tree_bytes
+from fedlightning.requests import Evaluate
 from fedlightning.tensors import State, equal, load_state, module_state
 
 EVERYBODY = "all"

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from fedlightning.engines.base import Engine
 from fedlightning.hooks import Job, Plan
-from fedlightning.local import Evaluate
 from fedlightning.messages import Message, Update
+from fedlightning.requests import Evaluate
 from fedlightning.server import Aggregation, Server
 
 

@@ -19,7 +19,7 @@ from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.engines.vectorized import VectorizedEngine
 from fedlightning.evaluation import stages
 from fedlightning.evaluation.results import Row
-from fedlightning.local import Evaluate
+from fedlightning.requests import Evaluate
 from tests.helpers import ToyData, federate, samples
 
 SIZES = {"val": (10, 16, 3, 8, 1, 20, 16), "test": (8, 5, 24, 16, 9, 3, 5)}

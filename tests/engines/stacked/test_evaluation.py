@@ -21,8 +21,8 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import APFL, FENDA, Ditto, FedAvg, FedPer, LocalCheckpoint, PFedMe
 from fedlightning.engines.stacked import evaluation as stacked_evaluation
 from fedlightning.evaluation import stages
-from fedlightning.local import Evaluate
 from fedlightning.models import Classifier
+from fedlightning.requests import Evaluate
 from tests.engines.stacked.scored import (
     SIZES,
     TRIALS,

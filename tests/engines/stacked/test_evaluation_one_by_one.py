@@ -25,7 +25,7 @@ from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
 from fedlightning.engines.stacked import evaluation as stacked_evaluation
 from fedlightning.evaluation import stages
-from fedlightning.local import Evaluate
+from fedlightning.requests import Evaluate
 from tests.engines.stacked.scored import (
     SIZES,
     TRIALS,

@@ -1,0 +1,43 @@
+"""Phases that train a part of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning.pytorch import LightningModule
+
+from fedlightning.layers import expand
+from fedlightning.tensors import module_state
+
+
+@contextmanager
+def only_training(module: LightningModule, names: tuple[str, ...] | None) -> Iterator[None]:
+    """Freeze all parameters but ``names`` (exact or module prefixes) for a phase.
+
+    Frozen parameters get no gradient at all (a stale one would move them through weight decay), and modules none of
+    whose entries are named are put in eval mode, so that the running statistics of a frozen body stay.
+    """
+    if names is None:
+        yield
+        return
+    parameters = dict(module.named_parameters())
+    entries = list(module_state(module))
+    chosen = set(expand(names, entries))
+    was_required = {name: parameter.requires_grad for name, parameter in parameters.items()}
+    modes = {child: child.training for child in module.modules()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(was_required[name] and name in chosen)
+            parameter.grad = None
+        for path, child in module.named_modules():
+            own = [name for name in entries if name.startswith(f"{path}.")]
+            if path and own and not any(name in chosen for name in own):
+                child.eval()
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(was_required[name])
+            parameter.grad = None
+        for child, mode in modes.items():
+            child.training = mode
