@@ -83,6 +83,7 @@ class Exporter:
                 )
         self._writer.own = own
         temporary = path.with_name(path.name + ".tmp")
+        temporary.unlink(missing_ok=True)  # a link that a killed run left would be written through
         with quiet():
             self._trainer.strategy.connect(module)
             self._trainer.save_checkpoint(temporary, weights_only=True)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
 
 def applies(optimizer: Optimizer) -> bool:
     """Whether :func:`update` does what ``optimizer.step()`` does: torch's own SGD, in the form for single tensors."""
-    if type(optimizer) is not SGD:
+    if type(optimizer) is not SGD or not _is_torch_own(SGD.step):
         return False
     for group in optimizer.param_groups:
         if group["differentiable"] or group["fused"] or group["foreach"] or isinstance(group["weight_decay"], Tensor):
@@ -19,6 +20,12 @@ def applies(optimizer: Optimizer) -> bool:
         if any(parameter.device.type != "cpu" for parameter in group["params"]):
             return False
     return all(not isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+
+
+def _is_torch_own(step: Any) -> bool:
+    """Whether nobody has put a ``step`` of their own in the place of torch's (inside torch's record of it)."""
+    inner = getattr(step, "__wrapped__", step)
+    return bool(inner.__code__.co_filename == torch_optimizer.__file__)  # where its decorator is written
 
 
 def update(optimizer: Optimizer) -> None:

@@ -180,24 +180,30 @@ def drop_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+_RECORDED = Optimizer.profile_hook_step(lambda *_: None).__code__
+"""Of the function that torch puts around the ``step`` of every class of optimizers."""
+
+
 def unrecorded_step(optimizer: Optimizer) -> Callable[[Closure], Any]:
     """``optimizer.step``, without the profiler's record of it, which is a tenth of a small network's step.
 
     torch wraps the ``step`` of every class of optimizers in a function that opens the record and runs the hooks before and
     after. It shows the ``step`` inside (``__wrapped__``), but who has hooks stands in private attributes only. Hooks
-    that come before a step, hooks for all optimizers, a running profiler and a ``step`` that a scheduler counts are
-    left to torch.
+    that come before a step, hooks for all optimizers, a running profiler and a ``step`` that somebody has replaced (a
+    scheduler that counts, a user at any time, on the object or on its class) are left to torch.
     """
-    outer = type(optimizer).step
+    kind = type(optimizer)
+    outer = kind.step
     inner = getattr(outer, "__wrapped__", None)
-    if inner is None or not getattr(outer, "hooked", False) or "step" in vars(optimizer):
+    if inner is None or getattr(outer, "__code__", None) is not _RECORDED:  # ``hooked`` goes along with functools.wraps
         return lambda closure: optimizer.step(closure=closure)  # type: ignore[arg-type]
     everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     is_plain_sgd = fast_sgd.applies(optimizer)
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
     def step(closure: Closure) -> Any:
-        if before or any(everywhere) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        replaced = kind.step is not outer or "step" in vars(optimizer)
+        if replaced or before or any(everywhere) or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return optimizer.step(closure=closure)  # type: ignore[arg-type]
         if is_plain_sgd:
             result = closure()

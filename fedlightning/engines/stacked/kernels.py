@@ -183,6 +183,22 @@ def log_softmax(input: Tensor, dim: int | None = None, *_: Any, **options: Any) 
     return torch.log_softmax(input.t(), 0).t()
 
 
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    """Rule of :func:`torch.nn.functional.embedding` with padding: torch's map keeps its gradient out for the first only."""
+    if padding_idx is None or max_norm is not None or scale_grad_by_freq or sparse:
+        return None
+    found = F.embedding(input, weight)
+    return found.where((input != padding_idx % weight.shape[0]).unsqueeze(-1), found.detach())
+
+
 def convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
     """Rule of :func:`torch.nn.functional.conv2d` and its like, where they are large: one client after another.
 
@@ -206,6 +222,7 @@ def convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]
 
 RULES: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     F.linear: linear,
+    F.embedding: embedding,
     **{function: convolution(function) for function in (F.conv1d, F.conv2d, F.conv3d)},
     F.cross_entropy: cross_entropy,
     F.nll_loss: nll_loss,
