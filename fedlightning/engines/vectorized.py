@@ -295,6 +295,7 @@ class VectorizedEngine(Engine):
         with only_training(module, phase.train), on_device(module, self.device):
             context = runner.scorer.precision.train_step_context
             step = StackedStep(module, context, takes_index(module), ClientDraws() if self.found.draws else None)
+            step.watch.looked = self.found.looks
             StackedFit(
                 module,
                 stack,

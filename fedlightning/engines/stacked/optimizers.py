@@ -31,6 +31,8 @@ def refuse(optimizer: Optimizer) -> str | None:
         return (
             f"configure_optimizers returns {name}; the optimizers of a stack are {', '.join(k.__name__ for k in RULES)}"
         )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # torch shows them nowhere else
+        return f"{name} has hooks around its step, which a stack does not take"
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor) or group.get("capturable") or group.get("differentiable"):
             return f"{name} has a tensor as learning rate, or is capturable or differentiable"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
@@ -63,12 +65,14 @@ class Finding:
     Attributes:
         reason: why its clients cannot train in a stack, as a clause; ``None`` if they can.
         draws: whether their steps use dropout.
+        looks: whether they use the batch's number in a way that cannot be noted (as a factor).
         bytes_of_step: memory that a step takes for each client: its batch and what autograd keeps of it.
         bytes_of_client: memory that a client takes in a stack: parameters, gradients, optimizer, its own copies.
     """
 
     reason: str | None = None
     draws: bool = False
+    looks: bool = False
     bytes_of_step: int = 0
     bytes_of_client: int = 0
 
@@ -187,6 +191,8 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
             stack.pull(row, module)
         batch = _twice(move_batch(module, batch))
         tensors = [stack.tensors[key].requires_grad_(key in stack.parameters) for key in stack.tensors]
+        before = [tensor.detach().clone() for tensor in tensors]
+        near = 5e-2 if type(runner.scorer.precision) is MixedPrecision else 1e-2
         step = StackedStep(module, runner.scorer.precision.train_step_context, takes_index(module), draws)
         size = sum(tensor.numel() * tensor.element_size() for tensor in split_tree(batch)[0])
 
@@ -196,9 +202,28 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
             return tensor
 
         with isolated(runner.settings.seed, "try-a-stack"), step.attached():
+            untouched = _outside_tensors(module)
             with torch.autograd.graph.saved_tensors_hooks(kept, lambda tensor: tensor):
                 result = step(tensors, batch, Place(), [torch.Generator(), torch.Generator()])
-            gradients(result.losses, [tensors[place] for place in range(len(stack.parameters))])
+            trained = range(len(stack.parameters))
+            together = [result.losses, *gradients(result.losses, [tensors[place] for place in trained])]
+
+            def alone(index: int) -> list[Tensor | None]:
+                own = [stack_of[:1].clone().requires_grad_(place in trained) for place, stack_of in enumerate(before)]
+                one = step(own, _first(batch), Place(batch=index), [torch.Generator()])
+                return [one.losses, *gradients(one.losses, [own[place] for place in trained])]
+
+            looked = step.watch.looked
+            if not _alike(together, alone(0), near):
+                moved = [what for what, value in _outside_tensors(module).items() if value != untouched.get(what)]
+                cause = (
+                    f"it changes {moved[0]}"
+                    if moved
+                    else "an operation in it gives other numbers under torch.func.vmap"
+                )
+                found.reason = f"{name}.training_step does not do the same for a client alone and in a stack ({cause})"
+            elif not looked and not _alike(together, alone(7), near):
+                found.looks = True
         found.bytes_of_step = size // 2
     except NoLossError:
         pass  # this batch is skipped; others are not
@@ -207,6 +232,41 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
     finally:
         module.to(home)
     return found
+
+
+def _first(batch: Any) -> Any:
+    tensors, skeleton = split_tree(batch)
+    return join_tree(skeleton, [tensor[:1] for tensor in tensors])
+
+
+def _outside_tensors(module: LightningModule) -> dict[str, Any]:
+    """What a step may change that no stack keeps for each client: plain attributes, and global generators but torch's."""
+    found: dict[str, Any] = {
+        "self." + ".".join(filter(None, (path, key))): value
+        for path, child in module.named_modules()
+        for key, value in vars(child).items()
+        if type(value) in (bool, int, float, str) and key != "_current_fx_name"
+    }
+    numpy_state = np.random.get_state()
+    found["the state of Python's random"] = random.getstate()
+    found["the state of numpy.random"] = (numpy_state[2], numpy_state[1].tobytes())  # type: ignore[index]
+    return found
+
+
+def _alike(together: list[Tensor | None], alone: list[Tensor | None], near: float) -> bool:
+    """Whether both rows of what two equal clients have together are what one has alone, up to rounding.
+
+    The losses come first, then gradients; these are small or large beside the largest of them.
+    """
+    scales = [0.0 if one is None or not one.numel() else float(one.detach().abs().nan_to_num().max()) for one in alone]
+    scales[1:] = [max(scales[1:], default=0.0)] * (len(scales) - 1)
+    for both, one, scale in zip(together, alone, scales, strict=True):
+        if both is None or one is None:
+            if both is not one:
+                return False
+        elif not torch.allclose(both, one.expand_as(both), rtol=0.0, atol=near * scale + 1e-6, equal_nan=True):
+            return False
+    return True
 
 
 def _twice(batch: Any) -> Any:

@@ -1,0 +1,95 @@
+"""What looks as if it could train in a stack and cannot, and what is only just possible."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedlightning  # noqa: F401
+
+# isort: split
+from tests.helpers import Toy, close, federate, global_state, toy_data
+
+SIZES = (24, 40, 18, 11)
+
+
+class Counting(Toy):
+    """Its loss depends on how often it was called."""
+
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls = self.calls + 1
+        return super().training_step(batch, batch_idx) / self.calls
+
+
+def from_random() -> float:
+    return random.random()
+
+
+def from_numpy() -> float:
+    return float(np.random.random())
+
+
+class Augmenting(Toy):
+    """Draws from a generator that no stack has for each client."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x * self.draw())
+
+
+class Hooked(Toy):
+    """Its optimizer does more than step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(lambda *given: None)
+        return optimizer
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Counting(), "it changes self.calls"),
+        (Augmenting(from_random), "Python's random"),
+        (Augmenting(from_numpy), "numpy.random"),
+        (Hooked(), "hooks around its step"),
+    ],
+    ids=["an attribute", "random", "numpy", "optimizer hooks"],
+)
+def test_refused_with_the_cause(module: Toy, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        federate(module, toy_data(SIZES), engine="vectorized")
+
+
+class Fading(Toy):
+    """Weighs a batch by its number, which is then a plain factor of a tensor."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * 0.5**batch_idx
+
+
+class Words(Toy):
+    """Embeds what it reads; the padding's row never trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 6, padding_idx=0)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(self.embedding((x.abs() * 2).long().clamp(max=4)).mean(1))
+
+
+@pytest.mark.parametrize("module", [Fading(), Words()], ids=["the batch's number as a factor", "padding row"])
+def test_as_one_after_another(module: Toy) -> None:
+    alone, stacked = (federate(module, toy_data(SIZES), engine=engine) for engine in ("sequential", "vectorized"))
+    close(global_state(stacked), global_state(alone), atol=1e-6)
