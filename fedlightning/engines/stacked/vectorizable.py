@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision,
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchmetrics import Metric
 
 from fedlightning.arguments import ConfigurationError, optimizers_in
 from fedlightning.engines.stacked import optimizers as stacked_optimizers
@@ -228,7 +229,7 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
     except NoLossError:
         pass  # this batch is skipped; others are not
     except Exception as error:
-        found.reason = f"{name}.training_step does not run under torch.func.vmap ({_clause(error)})"
+        found.reason = f"{name}.training_step does not run under torch.func.vmap ({_clause(error)}){_hint(module)}"
     finally:
         module.to(home)
     return found
@@ -272,6 +273,16 @@ def _alike(together: list[Tensor | None], alone: list[Tensor | None], near: floa
 def _twice(batch: Any) -> Any:
     tensors, skeleton = split_tree(batch)
     return join_tree(skeleton, [torch.stack([tensor, tensor]) for tensor in tensors])
+
+
+def _hint(module: LightningModule) -> str:
+    """What to look at first in a module that holds metric objects: torch's own sentence does not name them."""
+    metric = next((path for path, child in module.named_modules() if isinstance(child, Metric)), None)
+    if metric is None:
+        return ""
+    return (
+        f". If it is self.{metric} that it updates: a metric object keeps one state; use torchmetrics.functional there"
+    )
 
 
 def _clause(error: Exception) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 import fedlightning  # noqa: F401
 
@@ -93,3 +94,20 @@ class Words(Toy):
 def test_as_one_after_another(module: Toy) -> None:
     alone, stacked = (federate(module, toy_data(SIZES), engine=engine) for engine in ("sequential", "vectorized"))
     close(global_state(stacked), global_state(alone), atol=1e-6)
+
+
+class Measuring(Toy):
+    """Updates a metric object while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = MulticlassAccuracy(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen(self.logits(batch[0]), batch[1])
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_metric_object_is_named() -> None:
+    with pytest.raises(ValueError, match=r"self\.seen that it updates"):
+        federate(Measuring(), toy_data(SIZES), engine="vectorized")
