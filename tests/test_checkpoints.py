@@ -11,7 +11,7 @@ import fedlightning
 
 # isort: split
 from fedlightning.callbacks import FedAvg, FedPer
-from fedlightning.checkpoints import link
+from fedlightning.checkpoints import Exporter, link
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy, federate, global_state, toy_data
 
@@ -56,3 +56,14 @@ def test_a_link_replaces_what_was_there_and_works_without_links(
     link(path, same)
     assert path.read_text() == "new"
     assert not path.samefile(same)
+
+
+def test_what_an_interrupted_link_left_is_not_written_through(tmp_path: Path) -> None:
+    whole, client = tmp_path / "global.ckpt", tmp_path / "client.ckpt"
+    exporter = Exporter(Toy())
+    exporter.save(whole, Toy(), {})
+    before = whole.read_bytes()
+    (tmp_path / "client.ckpt.tmp").hardlink_to(whole)
+    exporter.save(client, Toy(), {"client": "0"})
+    assert whole.read_bytes() == before
+    assert not client.samefile(whole)

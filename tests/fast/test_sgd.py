@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +101,30 @@ def test_hooks_run_around_a_step(kind: type[Optimizer]) -> None:
         reference.step()
     for left, right in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(left, right)
+
+
+def counted(step: Any, seen: list[str]) -> Any:
+    @functools.wraps(step)
+    def own(*args: Any, **kwargs: Any) -> Any:
+        seen.append("own")
+        return step(*args, **kwargs)
+
+    return own
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+def test_a_step_that_somebody_replaced_is_called(kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network()
+    optimizer = kind(net.parameters(), lr=0.1)  # type: ignore[call-arg]
+    seen: list[str] = []
+    step = unrecorded_step(optimizer)
+    optimizer.step = counted(optimizer.step, seen)  # type: ignore[method-assign]
+    step(lambda: None)
+    assert seen == ["own"]
+    del optimizer.step
+    step(lambda: None)
+    assert seen == ["own"]
+    monkeypatch.setattr(kind, "step", counted(kind.step, seen))
+    step(lambda: None)
+    unrecorded_step(optimizer)(lambda: None)
+    assert seen == ["own"] * 3
