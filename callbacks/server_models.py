@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.client import detached_copy
+from fedlightning.attached import detached_copy
 from fedlightning.hooks import FederatedCallback, Setup
 from fedlightning.messages import Update
 from fedlightning.seeding import isolated

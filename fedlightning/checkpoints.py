@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from fedlightning.client import detached_copy
+from fedlightning.attached import detached_copy
 from fedlightning.quiet import quiet
 from fedlightning.tensors import load_state, module_state
 
@@ -29,7 +29,8 @@ class _Writer(CheckpointIO):
         torch.save(checkpoint | {"fedlightning": self.own}, path)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        raise NotImplementedError("it only writes")
+        loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=bool(weights_only))
+        return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fedlightning import probes
+from fedlightning.attached import detached_copy
 from fedlightning.hooks import Phase
 from fedlightning.messages import Message
 from fedlightning.seeding import generator
@@ -361,13 +361,3 @@ class _AtState:
         if self.state is not None:
             load_state(self.module, self.before)
         self.module.to(self.home)
-
-
-def detached_copy(module: LightningModule) -> LightningModule:
-    """Deep copy of a module without the trainer it may be attached to (which would be copied along)."""
-    trainer = getattr(module, "_trainer", None)  # the public property raises when no trainer is attached
-    module.trainer = None
-    try:
-        return copy.deepcopy(module)
-    finally:
-        module.trainer = trainer

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from fedlightning import fit as local_fit
+from fedlightning.attached import detached
 from fedlightning.client import Client, ClientRecord
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
@@ -365,13 +366,6 @@ class LocalRunner:
                     loader.collate_fn([dataset[index] for index in range(count)])
                 )
         return None
-
-
-def detached(module: LightningModule) -> LightningModule:
-    """The module without a trainer. (The public property raises where there is none, and setting it takes 5 us.)"""
-    if vars(module).get("_trainer") is not None:
-        module.trainer = None
-    return module
 
 
 def _buffers(module: LightningModule) -> State:

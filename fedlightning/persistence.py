@@ -15,7 +15,8 @@ from urllib.parse import quote
 
 import torch
 
-from fedlightning.client import ClientRecord, detached_copy
+from fedlightning.attached import detached_copy
+from fedlightning.client import ClientRecord
 from fedlightning.engines.sequential import ClientStore
 from fedlightning.server import Server
 from fedlightning.tensors import load_state, module_state

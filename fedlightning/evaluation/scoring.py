@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from fedlightning.attached import detached_copy, trainer_of
 from fedlightning.fast.evaluation import evaluate, refusal
 from fedlightning.fast.trainer import NotInFastLoop
 from fedlightning.quiet import quiet
@@ -89,7 +90,7 @@ class Scorer:
         if not testing and not is_overridden("validation_step", module):
             return {}
         home = module.device
-        attached = getattr(module, "_trainer", None)  # the public property raises when no trainer is attached
+        before = trainer_of(module)
         logged = self._fast(module, loader, testing)
         if logged is None:
             self._catch.reset()
@@ -98,7 +99,7 @@ class Scorer:
                 results = run(module, dataloaders=loader, verbose=False)
             logged = {name: value for result in results for name, value in result.items()}
         module.to(home)
-        module.trainer = attached
+        module.trainer = before
         return {name: float(value) for name, value in logged.items()} or self._catch.result()
 
     def _fast(self, module: LightningModule, loader: Any, testing: bool) -> dict[str, Any] | None:
@@ -107,7 +108,7 @@ class Scorer:
         if not self.fast or kind in self._refused or refusal(module, loader, self.trainer, testing) is not None:
             return None
         # The first of its class is a copy: should it turn out to need the Trainer, its metrics hold nothing yet.
-        scored = module if (kind, testing) in self._tried else _apart(module)
+        scored = module if (kind, testing) in self._tried else detached_copy(module)
         self._catch.reset()
         try:
             mode = bool(self._arguments.get("inference_mode", True))
@@ -120,16 +121,6 @@ class Scorer:
             return None
         self._tried.add((kind, testing))
         return logged
-
-
-def _apart(module: LightningModule) -> LightningModule:
-    """A copy of ``module`` without the trainer that it may be attached to."""
-    attached = getattr(module, "_trainer", None)
-    module.trainer = None
-    try:
-        return copy.deepcopy(module)
-    finally:
-        module.trainer = attached
 
 
 def loss_of(outputs: Any) -> Tensor | None:

@@ -184,11 +184,16 @@ _RECORDED = Optimizer.profile_hook_step(lambda *_: None).__code__
 """Of the function that torch puts around the ``step`` of every class of optimizers."""
 
 
+def hooks_of(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks around an optimizer's step, those before and those after; torch keeps them in private attributes only."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
 def unrecorded_step(optimizer: Optimizer) -> Callable[[Closure], Any]:
     """``optimizer.step``, without the profiler's record of it, which is a tenth of a small network's step.
 
     torch wraps the ``step`` of every class of optimizers in a function that opens the record and runs the hooks before and
-    after. It shows the ``step`` inside (``__wrapped__``), but who has hooks stands in private attributes only. Hooks
+    after, and shows the ``step`` inside (``__wrapped__``); the hooks for all optimizers stand in private names only. Hooks
     that come before a step, hooks for all optimizers, a running profiler and a ``step`` that somebody has replaced (a
     scheduler that counts, a user at any time, on the object or on its class) are left to torch.
     """
@@ -199,7 +204,7 @@ def unrecorded_step(optimizer: Optimizer) -> Callable[[Closure], Any]:
         return lambda closure: optimizer.step(closure=closure)  # type: ignore[arg-type]
     everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     is_plain_sgd = fast_sgd.applies(optimizer)
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before, after = hooks_of(optimizer)
 
     def step(closure: Closure) -> Any:
         replaced = kind.step is not outer or "step" in vars(optimizer)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fedlightning.engines.stacked.stack import Rows, column, put, take
+from fedlightning.fast.step import hooks_of
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What ``optimizer.param_groups`` holds for a parameter at that moment: one for all clients in a step, or one each."""
@@ -31,7 +32,7 @@ def refuse(optimizer: Optimizer) -> str | None:
         return (
             f"configure_optimizers returns {name}; the optimizers of a stack are {', '.join(k.__name__ for k in RULES)}"
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:  # torch shows them nowhere else
+    if any(hooks_of(optimizer)):
         return f"{name} has hooks around its step, which a stack does not take"
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor) or group.get("capturable") or group.get("differentiable"):

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.arguments import optimizers_in
+from fedlightning.attached import attached
 from fedlightning.engines.stacked.trainees import Recipe
 from fedlightning.fit import LocalSettings
 from fedlightning.hooks import Phase
@@ -60,16 +61,11 @@ def takes_index(module: LightningModule) -> bool:
 
 
 @contextmanager
-def attached(module: LightningModule, clock: Clock) -> Iterator[None]:
-    """A block in which ``clock`` is the module's trainer."""
-    before = getattr(module, "_trainer", None)  # the public property raises when no trainer is attached
-    module.trainer = clock  # type: ignore[assignment]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        module.trainer = before
+def quietly_attached(module: LightningModule, clock: Clock) -> Iterator[None]:
+    """A block in which ``clock`` is the module's trainer, and nothing is warned of."""
+    with attached(module, clock), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def configure(module: LightningModule, settings: LocalSettings, phase: Phase, round: int, clock: Clock) -> Recipe:
@@ -78,7 +74,7 @@ def configure(module: LightningModule, settings: LocalSettings, phase: Phase, ro
     Args:
         module: the client's module; settings, phase, round: they decay the rates; clock: the work to come.
     """
-    with attached(module, clock):
+    with quietly_attached(module, clock):
         configured = module.configure_optimizers()
     recipe = Recipe(optimizers_in(configured)[0], schedules_in(configured))
     decay(recipe, settings.lr_decay**round * phase.lr_factor)

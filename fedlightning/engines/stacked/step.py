@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fedlightning.attached import attached
 from fedlightning.engines.stacked.kernels import StackKernels
 from fedlightning.engines.stacked.logs import StepLog
 from fedlightning.engines.stacked.map import over_clients
@@ -197,13 +198,8 @@ class StackedStep:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """A block in which the module's trainer is a clock of the stack."""
-        module = self._module
-        before = getattr(module, "_trainer", None)  # the public property raises when no trainer is attached
-        module.trainer = self._clock  # type: ignore[assignment]
-        try:
+        with attached(self._module, self._clock):
             yield
-        finally:
-            module.trainer = before
 
     def __call__(
         self, tensors: Sequence[Tensor], batch: Any, place: Place, generators: Sequence[torch.Generator] = ()

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from fedlightning.arguments import ConfigurationError, optimizers_in
 from fedlightning.engines.stacked import optimizers as stacked_optimizers
-from fedlightning.engines.stacked.planning import Clock, attached, schedules_in, takes_index
+from fedlightning.engines.stacked.planning import Clock, quietly_attached, schedules_in, takes_index
 from fedlightning.engines.stacked.random import ClientDraws
 from fedlightning.engines.stacked.stack import Stack, join_tree, split_tree
 from fedlightning.engines.stacked.step import NoLossError, Place, StackedStep, gradients
@@ -164,7 +164,7 @@ def _of_module(module: LightningModule) -> str | None:
 
 def _of_optimizer(module: LightningModule, name: str) -> str | None:
     try:
-        with attached(module, Clock(1, None, 1)):
+        with quietly_attached(module, Clock(1, None, 1)):
             configured = module.configure_optimizers()
     except AttributeError as error:
         return f"{name}.configure_optimizers needs a running trainer ({error})"

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from fedlightning.attached import trainer_of
 from fedlightning.engines.stacked.scoring.step import Fed, Step
 from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, how, scalar
 from fedlightning.engines.stacked.stack import join_tree
@@ -112,7 +113,7 @@ class _Noted:
 @contextmanager
 def _evaluating(module: LightningModule, device: torch.device) -> Iterator[_Noted]:
     """A block in which the module is on the stack's device, in eval mode, and notes what it logs."""
-    noted, home, attached = _Noted(), module.device, getattr(module, "_trainer", None)
+    noted, home, attached = _Noted(), module.device, trainer_of(module)
     modes = [(vars(child), child.training) for child in module.modules()]
     module.eval()
     if home != device:

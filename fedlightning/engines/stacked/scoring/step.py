@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torchmetrics import Metric, MetricCollection
 
+from fedlightning.attached import trainer_of
 from fedlightning.engines.stacked.scoring.values import How, NoTrainer, NotStacked, how, scalar
 from fedlightning.engines.stacked.stack import join_tree, split_tree
 from fedlightning.evaluation.scoring import loss_of
@@ -131,7 +132,7 @@ class ScoringStep:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """A block in which the module is in eval mode, and notes what it logs and what its metrics get."""
-        module, before = self._module, getattr(self._module, "_trainer", None)
+        module, before = self._module, trainer_of(self._module)
         modes = {child: child.training for child in module.modules()}
         metrics = list(metrics_of(module))
         module.eval()
