@@ -28,9 +28,9 @@ from benchmarks.engines import Data, Module
 from benchmarks.work import WORKS, BareLoop, Work
 from fedlightning import FederatedTrainer
 from fedlightning.callbacks import FedAvg
-from fedlightning.federation import Federation
+from fedlightning.federation.federation import Federation
 from fedlightning.hooks import Job
-from fedlightning.requests import Evaluate
+from fedlightning.visit.requests import Evaluate
 
 
 def digits() -> nn.Module:

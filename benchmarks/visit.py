@@ -26,13 +26,15 @@ from rich.table import Table
 
 from benchmarks.engines import Data, Module
 from benchmarks.work import WORKS, Work
-from fedlightning.client import ClientRecord
-from fedlightning.fit import LocalSettings
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.hooks import CallbackList
-from fedlightning.local import LocalRunner
 from fedlightning.messages import Message
-from fedlightning.requests import Evaluate
 from fedlightning.tensors import clone, module_state
+from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.requests import Evaluate
+from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.visit import carry_out
 
 
 @dataclass
@@ -71,7 +73,7 @@ def bare_visits(work: Work) -> Callable[[int], None]:
 
 
 def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
-    """Visits every client through :class:`~fedlightning.local.LocalRunner`, as an engine does."""
+    """Visits every client through :class:`~fedlightning.visit.runner.LocalRunner`, as an engine does."""
     data = Data(work)
     data.setup("fit")
     settings = LocalSettings(
@@ -80,15 +82,15 @@ def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
         trainer_arguments={"accelerator": "cpu", "devices": 1},
         local_loop=local_loop,  # type: ignore[arg-type]
     )
-    runner = LocalRunner(Module(work.make, work.lr), CallbackList([]), data, settings)
-    state = clone(module_state(runner.build("server")))
+    runner = LocalRunner(Blueprint(Module(work.make, work.lr), CallbackList([]), settings), data)
+    state = clone(module_state(runner.blueprint.build("server")))
     names = tuple(state)
     record = ClientRecord()
 
     def run(epochs: int) -> None:
         for client in data.client_ids:
             message = Message(round=0, client=client, state=state, returns=names, work=epochs)
-            update, _ = runner.visit(message, record, Evaluate())
+            update, _ = carry_out(runner, message, record, Evaluate())
             assert update.error is None, update.error
 
     return run

@@ -3,6 +3,11 @@
 from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks.diagnostics.gradient_variance import GradientVariance
+from fedlightning.callbacks.diagnostics.hessian_trace import HessianTrace
+from fedlightning.callbacks.diagnostics.layer_diagnostics import LayerDiagnostics
+from fedlightning.callbacks.diagnostics.layer_values import LayerValues
+from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity, Sensitivity
 from fedlightning.callbacks.ditto import Ditto
 from fedlightning.callbacks.fedala import FedALA
 from fedlightning.callbacks.fedamp import FedAMP, HeurFedAMP
@@ -19,14 +24,10 @@ from fedlightning.callbacks.fedprox import FedProx
 from fedlightning.callbacks.fedrep import FedRep
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fliu import FLIU
-from fedlightning.callbacks.gradient_variance import GradientVariance
-from fedlightning.callbacks.hessian_trace import HessianTrace
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
 from fedlightning.callbacks.ifca import IFCA, HypCluster
 from fedlightning.callbacks.l2gd import L2GD
-from fedlightning.callbacks.layer_diagnostics import LayerDiagnostics
-from fedlightning.callbacks.layer_values import LayerValues
 from fedlightning.callbacks.local_adaptation import LocalAdaptation
 from fedlightning.callbacks.lora import FedIT, FFALoRA
 from fedlightning.callbacks.mapper import MAPPER
@@ -38,7 +39,6 @@ from fedlightning.callbacks.pfedla import PFedLA
 from fedlightning.callbacks.pfedme import PFedMe
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
 from fedlightning.callbacks.scaffold import SCAFFOLD
-from fedlightning.callbacks.sensitivity import FederationSensitivity, Sensitivity
 
 __all__ = [
     "PerFCL",

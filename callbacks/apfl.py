@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch import LightningModule, Trainer
 
 from fedlightning.callbacks.apfl_mixtures import LogitMixture, ParameterMixture
-from fedlightning.client import Client
 from fedlightning.hooks import FederatedCallback, Setup, Stage
 from fedlightning.messages import Update
+from fedlightning.visit.client import Client
 from fedlightning.wrappers import uses_forward
 
 if TYPE_CHECKING:
@@ -112,9 +112,10 @@ class APFL(FederatedCallback):
         if mixture is not None:
             client.state[self.key] = mixture.state()
 
-    def claims(self, role: str) -> bool:
+    @property
+    def is_stackable(self) -> bool:
         """A stack mixes parameters only."""
-        return super().claims(role) and not (role == "stack_hooks" and self.mix == "logits")
+        return self.mix == "params"
 
     def stack_hooks(self, fit: StackedFit) -> StackedMixtures:
         """The same for a stack of clients."""

@@ -11,10 +11,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedlightning.arguments import optimizers_in
-from fedlightning.client import Client
-from fedlightning.probes import NoLossError, training_loss
+from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.tensors import clone, entry_kinds, first_nonfinite, interpolate, load_state, module_state
+from fedlightning.visit.client import Client
+from fedlightning.visit.probes import NoLossError, training_loss
 from fedlightning.wrappers import mix_logits, personal_gradients
 from fedlightning.wrappers.follow import follow
 

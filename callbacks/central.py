@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, FederatedCallback, Job, Plan, Setup
-from fedlightning.server import Server
 
 
 class Central(FederatedCallback):

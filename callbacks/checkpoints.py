@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, Stage
-from fedlightning.server import Server
 from fedlightning.tensors import clone, module_state
+from fedlightning.visit.client import Client
 
 
 class LocalCheckpoint(FederatedCallback):

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.client import Client
 from fedlightning.hooks import GradientContext, Phase, Setup
 from fedlightning.tensors import clone, module_state
+from fedlightning.visit.client import Client
 
 
 class Ditto(KeepsModel):

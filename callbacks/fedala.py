@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, Setup
 from fedlightning.layers import head_names
 from fedlightning.messages import Message, Update
-from fedlightning.server import Server
 from fedlightning.tensors import State, clone, equal, load_state, module_state, select
+from fedlightning.visit.client import Client
 
 
 class FedALA(FederatedCallback):

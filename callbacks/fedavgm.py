@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback
-from fedlightning.server import Server
 from fedlightning.tensors import State
 
 

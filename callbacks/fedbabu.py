@@ -9,9 +9,9 @@ from torch import nn
 
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd, Part
 from fedlightning.callbacks.partial import other_names, part_names, refuse_no_body
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import Phase, Setup
-from fedlightning.server import Server
+from fedlightning.visit.client import Client
 
 
 class FedBABU(AdaptsAtEnd):

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.callbacks.server_models import parameter_names
+from fedlightning.callbacks.shared.server_models import parameter_names
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, Job, Plan
 from fedlightning.layers import partition
 from fedlightning.messages import Message, Update
-from fedlightning.server import Server
 from fedlightning.tensors import State, distance, select
 
 

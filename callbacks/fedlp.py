@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fedlightning.client import Client
 from fedlightning.hooks import POOLED, FederatedCallback, Setup
 from fedlightning.layers import partition
 from fedlightning.messages import Update
+from fedlightning.visit.client import Client
 
 
 class FedLP(FederatedCallback):

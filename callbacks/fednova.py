@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fedlightning.callbacks.fedprox import FedProx
-from fedlightning.client import Client
+from fedlightning.federation.server import GLOBAL, Server
 from fedlightning.hooks import FederatedCallback, Job, Setup
 from fedlightning.messages import Message, Update, Wire
-from fedlightning.server import GLOBAL, Server
 from fedlightning.tensors import State
+from fedlightning.visit.client import Client
 
 
 class FedNova(FederatedCallback):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback
-from fedlightning.server import Server
 from fedlightning.tensors import State
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fedlightning.callbacks.partial import FedPer, other_names, part_names
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import Job, Phase
-from fedlightning.server import Server
+from fedlightning.visit.client import Client
 
 FINAL = "head"
 

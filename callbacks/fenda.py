@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback
-from fedlightning.server import Server
 from fedlightning.wrappers.dual import DualExtractor, dual_by_head, global_names
 from fedlightning.wrappers.mixing import user_class
 

@@ -6,11 +6,11 @@ from typing import Literal
 
 from torch import nn
 
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, Job
 from fedlightning.messages import Message, Update, Wire
-from fedlightning.server import Server
 from fedlightning.tensors import clone, interpolate, module_state
+from fedlightning.visit.client import Client
 
 
 class FLIU(FederatedCallback):

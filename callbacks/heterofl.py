@@ -9,14 +9,14 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.callbacks.checkpoints import LocalCheckpoint
-from fedlightning.callbacks.representations import head_path
-from fedlightning.callbacks.submodels import limit_labels, narrow_to_labels, scale_in_training
-from fedlightning.client import Client
+from fedlightning.callbacks.shared.representations import head_path
+from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
+from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, FederatedCallback, Job, Plan, Setup, Stage
 from fedlightning.messages import Message, Update, Wire
-from fedlightning.probes import training_loss
-from fedlightning.server import Server
 from fedlightning.tensors import State, load_state
+from fedlightning.visit.client import Client
+from fedlightning.visit.probes import training_loss
 from fedlightning.wrappers.slices import ElementMean, Slices, take
 from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink
 from fedlightning.wrappers.submodel_check import verify

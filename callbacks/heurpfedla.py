@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from fedlightning.callbacks.pfedla import PFedLA, layers_of
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import Job, Setup
 from fedlightning.layers import partition
 from fedlightning.messages import Message, Update
-from fedlightning.server import Server
 from fedlightning.tensors import clone, module_state
+from fedlightning.visit.client import Client
 
 
 class HeurpFedLA(PFedLA):

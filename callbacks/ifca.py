@@ -8,12 +8,12 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.callbacks.server_models import another_start, refuse_global_steps
-from fedlightning.client import Client
+from fedlightning.callbacks.shared.server_models import another_start, refuse_global_steps
+from fedlightning.federation.server import GLOBAL, Server
 from fedlightning.hooks import WEIGHTINGS, FederatedCallback, Job, Plan, Setup
 from fedlightning.messages import Message, Update, Wire
-from fedlightning.server import GLOBAL, Server
 from fedlightning.tensors import State, add, equal, first_nonfinite, module_state, select
+from fedlightning.visit.client import Client
 
 GRADIENT = "gradient at the chosen centre"
 
@@ -102,7 +102,7 @@ class IFCA(FederatedCallback):
     # -- server --------------------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:
         """Centres 1..K-1 from seeds of their own."""
-        seed = server.runner.settings.seed
+        seed = server.blueprint.settings.seed
         for j in range(1, self.num_clusters):
             start = another_start(server.module, self.init, seed, self.key, j)
             server.models.setdefault(centre(j), start)

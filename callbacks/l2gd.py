@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, Job, Plan, Setup
 from fedlightning.messages import Message, Update, Wire
-from fedlightning.server import Server
 from fedlightning.tensors import entry_kinds, interpolate, select
+from fedlightning.visit.client import Client
 
 
 class L2GD(FederatedCallback):

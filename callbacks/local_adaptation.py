@@ -10,11 +10,11 @@ from torch import nn
 from fedlightning.callbacks.checkpoints import _better, _monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import Job, Phase, Setup
 from fedlightning.messages import Message
-from fedlightning.server import Server
 from fedlightning.tensors import select
+from fedlightning.visit.client import Client
 
 Part = Literal["all", "head", "body"]
 

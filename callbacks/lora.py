@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback
 from fedlightning.layers import expand
-from fedlightning.server import Server
 from fedlightning.wrappers.adapters import adapter_names, add_adapters
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.client import Client
 from fedlightning.hooks import GradientContext, Phase, Setup, Stage
 from fedlightning.tensors import State, clone, entry_kinds, interpolate, load_state, module_state, select
+from fedlightning.visit.client import Client
 
 
 class MAPPER(KeepsModel):

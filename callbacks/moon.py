@@ -8,10 +8,10 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.callbacks.representations import contrastive_loss, features_at_start, head_path
-from fedlightning.client import Client
+from fedlightning.callbacks.shared.representations import contrastive_loss, features_at_start, head_path
 from fedlightning.hooks import FederatedCallback, Setup
 from fedlightning.messages import Update
+from fedlightning.visit.client import Client
 from fedlightning.wrappers import FeatureTap
 
 

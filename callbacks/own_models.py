@@ -6,10 +6,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.arguments import warn
-from fedlightning.client import Client
+from fedlightning.errors import warn
 from fedlightning.hooks import FederatedCallback, Stage
 from fedlightning.tensors import State, entry_kinds, first_nonfinite, load_state, select
+from fedlightning.visit.client import Client
 
 
 class KeepsModel(FederatedCallback):

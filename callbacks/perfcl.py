@@ -9,11 +9,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedlightning.callbacks.fenda import FENDA
-from fedlightning.callbacks.representations import contrastive_loss, features_at_start
-from fedlightning.client import Client
+from fedlightning.callbacks.shared.representations import contrastive_loss, features_at_start
 from fedlightning.hooks import Setup
 from fedlightning.messages import Update
 from fedlightning.tensors import clone, module_state
+from fedlightning.visit.client import Client
 from fedlightning.wrappers import FeatureTap, feature_taps, global_names
 
 

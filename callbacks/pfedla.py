@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedlightning.callbacks.hypernetwork import HyperNetwork
-from fedlightning.callbacks.server_models import ClientModels, combine, parameter_names
+from fedlightning.callbacks.shared.server_models import ClientModels, combine, parameter_names
+from fedlightning.federation.server import Server
 from fedlightning.hooks import Job
 from fedlightning.layers import partition
 from fedlightning.messages import Message, Update
 from fedlightning.seeding import isolated
-from fedlightning.server import Server
 from fedlightning.tensors import State, clone, module_state, select
 
 
@@ -69,7 +69,7 @@ class PFedLA(ClientModels):
     # -- hypernetworks -------------------------------------------------------------------------------------------------
     def network(self, server: Server, client: str) -> HyperNetwork:
         """``HN_i`` as it began: random weights of its own."""
-        with isolated(server.runner.settings.seed, self.key, client):
+        with isolated(server.blueprint.settings.seed, self.key, client):
             shape = len(layers_of(server)), len(server.clients)
             return HyperNetwork(self.embedding, self.hidden, shape, self.normalise)
 

@@ -8,11 +8,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, Job, Plan, Setup, Stage
 from fedlightning.messages import Update
-from fedlightning.server import Server
 from fedlightning.tensors import State, clone, interpolate, load_state, module_state, select
+from fedlightning.visit.client import Client
 
 
 class PFedMe(FederatedCallback):

@@ -14,12 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint
-from fedlightning.callbacks.sensitivity import Sensitivity, SensitivityAccumulator, counted_parameters, scale_of
-from fedlightning.client import Client
+from fedlightning.callbacks.diagnostics.sensitivity import (
+    Sensitivity,
+    SensitivityAccumulator,
+    counted_parameters,
+    scale_of,
+)
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, Job, Plan, Setup
 from fedlightning.layers import Layer, ordered_layers, pieces, state_names
 from fedlightning.messages import Update, Wire
-from fedlightning.server import Server
+from fedlightning.visit.client import Client
 
 if TYPE_CHECKING:
     from fedlightning.engines.stacked.fit import StackedFit
@@ -141,6 +146,11 @@ class PLayerFL(FederatedCallback):
         """The order of the layers is known."""
         if self.key in self.client.scratch:
             self.client.scratch[self.key].stop_watching()
+
+    @property
+    def is_stackable(self) -> bool:
+        """Clients in a stack are probed as others are."""
+        return True
 
     def stack_hooks(self, fit: StackedFit) -> StackHooks:
         """The same for clients that train in a stack."""

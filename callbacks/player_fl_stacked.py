@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedlightning.callbacks.sensitivity_terms import SensitivityAccumulator
+from fedlightning.callbacks.diagnostics.sensitivity_terms import SensitivityAccumulator
 from fedlightning.engines.stacked.hooks import StackHooks, Turn
 from fedlightning.layers import ForwardOrder
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class StackedSensitivities(StackHooks):
     """What :class:`~fedlightning.callbacks.player_fl.PLayerFL` does in the hooks of a probing visit, for many clients.
 
-    Each client's record is the :class:`~fedlightning.callbacks.sensitivity_terms.SensitivityAccumulator` that it has in
-    other engines. They share one forward order: all run the code of one module.
+    Each client's record is the `SensitivityAccumulator` that it has in other engines. They share one forward order: all
+    run the code of one module.
     """
 
     def __init__(self, options: PLayerFL, fit: StackedFit) -> None:

@@ -6,11 +6,11 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fedlightning.client import Client
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, GradientContext, Job, Setup
 from fedlightning.messages import Message, Update, Wire
-from fedlightning.server import Server
 from fedlightning.tensors import State, add, interpolate, module_state, select, zeros_like
+from fedlightning.visit.client import Client
 
 
 class SCAFFOLD(FederatedCallback):

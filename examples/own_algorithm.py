@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.optim import SGD
 
 from fedlightning.callbacks import FedAvg, GlobalCheckpoint
-from fedlightning.client import Client
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
-from fedlightning.evaluation.comparison import Comparison
+from fedlightning.federation.server import Server
 from fedlightning.hooks import GradientContext, Setup
 from fedlightning.messages import Update
 from fedlightning.models import Classifier, DigitsCNN
-from fedlightning.server import Server
+from fedlightning.study.comparison import Comparison
 from fedlightning.tensors import State, add, select, subtract, zeros_like
 from fedlightning.testing import check_algorithm
+from fedlightning.visit.client import Client
 
 
 # [algorithm]

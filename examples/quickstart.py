@@ -32,8 +32,8 @@ from fedlightning.callbacks import (
     PLayerFL,
 )
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, describe, plot_partition
-from fedlightning.evaluation.comparison import Comparison
 from fedlightning.models import Classifier, DigitsCNN
+from fedlightning.study.comparison import Comparison
 
 METHODS: dict[str, list[Callback]] = {
     "Local": [Local()],

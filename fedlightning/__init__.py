@@ -2,21 +2,23 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fedlightning._torchvision import repair_torchvision
+from fedlightning.compat.moved import serve_old_paths
+from fedlightning.compat.torchvision import repair_torchvision
 
 repair_torchvision()
+serve_old_paths()
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fedlightning.checkpoints import load
     from fedlightning.hooks import FederatedCallback
+    from fedlightning.run.checkpoints import load
     from fedlightning.trainer import FederatedTrainer
 
 _LAZY = {
     "FederatedTrainer": "fedlightning.trainer",
     "FederatedCallback": "fedlightning.hooks",
-    "load": "fedlightning.checkpoints",
+    "load": "fedlightning.run.checkpoints",
 }
 __all__ = ["FederatedCallback", "FederatedTrainer", "load"]
 

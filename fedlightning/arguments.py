@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
-from torch.optim import Optimizer
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.quiet import quiet
+from fedlightning.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from fedlightning.hooks import FederatedCallback
-    from fedlightning.run_folder import RunFolder
+    from fedlightning.run.folder import RunFolder
 
 REPLACED = {
     "max_epochs": "max_rounds and local_epochs",
@@ -61,10 +58,6 @@ CHOICES = {
     "engine": ("sequential", "processes", "vectorized"),
 }
 STAGES = ("G", "L1", "L2")
-
-
-class ConfigurationError(ValueError):
-    """A configuration that cannot work."""
 
 
 def check(given: Mapping[str, Any]) -> None:
@@ -262,36 +255,6 @@ def federated_data(
     return datamodule
 
 
-def optimizers_of(module: LightningModule) -> list[Optimizer]:
-    """The optimizers a module configures; empty where it needs a running trainer to tell.
-
-    Raises:
-        ConfigurationError: if there is none.
-    """
-    try:
-        with quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            configured = copy.deepcopy(module).configure_optimizers()
-    except RuntimeError:
-        return []
-    if configured is None:
-        raise ConfigurationError(
-            f"{type(module).__name__}.configure_optimizers returns nothing, so nothing would train. Return an optimizer."
-        )
-    return optimizers_in(configured)
-
-
-def optimizers_in(value: Any) -> list[Optimizer]:
-    """The optimizers in any of the forms that ``configure_optimizers`` may return."""
-    if isinstance(value, Optimizer):
-        return [value]
-    if isinstance(value, Mapping):
-        return optimizers_in(value.get("optimizer"))
-    if isinstance(value, list | tuple):
-        return [optimizer for item in value for optimizer in optimizers_in(item)]
-    return []
-
-
 def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | None) -> list[Logger]:
     """The run's Lightning loggers: CSV in the run's folder by default."""
     if isinstance(value, Logger):
@@ -310,6 +273,8 @@ def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | Non
     return list(value)
 
 
-def warn(text: str) -> None:
-    """Tell the user something that does not stop the run."""
-    warnings.warn(text, UserWarning, stacklevel=3)
+def __getattr__(name: str) -> Any:
+    """Find what has moved from here."""
+    from fedlightning.compat.moved import moved_name
+
+    return moved_name(__name__, name)

@@ -10,18 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-COMMANDS = {
-    "fit": "Train a federation, test it and show the results.",
-    "validate": "Score a finished or interrupted run on validation data.",
-    "test": "Score a finished or interrupted run on test data.",
-    "predict": "Write the predictions of one client's model, or of the global one, on its test data.",
-    "compare": "Train several methods over several seeds, add baselines, write a report.",
-    "sweep": "Search for the best values of options, on validation data alone.",
-    "report": "Compare finished runs: tables, figures and one HTML page.",
-    "partition": "Show which client gets which samples: a table, a picture and a CSV file.",
-    "algorithms": "List the algorithms, or explain one.",
-    "completion": "Print a script that completes commands and options in bash or zsh.",
-}
+from fedlightning.commands import COMMANDS
 
 HELP = f"""usage: fedlightning COMMAND [OPTIONS]
 
@@ -88,11 +77,11 @@ def _find(command: str) -> Callable[[list[str]], int]:
     if command == "compare":
         from fedlightning.commands.compare import compare
 
-        return compare
+        return lambda rest: compare(rest, main)
     if command == "sweep":
         from fedlightning.commands.sweep import sweep
 
-        return sweep
+        return lambda rest: sweep(rest, main)
     if command == "report":
         from fedlightning.commands.report import report
 
@@ -105,7 +94,7 @@ def _find(command: str) -> Callable[[list[str]], int]:
         from fedlightning.commands.completion import completion
 
         return completion
-    from fedlightning.commands.errors import InputError, suggestion
+    from fedlightning.config.errors import InputError, suggestion
 
     hint = suggestion(command, COMMANDS) or f"Commands: {', '.join(COMMANDS)}."
     raise InputError(f"There is no command '{command}'. {hint}")
@@ -113,7 +102,7 @@ def _find(command: str) -> Callable[[list[str]], int]:
 
 def _report(command: str, error: Exception, debug: bool) -> int:
     """Say what went wrong on stderr; the exit code."""
-    from fedlightning.commands.errors import explain
+    from fedlightning.config.errors import explain
 
     sentence = explain(error)
     if debug or sentence is None:
@@ -147,4 +136,6 @@ def _short_warnings() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from fedlightning.cli import main as entry  # processes that it starts find it by this name
+
+    sys.exit(entry())

@@ -25,10 +25,8 @@ from fedlightning.tensors import EntryKind, State
 from fedlightning.wrappers.features import FeatureTap
 
 if TYPE_CHECKING:
-    from fedlightning.client import Client
-    from fedlightning.engines.stacked.fit import StackedFit
-    from fedlightning.engines.stacked.hooks import StackHooks
-    from fedlightning.server import Server
+    from fedlightning.federation.server import Server
+    from fedlightning.visit.client import Client
 
 Owner = str
 """Whose module is being built: ``"server"`` or a client's id."""
@@ -131,6 +129,7 @@ class Setup:
         clients: the clients' ids; num_samples: training samples of each.
         local_epochs, local_steps, max_rounds: the trainer's work plan.
         first_batch: gives one training batch of the first client that has one.
+        has_pooled: whether the union of the clients' data of a split can be had in one place.
     """
 
     module: LightningModule
@@ -144,6 +143,7 @@ class Setup:
     local_steps: int | None
     optimizers: Sequence[Any] = ()
     first_batch: Callable[[], Any] = lambda: None
+    has_pooled: Callable[[str], bool] = lambda split: True
     warn: Callable[[str], None] = lambda text: None
 
 
@@ -236,13 +236,6 @@ class FederatedCallback(Callback):
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         """A gradient-form term: after unscaling, before clipping, once per optimizer step. Chains."""
         return gradient
-
-    def stack_hooks(self, fit: StackedFit) -> StackHooks:
-        """The counterpart of this callback's Lightning hooks for a stack of clients, made for one phase of it.
-
-        Optional: without it ``engine="vectorized"`` refuses a callback that has Lightning hooks inside a fit.
-        """
-        raise NotImplementedError
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """The features that :meth:`training_loss` wants to see, by label: taps on submodules, not attached."""

@@ -17,19 +17,21 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
 from fedlightning import arguments
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
-from fedlightning.engines.store import ClientStore
-from fedlightning.evaluation.results import Row, summarise
-from fedlightning.evaluation.stages import deployed_module
-from fedlightning.federation import Federation
-from fedlightning.fit import LocalSettings
+from fedlightning.federation.federation import Federation
+from fedlightning.federation.server import Server
+from fedlightning.federation.stages import deployed_module
+from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import CallbackList, FederatedCallback
-from fedlightning.local import LocalRunner
-from fedlightning.quiet import quiet
-from fedlightning.recorder import Recorder
-from fedlightning.run_folder import RunFolder, find_last, is_writer
-from fedlightning.server import Server
+from fedlightning.run.files import is_writer
+from fedlightning.run.folder import RunFolder, find_last
+from fedlightning.run.recorder import Recorder
+from fedlightning.scoring.results import Row, summarise
+from fedlightning.visit.runner import LocalRunner
 
 
 @dataclass
@@ -250,14 +252,14 @@ class FederatedTrainer:
             with self._progress() as progress:
                 while federation.rounds_done < self.max_rounds:
                     federation.server.round = federation.rounds_done
-                    progress.round_started(federation.server)
+                    progress.round_started(federation.rounds_done, len(federation.server.participants()))
                     federation.round(progress.client_done)
-                    progress.round_ended(federation.server, self.rows)
+                    progress.round_ended(federation.server.round, self.rows)
                     if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():
                         break
             federation.finish()
-        self._summarise()
-        self.recorder.export(federation.server, federation.store)
+        federation.summarise(self.arguments)
+        federation.export()
         self.recorder.close()
 
     def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
@@ -300,11 +302,13 @@ class FederatedTrainer:
             logger=False,
             local_loop=a["local_loop"],
         )
-        runner = LocalRunner(model, self.callbacks, data, settings)
+        blueprint = Blueprint(model, self.callbacks, settings)
+        runner = LocalRunner(blueprint, data)
         memory = a["client_memory_gb"]
         store = ClientStore(limit=None if memory is None else int(memory * 1e9))
         server = Server(
-            runner,
+            blueprint,
+            {client: data.num_samples(client) for client in data.client_ids},
             max_rounds=self.max_rounds,
             participation=a["participation"],
             float_buffers=a["float_buffers"],
@@ -350,7 +354,7 @@ class FederatedTrainer:
     def _evaluate(self, split: str, checkpoint: str) -> list[dict[str, Any]]:
         with closing(self._fitted().engine):
             rows = self._fitted().evaluate(split, checkpoint)
-        self._summarise()
+        self._fitted().summarise(self.arguments)
         return summarise(rows)
 
     def predict(
@@ -363,7 +367,7 @@ class FederatedTrainer:
             client: whose model; ``None``: the global one.
             checkpoint: ``"latest"``, or the name of a checkpoint to load first.
         """
-        data = self._fitted().server.runner.data
+        data = self._fitted().engine.runner.data
         module = self.module(client, checkpoint)
         if dataloaders is None:
             dataloaders = data.pooled_dataloader("test") if client is None else data.client_dataloader(client, "test")
@@ -387,21 +391,15 @@ class FederatedTrainer:
     def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
         """A copy of the global model (``client=None``) or of the model that ``client`` deploys."""
         federation = self._fitted()
-        return deployed_module(federation.server, federation.store, client, checkpoint)
+        return deployed_module(federation.server, federation.engine, client, checkpoint)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
-    def _summarise(self) -> None:
-        federation = self._fitted()
-        self.recorder.summarise(
-            federation.server, federation.rounds_done, federation.seconds, self.arguments, federation.history
-        )
-
     def _fitted(self) -> Federation:
         if self.federation is None:
             raise RuntimeError("This FederatedTrainer has no federation yet. Call fit(), or fit(resume=...), first.")
         return self.federation
 
     def _progress(self) -> Any:
-        from fedlightning.progress import NoProgress, RichProgress
+        from fedlightning.run.progress import NoProgress, RichProgress
 
         return RichProgress(self.max_rounds) if self.arguments["enable_progress_bar"] and is_writer() else NoProgress()

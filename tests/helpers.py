@@ -18,13 +18,13 @@ import fedlightning  # noqa: F401  before lightning
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedlightning import FederatedCallback, FederatedTrainer
-from fedlightning.client import ClientRecord
 from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.federation.server import Server
 from fedlightning.hooks import Job
 from fedlightning.messages import Message, Update
 from fedlightning.seeding import generator, seed_all
-from fedlightning.server import Server
 from fedlightning.tensors import State, clone, module_state
+from fedlightning.visit.record import ClientRecord
 
 FEATURES, CLASSES = 6, 3
 

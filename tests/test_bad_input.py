@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning import FederatedTrainer, load
-from fedlightning.arguments import ConfigurationError
 from fedlightning.callbacks import FedAdam, FedBN, FedPer, FedProx
-from fedlightning.loops.synchronous import FederationError
+from fedlightning.errors import ConfigurationError
+from fedlightning.federation.loops.synchronous import FederationError
 from tests.helpers import Toy, federate, make_trainer, toy_data
 
 ARGUMENTS = [

@@ -20,10 +20,10 @@ from rich.console import Console
 from fedlightning import FederatedTrainer
 from fedlightning.arguments import REPLACED
 from fedlightning.cli import main
-from fedlightning.commands.errors import explain, parse_sentence, suggestion
-from fedlightning.commands.parsing import option_names
 from fedlightning.commands.run import Commands, find_run
-from fedlightning.evaluation.table import client_table, important_metrics, print_results, results_table
+from fedlightning.config.errors import explain, parse_sentence, suggestion
+from fedlightning.config.names import option_names
+from fedlightning.study.table import client_table, important_metrics, print_results, results_table
 
 QUICKSTART = str(Path(__file__).parents[1] / "configs/quickstart.yaml")
 SMALL = [

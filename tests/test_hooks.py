@@ -23,8 +23,8 @@ from fedlightning.callbacks import (
     Local,
     LocalCheckpoint,
 )
+from fedlightning.federation.loops.synchronous import FederationError
 from fedlightning.hooks import ROLES, CallbackList, Job, Phase
-from fedlightning.loops.synchronous import FederationError
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, federate, make_trainer, same, spied, toy_data
 
@@ -124,7 +124,7 @@ def test_events_run_in_list_order_and_update_by_update():
     assert heard == expected
     names = [event[0] for event in Log.events]
     assert names == ["a", "b"] * (len(names) // 2)
-    start = module_state(trainer.server.runner.template)
+    start = module_state(trainer.server.blueprint.template)
     assert torch.allclose(trainer.server.model["net.0.bias"], start["net.0.bias"] + 1.0)
 
 

@@ -17,10 +17,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from fedlightning import FederatedCallback, FederatedTrainer
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedAdam, FedPer, FedProx, Local, LocalCheckpoint
+from fedlightning.federation.loops.synchronous import FederationError
 from fedlightning.hooks import Job
-from fedlightning.local import LocalRunner
-from fedlightning.loops.synchronous import FederationError
 from fedlightning.tensors import module_state
 from tests.helpers import (
     STYLES,
@@ -277,7 +277,7 @@ def test_num_samples_are_those_really_used(options, used):
 def test_a_round_holds_a_constant_number_of_models(monkeypatch, state, tmp_path):
     """Modules and updates alive at once, with Python's garbage collector switched off: 4 clients or 16."""
     modules, updates, held = weakref.WeakSet(), [], []
-    build = LocalRunner.build
+    build = Blueprint.build
 
     def noted(self, owner):
         modules.add(module := build(self, owner))
@@ -288,7 +288,7 @@ def test_a_round_holds_a_constant_number_of_models(monkeypatch, state, tmp_path)
             updates.append(weakref.ref(next(iter(update.state.values()))))
             held.append((len(modules), sum(ref() is not None for ref in updates)))
 
-    monkeypatch.setattr(LocalRunner, "build", noted)
+    monkeypatch.setattr(Blueprint, "build", noted)
     peaks = []
     gc.collect()
     gc.disable()
@@ -437,7 +437,7 @@ def test_a_client_as_a_user_sees_it():
     assert isinstance(view.module, Toy)
     assert torch.equal(view.module.net[3].weight, trainer.store.get("1").personal["net.3.weight"])
     predicted = torch.cat(trainer.predict(client="1"))
-    x, _ = trainer.server.runner.data.tensors["1"]["test"]
+    x, _ = trainer.federation.engine.runner.data.tensors["1"]["test"]
     assert torch.equal(predicted, view.module.eval()(x).argmax(-1))
     with pytest.raises(ValueError, match=r"no client '7'.*\['0', '1', '2'\]"):
         trainer.module("7")

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.catalogue import ALGORITHMS, Algorithm, find, list_algorithms
-from fedlightning.commands.errors import InputError
+from fedlightning.config.errors import InputError
 
 _FAMILIES = {
     "global": "One model for all clients",

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from fedlightning.commands.report import write_report
 from fedlightning.commands.study import (
+    CLI,
     INTERRUPTED,
     Parser,
     check_jobs,
@@ -24,7 +25,7 @@ from fedlightning.commands.study import (
     shown,
 )
 from fedlightning.experiments.baselines import AUTO, notes
-from fedlightning.experiments.children import call
+from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.first_result import FirstResult, check_metric
 from fedlightning.experiments.plan import Plan, Request, make_plan
@@ -82,13 +83,18 @@ def parser() -> Parser:
     return made
 
 
-def compare(words: Sequence[str]) -> int:
-    """Carry out the command; its exit code."""
+def compare(words: Sequence[str], main: Main) -> int:
+    """Carry out the command; its exit code.
+
+    Args:
+        words: what follows ``compare`` on the command line.
+        main: the command line that makes a run.
+    """
     options, passed = parser().parse(words)
     seeds, jobs = parse_seeds(options.seeds), check_jobs(options.jobs)
     names = [name.strip() for name in options.baselines.split(",") if name.strip()]
     names = {"auto": list(AUTO), "none": []}.get(options.baselines, names)
-    request = Request(options.configs, options.config, options.override, passed, options.vary, names)
+    request = Request(options.configs, CLI, options.config, options.override, passed, options.vary, names)
     screen = console()
     plan: Plan = call(make_plan, request)
     out: Path = options.out or default_out([method.name for method in plan.methods if not method.baseline])
@@ -112,7 +118,7 @@ def compare(words: Sequence[str]) -> int:
             "vary": list(dict.fromkeys(key for keys in plan.vary.values() for key in keys)),
         }
         study.begin(plan.methods, seeds, plan.vary, tasks, options.redo)
-        finished = make_runs(study, tasks, jobs, gpus_to_share(plan.gpus), screen, watchers)
+        finished = make_runs(study, tasks, jobs, gpus_to_share(plan.gpus), screen, main, watchers)
         states = study.states([method.name for method in plan.methods], seeds)
         if not finished:
             screen.print(

@@ -39,11 +39,11 @@ def completion(words: Sequence[str]) -> int:
 def script(shell: str) -> str:
     """The completion script of ``shell``; options are read off the parsers."""
     from fedlightning.catalogue import ALGORITHMS
-    from fedlightning.cli import COMMANDS
-    from fedlightning.commands import compare, report, sweep
-    from fedlightning.commands.parsing import FederatedCLI, class_names
+    from fedlightning.commands import COMMANDS, compare, report, sweep
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
+    from fedlightning.config.names import class_names
+    from fedlightning.config.parsing import FederatedCLI
 
     passed_on = [option for option in Commands.option_strings("fit") if PASSED_ON.match(option)]
     choices = {

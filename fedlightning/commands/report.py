@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedlightning.commands.errors import InputError, explain
 from fedlightning.commands.study import Parser, console, shown
+from fedlightning.config.errors import InputError, explain
 
 DESCRIPTION = """\
 Compare finished runs: tables, figures and one HTML page.
@@ -42,8 +42,8 @@ def parser() -> Parser:
 
 def report(words: Sequence[str]) -> int:
     """Carry out the command; its exit code."""
-    from fedlightning.evaluation.report.build import build_report
-    from fedlightning.evaluation.runs import STUDY_FILE, load_study
+    from fedlightning.study.report.build import build_report
+    from fedlightning.study.runs import STUDY_FILE, load_study
 
     options = parser().parse_args(list(words))
     runs: list[Path] = options.runs
@@ -67,7 +67,7 @@ def write_report(out: Path, runs: Sequence[Path], metric: str, checkpoint: str, 
     """Print the overview, write the report. What goes wrong here is said, and loses nothing: the runs are done."""
     try:
         show_overview(runs, metric, checkpoint, screen)
-        from fedlightning.evaluation.report.build import build_report
+        from fedlightning.study.report.build import build_report
 
         page = build_report(out, runs, metric=metric, checkpoint=checkpoint)
         screen.print(f"\nReport: {shown(page)}", soft_wrap=True, highlight=False)
@@ -87,8 +87,8 @@ def write_report(out: Path, runs: Sequence[Path], metric: str, checkpoint: str, 
 
 def show_overview(runs: Sequence[Path], metric: str, checkpoint: str, screen: Console) -> None:
     """One line a method, and what speaks against comparing them."""
-    from fedlightning.evaluation.runs import load_study
-    from fedlightning.evaluation.study import Study
+    from fedlightning.study.runs import load_study
+    from fedlightning.study.study import Study
 
     study = Study(load_study(runs), metric=metric, checkpoint=checkpoint)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

@@ -12,10 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from fedlightning.commands.errors import InputError, explain
-from fedlightning.commands.parsing import FederatedCLI
-from fedlightning.evaluation.table import print_results
-from fedlightning.run_folder import is_writer
+from fedlightning.config.errors import InputError, explain
+from fedlightning.config.parsing import FederatedCLI
+from fedlightning.run.files import is_writer
+from fedlightning.study.table import print_results
 from fedlightning.trainer import FederatedTrainer
 
 

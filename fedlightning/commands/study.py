@@ -17,13 +17,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedlightning.commands.errors import InputError, suggestion
+from fedlightning.config.errors import InputError, suggestion
+from fedlightning.experiments.children import Main
 from fedlightning.experiments.execute import LOG, Task, Watcher, execute
 from fedlightning.experiments.progress import View
 from fedlightning.experiments.study_file import StudyFile
 
 PASSED_ON = re.compile(r"--(?:trainer|model|data)(?:[.+=]|$)")
 INTERRUPTED = 130
+CLI = "fedlightning.commands.run:Commands"
+"""The class that parses a run's options; by name, since it imports torch."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -154,13 +157,15 @@ def make_runs(
     jobs: int,
     gpus: Sequence[str],
     screen: Console,
+    main: Main,
     watchers: Sequence[Watcher] = (),
 ) -> bool:
     """Make the runs and keep ``study.json`` up to date.
 
     Args:
         study: where it is written; tasks, jobs, gpus: see :func:`fedlightning.experiments.execute.execute`.
-        screen: where it is shown; watchers: who is told too, after the file is written; what they raise stops all runs.
+        screen: where it is shown; main: the command line.
+        watchers: who is told too, after the file is written; what they raise stops all runs.
 
     Returns:
         Whether it went through: ``False`` after Ctrl-C (or SIGTERM), when all runs have been stopped.
@@ -171,7 +176,7 @@ def make_runs(
             known.setdefault(run["run"], []).append(run["seconds"])
     try:
         with _terminable(), View(tasks, jobs, known, screen) as view:
-            execute(tasks, min(jobs, max(1, len(tasks))), gpus, [study, view, *watchers])
+            execute(tasks, min(jobs, max(1, len(tasks))), gpus, [study, view, *watchers], main)
     except KeyboardInterrupt:
         study.save()
         return False

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedlightning.commands.errors import InputError
 from fedlightning.commands.study import (
+    CLI,
     INTERRUPTED,
     Parser,
     check_jobs,
@@ -27,8 +27,8 @@ from fedlightning.commands.study import (
     show_failures,
     shown,
 )
-from fedlightning.evaluation.metrics import higher_is_better
-from fedlightning.experiments.children import call
+from fedlightning.config.errors import InputError
+from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.first_result import FirstResult
 from fedlightning.experiments.methods import Method
@@ -36,7 +36,8 @@ from fedlightning.experiments.plan import Request, make_plans
 from fedlightning.experiments.space import Values, combinations, parse_grid, parse_search
 from fedlightning.experiments.study_file import StudyFile, only_one
 from fedlightning.experiments.sweep import NO_TEST, Proposals, Trial, objective, override, ranked
-from fedlightning.persistence import write_text_atomically
+from fedlightning.run.files import write_text_atomically
+from fedlightning.scoring.metrics import higher_is_better
 
 DESCRIPTION = """\
 Try values of options and choose the best by validation data.
@@ -89,7 +90,7 @@ class Sweep:
     """A sweep that is going on.
 
     Attributes:
-        options: the command's own; passed: options for every run; seeds: of every trial.
+        options: the command's own; passed: options for every run; seeds: of every trial; main: the command line.
         trials: those that are done, in order; methods: the configuration of each by name.
     """
 
@@ -98,6 +99,7 @@ class Sweep:
     seeds: list[int]
     study: StudyFile
     screen: Console
+    main: Main
     trials: list[Trial] = field(default_factory=list)
     methods: dict[str, Method] = field(default_factory=dict)
 
@@ -113,6 +115,7 @@ class Sweep:
         requests = [
             Request(
                 files=[f"{trial.name}={last}"],
+                cli=CLI,
                 before=before,
                 options=[*self.passed, *trial.options, *NO_TEST],
                 vary=self.options.vary,
@@ -134,7 +137,7 @@ class Sweep:
         methods = [self.methods[trial.name] for trial in trials]
         self.study.begin(methods, self.seeds, vary, tasks, self.options.redo)
         first = FirstResult(lambda folder: objective(folder, self.options.metric))  # refuses a metric that is not there
-        finished = make_runs(self.study, tasks, self.options.jobs, gpus_to_share(gpus), self.screen, [first])
+        finished = make_runs(self.study, tasks, self.options.jobs, gpus_to_share(gpus), self.screen, self.main, [first])
         known = {trial.name for trial in self.trials}
         for trial in trials:
             for seed in self.seeds:
@@ -196,8 +199,13 @@ class Sweep:
             write_text_atomically(self.out / "best.yaml", head + yaml.safe_dump(part, sort_keys=False))
 
 
-def sweep(words: Sequence[str]) -> int:
-    """Carry out the command; its exit code."""
+def sweep(words: Sequence[str], main: Main) -> int:
+    """Carry out the command; its exit code.
+
+    Args:
+        words: what follows ``sweep`` on the command line.
+        main: the command line that makes a run.
+    """
     options, passed = parser().parse(words)
     if not options.config:
         raise InputError("--config is missing: a sweep varies options of a configuration.")
@@ -209,7 +217,7 @@ def sweep(words: Sequence[str]) -> int:
     grid, ranges = list(combinations(parse_grid(options.grid))), parse_search(options.search)
     seeds, screen = parse_seeds(options.seeds), console()
     proposals = Proposals(ranges, options.search_seed, higher_is_better(options.metric)) if ranges else None
-    going = Sweep(options, passed, seeds, StudyFile(options.out), screen)
+    going = Sweep(options, passed, seeds, StudyFile(options.out), screen, main)
     if options.dry_run:
         shown_first = proposals.ask(1) if proposals else grid
         _, tasks, _, _ = going.plan(shown_first)
@@ -262,15 +270,9 @@ def test_best(going: Sweep, best: Trial) -> None:
 
     folders = [going.study.run_folder(best.name, seed) for seed in going.seeds]
     for folder in folders:
-        if call(_test, str(folder)):
+        if call(going.main, ["test", "--run", str(folder), "--trainer.test_data=[local,pooled]"]):
             raise RuntimeError(f"The test of {folder} failed; its output is above.")
     show_overview(folders, going.options.test_metric, "deployed", going.screen)
-
-
-def _test(folder: str) -> int:
-    from fedlightning import cli
-
-    return cli.main(["test", "--run", folder, "--trainer.test_data=[local,pooled]"])
 
 
 def _without_test(task: Task) -> Task:

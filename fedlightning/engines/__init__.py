@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedlightning.engines.base import Engine
-    from fedlightning.engines.store import ClientStore
-    from fedlightning.local import LocalRunner
+    from fedlightning.federation.engine import Engine
+    from fedlightning.federation.store import ClientStore
+    from fedlightning.visit.runner import LocalRunner
 
 
 def make_engine(

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from fedlightning.client import ClientRecord
 from fedlightning.engines import worker
 from fedlightning.engines.arena import Arena, Broadcast, pack, unpack
-from fedlightning.engines.base import Task
-from fedlightning.local import LocalRunner
+from fedlightning.federation.engine import Task
+from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.runner import LocalRunner
 
-PRELOADED = ("fedlightning.evaluation.tasks", "fedlightning.callbacks", "fedlightning.datamodules")
+PRELOADED = ("fedlightning.scoring.tasks", "fedlightning.callbacks", "fedlightning.datamodules")
 """What workers need besides :mod:`fedlightning.engines.worker`, imported once for all."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import Any, TypeVar, cast
 
-from fedlightning.client import ClientRecord
 from fedlightning.engines.arena import Broadcast
-from fedlightning.engines.base import Engine, Task
 from fedlightning.engines.pool import Setup, UnpicklableError, Worker, own_gpu, usable_cores
-from fedlightning.engines.store import ClientStore
 from fedlightning.engines.worker import Reply
-from fedlightning.local import LocalRunner
+from fedlightning.federation.engine import Engine, Task
+from fedlightning.federation.store import ClientStore
+from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.runner import LocalRunner
 
 HELD_BYTES = 2**28
 """Answers that are held back until their turn: so many bytes, but at least two for every worker."""
@@ -64,7 +64,7 @@ class ProcessesEngine(Engine):
         self._turn = 0  # which call of map is the last one: it ends those that were left unfinished
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
-        """See :meth:`fedlightning.engines.base.Engine.map`.
+        """See :meth:`fedlightning.federation.engine.Engine.map`.
 
         Raises:
             UnpicklableError: if the federation cannot be sent to another process.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from fedlightning.client import ClientRecord
-from fedlightning.engines.base import Engine, Task
-from fedlightning.engines.store import ClientStore
+from fedlightning.federation.engine import Engine, Task
+from fedlightning.federation.store import ClientStore
+from fedlightning.visit.record import ClientRecord
 
 __all__ = ["ClientStore", "SequentialEngine"]
 

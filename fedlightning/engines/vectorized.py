@@ -18,26 +18,28 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from fedlightning.client import ClientRecord
-from fedlightning.engines.base import Engine, Task, Visit
+from fedlightning.compat.signatures import takes_index
 from fedlightning.engines.stacked.batches import Gatherer, LoaderSource, resident
 from fedlightning.engines.stacked.evaluation import StackedEvaluation
 from fedlightning.engines.stacked.fit import StackedFit
-from fedlightning.engines.stacked.planning import Clock, chunk_size, configure, takes_index
+from fedlightning.engines.stacked.planning import Clock, chunk_size, configure
 from fedlightning.engines.stacked.random import ClientDraws
 from fedlightning.engines.stacked.stack import Stack, named_tensors
 from fedlightning.engines.stacked.step import StackedStep
 from fedlightning.engines.stacked.trainees import Recipe, Trainee
 from fedlightning.engines.stacked.vectorizable import Finding, examine
-from fedlightning.engines.store import ClientStore
-from fedlightning.evaluation.wanted import Scored, score_one
-from fedlightning.fit import acting, address_of
-from fedlightning.freezing import only_training
+from fedlightning.federation.engine import Engine, Task, Visit
+from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import Phase
-from fedlightning.local import LocalRunner
 from fedlightning.messages import Update
-from fedlightning.probes import move_batch
-from fedlightning.requests import Fit, Score, Visiting
+from fedlightning.visit import visit as visits
+from fedlightning.visit.fit import acting, address_of
+from fedlightning.visit.freezing import only_training
+from fedlightning.visit.limits import limited
+from fedlightning.visit.probes import move_batch
+from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.requests import Fit, Score, ScoringTask, VisitSteps, score_one
+from fedlightning.visit.runner import LocalRunner
 
 Answer = TypeVar("Answer")
 PLAIN = (bool, int, float, str)
@@ -52,7 +54,7 @@ class Member:
         fit, score: the one of them that it waits for.
     """
 
-    visit: Visiting
+    visit: VisitSteps
     before: ClientRecord
     fit: Fit | None = None
     score: Score | None = None
@@ -94,7 +96,7 @@ class VectorizedEngine(Engine):
     """Trains clients in stacks.
 
     Args:
-        runner, store: see :class:`~fedlightning.engines.base.Engine`.
+        runner, store: see :class:`~fedlightning.federation.engine.Engine`.
         clients_per_stack: how many clients train together; ``None``: as many as fit into a share of the memory (see
             :func:`~fedlightning.engines.stacked.planning.chunk_size`). Results do not depend on it beyond rounding.
     """
@@ -103,8 +105,8 @@ class VectorizedEngine(Engine):
         super().__init__(runner, store)
         self._size = clients_per_stack
         self._found: Finding | None = None
-        self.device = runner.scorer.device
-        self._gatherer = Gatherer(self.device, runner.scorer.precision.convert_input)
+        self.device = runner.blueprint.device
+        self._gatherer = Gatherer(self.device, runner.blueprint.precision.convert_input)
         self._evaluation = StackedEvaluation(runner)
 
     def check(self) -> None:
@@ -141,7 +143,7 @@ class VectorizedEngine(Engine):
             return self._visit if task.message.work != 0 else None
         return self._score if hasattr(task, "scoring") else None
 
-    def _score(self, tasks: Sequence[Scored[Any]]) -> Iterator[Any]:
+    def _score(self, tasks: Sequence[ScoringTask[Any]]) -> Iterator[Any]:
         scorings = [task.scoring(self.runner, self._record(task.client)) for task in tasks]
         own = any(task.client is not None for task in tasks)
         for task, (answer, after) in zip(tasks, self._evaluation.answers(scorings, self.size, own), strict=True):
@@ -171,7 +173,7 @@ class VectorizedEngine(Engine):
         members = []
         for task in tasks:
             before = self.store.get(task.client)
-            member = Member(self.runner.visiting(task.message, before, task.evaluate), before)
+            member = Member(visits.visit_steps(self.runner, task.message, before, task.evaluate), before)
             member.go_on(partial(next, member.visit))
             members.append(member)
         while waiting := [member for member in members if member.answer is None]:
@@ -189,13 +191,13 @@ class VectorizedEngine(Engine):
         """The scores that visits wait for, together where that is possible; a client whose own fail, fails alone."""
         scores = [cast(Score, member.score) for member in members]
         try:
-            found = iter(self._evaluation.scores([one for score in scores for one in score.wanted]))
+            found = iter(self._evaluation.scores([one for score in scores for one in score.requests]))
         except Exception:
             found = None
         for member, score in zip(members, scores, strict=True):
             self.runner.bind(score.client)
             try:
-                own = [next(found) if found is not None else score_one(self.runner, one) for one in score.wanted]
+                own = [next(found) if found is not None else score_one(self.runner, one) for one in score.requests]
             except Exception as error:
                 member.go_on(partial(member.visit.throw, error))
             else:
@@ -217,17 +219,17 @@ class VectorizedEngine(Engine):
                 phase.terms_of,
                 phase.repeats,
             )
-            architecture = None if fit.client.is_light else _architecture(fit.client.module)
+            architecture = None if fit.client.is_unbuilt else _architecture(fit.client.module)
             groups.setdefault((same, architecture), []).append(member)
         return list(groups.values())
 
     # -- training ----------------------------------------------------------------------------------------------------
     def _train(self, members: Sequence[Member]) -> None:
         fits = [cast(Fit, member.fit) for member in members]
-        light = fits[0].client.is_light
+        light = fits[0].client.is_unbuilt
         order: list[int] = []
         try:
-            lender = self.runner.build_around({}) if light else fits[0].client.module
+            lender = self.runner.blueprint.build_around({}) if light else fits[0].client.module
             trainees = self._trainees(fits, lender)
             order = sorted(range(len(fits)), key=lambda place: -trainees[place].expected)
             stack = self._fit(fits[0].phase, lender, [trainees[place] for place in order], trainees[0].recipe)
@@ -244,7 +246,7 @@ class VectorizedEngine(Engine):
                 member.go_on(partial(member.visit.throw, trainee.error))
                 continue
             if light:
-                fit.client.trained(stack.row(rows[place]))
+                fit.client.set_entries(stack.row(rows[place]))
             else:
                 stack.push(rows[place], fit.client.module)
             fit.client.metrics |= trainee.metrics
@@ -257,7 +259,7 @@ class VectorizedEngine(Engine):
         by_rows = self._plain_transfer(lender)
         trainees = []
         for fit in fits:
-            module = lender if fit.client.is_light else fit.client.module
+            module = lender if fit.client.is_unbuilt else fit.client.module
             loader = fit.loader if fit.loader is not None else self.runner.loader(fit.message, "train")
             self.runner.start_fit(fit, loader)
             batches = self._batches(loader)
@@ -285,7 +287,7 @@ class VectorizedEngine(Engine):
         """Train the clients; ``module`` lends its code, and ``recipe`` was made for it."""
         runner = self.runner
         stack = Stack(module, len(trainees), self.device)
-        if trainees[0].client.is_light:
+        if trainees[0].client.is_unbuilt:
             stack.fill([trainee.client.entries for trainee in trainees])
         else:
             for row, trainee in enumerate(trainees):
@@ -293,8 +295,10 @@ class VectorizedEngine(Engine):
         clip = runner.settings.trainer_arguments.get("gradient_clip_val")
         algorithm = runner.settings.trainer_arguments.get("gradient_clip_algorithm") or "norm"
         with only_training(module, phase.train), on_device(module, self.device):
-            context = runner.scorer.precision.train_step_context
-            step = StackedStep(module, context, takes_index(module), ClientDraws() if self.found.draws else None)
+            context = runner.blueprint.precision.train_step_context
+            step = StackedStep(
+                module, context, takes_index(module.training_step), ClientDraws() if self.found.draws else None
+            )
             step.watch.looked = self.found.looks
             StackedFit(
                 module,
@@ -314,17 +318,13 @@ class VectorizedEngine(Engine):
 
     def _batches(self, loader: Any) -> int:
         """Batches in an epoch, as Lightning counts them under ``limit_train_batches``."""
-        limit = self.runner.settings.trainer_arguments.get("limit_train_batches")
-        batches = len(loader)
-        if limit is None:
-            return batches
-        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        return limited(len(loader), self.runner.settings.trainer_arguments.get("limit_train_batches"))
 
     def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
         return self.runner.settings.seed, fit.client.round, fit.client.id, address_of(fit.phase), epoch
 
     def _convert(self, module: LightningModule, batch: Any) -> Any:
-        return move_batch(module, self.runner.scorer.precision.convert_input(batch))
+        return move_batch(module, self.runner.blueprint.precision.convert_input(batch))
 
     @staticmethod
     def _plain_transfer(module: LightningModule) -> bool:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch._dynamo  # the first optimizer of a process imports it, for a second or two
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.engines.arena import Arena, pack, unpack
-from fedlightning.local import LocalRunner
+from fedlightning.visit.runner import LocalRunner
 
 READY = b"ready"
 END = b"end"
@@ -78,8 +79,10 @@ class Switches:
 
 
 def parts_of(runner: LocalRunner) -> dict[str, Any]:
-    """What a runner is made of; its evaluating Trainer stays, each process makes its own."""
-    return {part.name: getattr(runner, part.name) for part in fields(runner) if part.init}
+    """Return what a runner is made of; its evaluating Trainer stays, each process makes its own."""
+    blueprint = runner.blueprint
+    own = {part.name: getattr(blueprint, part.name) for part in fields(blueprint) if part.init}
+    return own | {"data": runner.data}
 
 
 def work(connection: Connection, environment: Mapping[str, str]) -> None:
@@ -106,7 +109,7 @@ def work(connection: Connection, environment: Mapping[str, str]) -> None:
     try:
         switches, parts = unpack(header, setup, copy=False)
         switches.apply()
-        runner = LocalRunner(**parts)
+        runner = LocalRunner(Blueprint(**{name: part for name, part in parts.items() if name != "data"}), parts["data"])
     except BaseException as error:
         connection.send_bytes(pack(Reply(error=error), outbox))
         return

@@ -22,9 +22,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedlightning.commands.errors import InputError, explain
+from fedlightning.config.errors import InputError, explain
 
 T = TypeVar("T")
+Main = Callable[[Sequence[str]], int]
+"""The command line as a function that can be imported: words in, exit code out."""
 _PRELOAD = "fedlightning.experiments.preload"
 _SENTENCE = re.compile(r"fedlightning(?: [\w-]+)?: (.+)")  # how ``cli.main`` reports bad input
 
@@ -103,14 +105,19 @@ class Child:
         log: file that standard output and error are appended to.
         threads: torch's threads; ``None``: its default.
         gpu: the one GPU to see; ``None``: all.
+        main: the command line: words in, exit code out.
     """
 
-    def __init__(self, commands: Sequence[Sequence[str]], log: Path, threads: int | None, gpu: str | None) -> None:
+    def __init__(
+        self, commands: Sequence[Sequence[str]], log: Path, threads: int | None, gpu: str | None, main: Main
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log = log
         self._log_start = log.stat().st_size if log.exists() else 0
         self._started = time.monotonic()
-        self._process = context().Process(target=_work, args=([list(c) for c in commands], str(log), threads, gpu))
+        self._process = context().Process(
+            target=_work, args=([list(c) for c in commands], str(log), threads, gpu, main)
+        )
         self._process.start()
 
     @property
@@ -160,7 +167,7 @@ class Child:
         return sentences[-1] if code == 2 and sentences else last
 
 
-def _work(commands: list[list[str]], log: str, threads: int | None, gpu: str | None) -> None:
+def _work(commands: list[list[str]], log: str, threads: int | None, gpu: str | None, main: Main) -> None:
     """A child's main function."""
     _lead(Path(log))
     if gpu is not None:
@@ -169,12 +176,13 @@ def _work(commands: list[list[str]], log: str, threads: int | None, gpu: str | N
         import torch
 
         torch.set_num_threads(threads)
-    from fedlightning import cli
-
     for words in commands:
         print(f"$ fedlightning {' '.join(words)}", flush=True)
-        sys.argv = [str(cli.__file__), *words]  # what Lightning starts again for every further device
-        code = cli.main(words)
+        sys.argv = [
+            str(sys.modules[main.__module__].__file__),
+            *words,
+        ]  # what Lightning starts again for every further device
+        code = main(words)
         if code:
             sys.exit(code)
 

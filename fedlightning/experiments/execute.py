@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Protocol
 
-from fedlightning.experiments.children import Child, Outcome
+from fedlightning.experiments.children import Child, Main, Outcome
 
 LOG = "log.txt"
 _TICK = 0.5  # seconds between looks at the runs
@@ -70,7 +70,7 @@ class Watcher(Protocol):
         """Time passes; ``running`` says for how many seconds each run has been going."""
 
 
-def execute(tasks: Sequence[Task], jobs: int, gpus: Sequence[str], watchers: Sequence[Watcher]) -> None:
+def execute(tasks: Sequence[Task], jobs: int, gpus: Sequence[str], watchers: Sequence[Watcher], main: Main) -> None:
     """Make every run, ``jobs`` at a time; a run that fails does not stop the others.
 
     Args:
@@ -78,6 +78,7 @@ def execute(tasks: Sequence[Task], jobs: int, gpus: Sequence[str], watchers: Seq
         jobs: with more than one, every run has one thread and one GPU, given in turn.
         gpus: what ``CUDA_VISIBLE_DEVICES`` may hold; empty without GPUs.
         watchers: are told what happens.
+        main: the command line that makes a run.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; all runs are stopped and can be gone on with.
@@ -91,7 +92,7 @@ def execute(tasks: Sequence[Task], jobs: int, gpus: Sequence[str], watchers: Seq
                 resumed = task.resumable
                 task.clean()
                 gpu = gpus[slot % len(gpus)] if gpus and jobs > 1 else None
-                running[slot] = task, Child(task.commands(), task.folder / LOG, 1 if jobs > 1 else None, gpu)
+                running[slot] = task, Child(task.commands(), task.folder / LOG, 1 if jobs > 1 else None, gpu, main)
                 for watcher in watchers:
                     watcher.started(task, resumed)
             wait([child.sentinel for _, child in running.values()], timeout=_TICK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from fedlightning.commands.errors import InputError, suggestion
+from fedlightning.config.errors import InputError, suggestion
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task
 
@@ -49,9 +49,9 @@ def check_metric(folder: Path, metric: str) -> None:
     Raises:
         InputError: it has test scores, but none of this name; the sentence names those there are.
     """
-    from fedlightning.evaluation.measures import RunScores
-    from fedlightning.evaluation.metrics import bare
-    from fedlightning.evaluation.runs import load_run
+    from fedlightning.scoring.metrics import bare
+    from fedlightning.study.measures import RunScores
+    from fedlightning.study.runs import load_run
 
     known = RunScores(load_run(folder)).metrics("test")
     if known and bare(metric) not in known:

@@ -11,12 +11,13 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fedlightning.commands.errors import InputError, explain
+from fedlightning.config.errors import InputError, explain
 from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
 from fedlightning.experiments.methods import Config, Method, labels, split_label, unique
 
@@ -37,9 +38,11 @@ class Request:
             the data have one.
         baselines: names of algorithms to add, those that are there already left out.
         matrix: whether runs are tested with every client's model on every client's data.
+        cli: ``module:class`` of the command line that parses a run's options; by name, because it imports torch.
     """
 
     files: list[str]
+    cli: str
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)
@@ -139,9 +142,8 @@ class _Reader:
                 raise InputError(str(error).replace(f" ({path})", "")) from error
 
     def _complete(self, words: list[str], vary: list[str]) -> tuple[Config, int, list[str]]:
-        from fedlightning.commands.run import Commands
-
-        cli = Commands("fit", words)
+        module, _, name = self.request.cli.partition(":")
+        cli = getattr(import_module(module), name)("fit", words)
         config: Config = yaml.safe_load(cli.run_config())
         arguments = config["data"].get("init_args") or {}
         if self.request.vary is None and _DATA_SEED in arguments:
@@ -155,7 +157,7 @@ class _Reader:
     def _count(self, datamodule: Any, section: Any) -> int:
         """Find the data (fetch what may be fetched), and count their clients."""
         from fedlightning.arguments import federated_data
-        from fedlightning.quiet import quiet
+        from fedlightning.compat.quiet import quiet
 
         key = json.dumps(section, sort_keys=True, default=str)
         if key not in self.clients:

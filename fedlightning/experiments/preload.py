@@ -2,9 +2,9 @@
 
 # ruff: noqa: F401
 
-import fedlightning.commands.run
-import fedlightning.evaluation.runs
+import fedlightning.config.parsing
 import fedlightning.experiments.plan
+import fedlightning.study.runs
 
 # isort: split
 import sklearn.datasets

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedlightning.commands.errors import InputError
+from fedlightning.config.errors import InputError
 
 Values = dict[str, str]
 """What is tried: option keys and values, as they would stand on the command line."""

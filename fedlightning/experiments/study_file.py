@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import yaml
 
-from fedlightning.commands.errors import InputError
+from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.methods import Method, differences

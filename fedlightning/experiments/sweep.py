@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedlightning.commands.errors import InputError
+from fedlightning.config.errors import InputError
 from fedlightning.experiments.methods import Config
 from fedlightning.experiments.space import Range, Values
 
@@ -63,7 +63,7 @@ def objective(folder: Path, metric: str = "loss") -> float | None:
         ``None`` where a client that has validation samples has no finite score: a diverged client must not make a run
         look better.
     """
-    from fedlightning.evaluation.runs import load_run
+    from fedlightning.study.runs import load_run
 
     run = load_run(folder)
     found = (run.result(metric, split="val", model=m, checkpoint=c, stage=s) for m, c, s in _DEPLOYED)

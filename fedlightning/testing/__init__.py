@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fedlightning.compat.quiet import quiet
 from fedlightning.hooks import FederatedCallback
-from fedlightning.quiet import quiet
 from fedlightning.testing.checks import CHECKS
 
 

@@ -17,13 +17,14 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback
-from fedlightning.local import LocalRunner
 from fedlightning.messages import Message, Update
-from fedlightning.server import Server
 from fedlightning.tensors import entry_kinds, first_nonfinite, module_state
 from fedlightning.testing.toys import ToyData, federate
 from fedlightning.trainer import FederatedTrainer
+from fedlightning.visit import visit
+from fedlightning.visit.runner import LocalRunner
 
 Check = Callable[..., None]
 
@@ -56,7 +57,7 @@ def check_trains(algorithm: FederatedCallback, root: Path, **given: Any) -> None
     """With its defaults something trains: some client's deployed model moves from where it began."""
     trainer = federate(algorithm, ToyData(), root, **given)
     server = _server(trainer)
-    start = module_state(server.runner.build("server"))
+    start = module_state(server.blueprint.build("server"))
     moved = any(
         not torch.equal(value, start[name])
         for client in server.clients
@@ -252,19 +253,19 @@ class _Visits:
 @contextmanager
 def _watching() -> Iterator[_Visits]:
     """Intercept every visit of a run in this process: what went down, what came up, what stayed."""
-    visits, visiting = _Visits(), LocalRunner.visiting
+    visits, visit_steps = _Visits(), visit.visit_steps
 
-    def watched(self: LocalRunner, message: Message, record: Any, evaluate: Any) -> Any:
-        update, kept = yield from visiting(self, message, record, evaluate)
+    def watched(runner: LocalRunner, message: Message, record: Any, evaluate: Any) -> Any:
+        update, kept = yield from visit_steps(runner, message, record, evaluate)
         visits.all.append((message, update, kept))
         visits.records[message.client] = kept
         return update, kept
 
-    LocalRunner.visiting = watched  # type: ignore[method-assign]
+    visit.visit_steps = watched
     try:
         yield visits
     finally:
-        LocalRunner.visiting = visiting  # type: ignore[method-assign]
+        visit.visit_steps = visit_steps
 
 
 def _server(trainer: FederatedTrainer) -> Server:

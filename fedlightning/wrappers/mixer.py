@@ -7,7 +7,6 @@ through ``self(x)``; :func:`uses_forward` tells.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -18,6 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fedlightning.compat.signatures import takes_index
 from fedlightning.seeding import isolated
 from fedlightning.wrappers.mixing import AddedParametersMixin, Mixin, mix, mixins_of, unmix, user_class
 from fedlightning.wrappers.muting import frozen_buffers, muted
@@ -207,9 +207,7 @@ def uses_forward(module: LightningModule, batch: Any) -> bool:
     probe = mix(deepcopy(module), _SpyMixin)
     with suppress(RuntimeError):  # not attached to a Trainer: neither is the copy
         probe.trainer = module.trainer
-    wanted = inspect.signature(probe.training_step).parameters.values()
-    takes_index = len(wanted) >= 2 or any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in wanted)
-    arguments = [batch, 0] if takes_index else [batch]
+    arguments = [batch, 0] if takes_index(probe.training_step) else [batch]
     try:
         with isolated("uses-forward"), muted(probe), torch.no_grad():
             probe.training_step(*arguments)

@@ -8,7 +8,7 @@ import torch
 import fedlightning
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FLIU, FedPer, GlobalCheckpoint, LocalCheckpoint
-from fedlightning.checkpoints import load
+from fedlightning.run.checkpoints import load
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, differs, federate, global_state, same, spied, toy_data
 
@@ -181,7 +181,7 @@ def test_testing_scores_each_of_them(finished):
         r for r in results if (r["checkpoint"], r["data"], r["metric"]) == ("best_local", "local", "test_loss")
     )
     for client in SIZES:
-        x, y = trainer.server.runner.data.tensors[client]["test"]
+        x, y = trainer.federation.engine.runner.data.tensors[client]["test"]
         module = trainer.module(client, "best_local").eval()
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(module(x), y)

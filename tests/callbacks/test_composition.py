@@ -72,7 +72,7 @@ def test_together(name):
         for extras in update.extras.values():
             for value in extras.values():
                 assert not isinstance(value, dict) or set(value) == trainable(shared)
-    start = module_state(trainer.server.runner.build("server"))
+    start = module_state(trainer.server.blueprint.build("server"))
     for entry in shared - {"net.0.bias"}:  # a bias before batch normalisation has no gradient
         assert differs({entry: global_state(trainer)[entry]}, start), entry
     same(*({n: s[n] for n in s if n not in shared} for s in (global_state(trainer), start)))

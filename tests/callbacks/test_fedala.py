@@ -187,7 +187,7 @@ def test_composes_with_fedprox_whose_anchor_is_the_global_model():
     module, data = Toy("sgd"), toy_data()
     trainer, _spy = spied(module, data, [FedALA(weight_lr=5.0), FedProx(0.1)], max_rounds=2)
     server = trainer.server
-    with server.runner.client(server.message(Job("0")), trainer.store.get("0")) as client:
+    with trainer.federation.engine.runner.client(server.message(Job("0")), trainer.store.get("0")) as client:
         same(client.received, global_state(trainer))
         assert differs(module_state(client.module), client.received)
 

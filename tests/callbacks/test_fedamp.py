@@ -130,7 +130,7 @@ def test_the_deployed_model_is_the_clients_own():
         same(trainer.server.state["FedAMP"]["models"][client], update.state)
     with pytest.raises(ValueError, match="no global model"):
         trainer.module()
-    same(trainer.server.model, module_state(trainer.server.runner.template))
+    same(trainer.server.model, module_state(trainer.server.blueprint.template))
 
 
 def test_statistics_are_mixed_and_integers_are_the_clients_own():
@@ -150,7 +150,7 @@ def test_statistics_are_mixed_and_integers_are_the_clients_own():
 
 def test_absent_clients_keep_their_model_and_count_with_it():
     trainer, spy = spied(Toy("sgd"), toy_data(), [FedAMP(alpha=10.0, sigma=100.0)], max_rounds=5, participation=1)
-    w0, latest = module_state(trainer.server.runner.template), {}
+    w0, latest = module_state(trainer.server.blueprint.template), {}
     for number in range(5):
         message = next(m for m in spy.messages if m.round == number)
         known = {client: latest.get(client, w0) for client in NAMES}

@@ -169,7 +169,9 @@ def test_distances_are_over_parameters_only():
     """Models that differ in their running statistics alone are at distance 0: score 0."""
     trainer = federate(NormNet("sgd"), toy_data([24, 24]), [FedFomo()], max_rounds=1)
     server, callback = trainer.server, trainer.server.callbacks.find(FedFomo)
-    with server.runner.client(server.message(Job("0", work=0)), trainer.store.get("0"), evaluating=True) as client:
+    with trainer.federation.engine.runner.client(
+        server.message(Job("0", work=0)), trainer.store.get("0"), evaluating=True
+    ) as client:
         own = client.state["FedFomo"]["own"]
         other = own | {"net.1.running_mean": own["net.1.running_mean"] + 1.0}
         nearer = own | {"net.3.bias": own["net.3.bias"] + 0.01}
@@ -216,7 +218,7 @@ def test_preferences_choose_and_exploration_ends():
     for number in (0, 1, 2, 50):
         server.round, other = number, 0
         for seed in range(200):
-            server.runner.settings.seed = seed
+            server.blueprint.settings.seed = seed
             other += callback.candidates(server, "0", explore=True) != ["3"]
         shares[number] = other / 200
     assert 0.24 < shares[0] < 0.42  # half the time at random, of which a third is the best anyway
@@ -229,7 +231,7 @@ def test_equal_preferences_are_drawn_by_lot():
     server, seen = trainer.server, set()
     callback = server.callbacks.find(FedFomo)
     for seed in range(30):
-        server.runner.settings.seed = seed
+        server.blueprint.settings.seed = seed
         seen.update(callback.candidates(server, "1", explore=False))
     assert seen == {"0", "2", "3"}
 

@@ -108,7 +108,7 @@ def test_due_layers_travel_and_others_stand_still_at_the_server():
     trainer, spy = spied(Three("adam"), toy_data(SIZES), [FedLAMA(phi=3)], max_rounds=11)
     size = {layer: sum(global_state(trainer)[n].numel() for n in names) for layer, names in LAYERS.items()}
     tau, up, before = dict.fromkeys(LAYERS, 1), 0, set(LAYERS)
-    old = module_state(trainer.server.runner.build("server"))
+    old = module_state(trainer.server.blueprint.build("server"))
     for number in range(11):
         due = {name for name in LAYERS if (number + 1) % tau[name] == 0 or (number + 1) % 3 == 0 or number == 10}
         for update in spy.of_round(number).values():

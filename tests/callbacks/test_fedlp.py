@@ -22,7 +22,7 @@ def test_with_every_layer_sent_it_is_fedavg(make):
 
 def test_with_no_layer_sent_the_server_stands_still():
     trainer, spy = spied(NormNet("adam"), toy_data(), [FedLP(q=0.0)], max_rounds=3)
-    same(global_state(trainer), module_state(trainer.server.runner.build("server")))
+    same(global_state(trainer), module_state(trainer.server.blueprint.build("server")))
     assert all(update.num_bytes == 0 and update.steps for update in spy.updates)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import FedProto, Local, LocalCheckpoint
-from fedlightning.callbacks.prototypes import fill_head, pack, unpack
+from fedlightning.callbacks.shared.prototypes import fill_head, pack, unpack
 from fedlightning.tensors import module_state
 from tests.helpers import (
     CLASSES,

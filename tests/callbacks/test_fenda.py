@@ -78,7 +78,7 @@ def test_only_the_global_extractor_travels(make, head, shared, options):
     for client, state in zip(SIZES, clients, strict=True):
         same(select(state, shared), select(global_state(trainer), shared))
         assert set(spy.records[-1][client].personal) == private
-        start = module_state(trainer.server.runner.build(client))
+        start = module_state(trainer.server.blueprint.build(client))
         assert all(differs({n: state[n]}, start) for n in private if state[n].is_floating_point())
         assert all((value > 0).all() for name, value in state.items() if name.endswith("running_var"))
     assert all(differs({n: clients[0][n]}, clients[1]) for n in private if clients[0][n].is_floating_point())
@@ -89,7 +89,7 @@ def test_only_the_global_extractor_travels(make, head, shared, options):
 
 def test_all_start_from_the_same_parts():
     trainer = federate(Toy(), toy_data(SIZES), [FENDA("net.3", init="fresh")], max_rounds=1)
-    builds = [module_state(trainer.server.runner.build(owner)) for owner in ("server", "0", "2")]
+    builds = [module_state(trainer.server.blueprint.build(owner)) for owner in ("server", "0", "2")]
     same(builds[0], builds[1])
     same(builds[0], builds[2])
 
@@ -97,7 +97,7 @@ def test_all_start_from_the_same_parts():
 def test_one_client_is_plain_training_of_the_wrapped_module():
     module, data = NormNet("momentum"), toy_data([24])
     trainer = federate(module, data, [FENDA("net.3")], max_rounds=3, optimizer_state="keep")
-    wrapped = trainer.server.runner.build("0")
+    wrapped = trainer.server.blueprint.build("0")
     same(module_state(trainer.module("0")), plain_fit(wrapped, data, "0", max_epochs=3))
 
 

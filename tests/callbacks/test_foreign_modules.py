@@ -200,7 +200,7 @@ def check(name, module, rounds=2):
     assert bool(wire) == (name != "Local") and (name in ("FedPer", "FedBN", "FENDA", "PLayerFL", "PLayerFLRandom")) == (
         0 < len(wire) < len(server.kinds)
     )
-    start = module_state(server.runner.build("server"))
+    start = module_state(server.blueprint.build("server"))
     trainable = set(server.trainable)
     for client in SIZES:
         state = module_state(trainer.module(client))

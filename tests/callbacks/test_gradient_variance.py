@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
 
 from fedlightning.callbacks import GradientVariance
-from fedlightning.callbacks.gradient_variance import GradientMoments, gradient_moments
-from fedlightning.callbacks.layer_values import LayerValues
+from fedlightning.callbacks.diagnostics.gradient_variance import GradientMoments, gradient_moments
+from fedlightning.callbacks.diagnostics.layer_values import LayerValues
 
 
 class Plain(LightningModule):

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fedlightning.callbacks import HessianTrace, LayerValues
-from fedlightning.callbacks.hessian_trace import hutchinson, mean_and_error
+from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_and_error
 from tests.callbacks.test_gradient_variance import Net, Plain, data, fit, leaves_no_trace
 from tests.helpers import Quadratic
 

@@ -51,7 +51,7 @@ def test_with_full_widths_it_is_fedavg(make, weighting):
 def test_each_client_gets_and_sends_its_slice():
     module = Toy()
     trainer, spy = spied(module, toy_data(), [HeteroFL(rates=[1.0, 0.5, 0.3], **PLAIN)], max_rounds=2)
-    models = [module_state(trainer.server.runner.build("server")), spy.rounds[0]]
+    models = [module_state(trainer.server.blueprint.build("server")), spy.rounds[0]]
     for message in spy.messages[:6]:
         rate = [1.0, 0.5, 0.3][int(message.client)]
         assert message.extras["HeteroFL"] == {"rate": rate}
@@ -98,7 +98,7 @@ def test_without_training_the_global_model_stands_still():
         trainer = federate(
             Toy("sgd", lr=0.0), data, [HeteroFL(rates=[1.0, 0.5, 0.25], weighting="samples")], precision=dtype
         )
-        same(global_state(trainer), module_state(trainer.server.runner.build("server")))
+        same(global_state(trainer), module_state(trainer.server.blueprint.build("server")))
 
 
 def by_hand(module, data, rates, rounds, mask, scaler):

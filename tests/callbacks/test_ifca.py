@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import IFCA, SCAFFOLD, FedAdam, FedAvg, FedPer, FedProx, HypCluster
 from fedlightning.callbacks.ifca import centre
-from fedlightning.callbacks.server_models import another_start
+from fedlightning.callbacks.shared.server_models import another_start
 from fedlightning.tensors import module_state
 from tests.helpers import (
     NormNet,

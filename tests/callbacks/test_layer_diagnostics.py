@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import SCAFFOLD, FedPer, FedRep, HeteroFL, LayerDiagnostics, PerFedAvg, PLayerFL
-from fedlightning.callbacks.hessian_trace import hutchinson, mean_and_error
-from fedlightning.callbacks.layer_diagnostics import QUANTITIES
-from fedlightning.callbacks.layer_tables import StageTable, round_rows
-from fedlightning.evaluation.layer_rows import LayerRow, read_layers
-from fedlightning.evaluation.similarity import linear_cka
+from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_and_error
+from fedlightning.callbacks.diagnostics.layer_diagnostics import QUANTITIES
+from fedlightning.callbacks.diagnostics.layer_rows import LayerRow, read_layers
+from fedlightning.callbacks.diagnostics.layer_tables import StageTable, round_rows
+from fedlightning.callbacks.diagnostics.similarity import linear_cka
 from tests.helpers import (
     NormNet,
     Quadratic,

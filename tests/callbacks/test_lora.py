@@ -257,7 +257,7 @@ def test_one_client_is_plain_training_of_adapters(algorithm, optimizer):
 
 
 @BOTH
-def test_one_client_with_dropout_is_lightning_s_fit_of_the_wrapped_module(algorithm):
+def test_one_client_with_dropout_is_unbuiltning_s_fit_of_the_wrapped_module(algorithm):
     module, data = Toy("adam", dropout=0.3), toy_data([30])
     callback = algorithm(dropout=0.2)
     trained = global_state(federate(module, data, [callback], max_rounds=1, local_epochs=3))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import MOON, FedAvg, FedPer, FedProx
-from fedlightning.callbacks.representations import contrastive_loss, labels_of
+from fedlightning.callbacks.shared.representations import contrastive_loss, labels_of
 from fedlightning.tensors import clone, module_state
 from tests.helpers import (
     NetStyle,

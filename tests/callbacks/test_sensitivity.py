@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
 
 from fedlightning.callbacks import FederationSensitivity, Sensitivity
-from fedlightning.callbacks.sensitivity import SensitivityAccumulator
+from fedlightning.callbacks.diagnostics.sensitivity import SensitivityAccumulator
 
 EXAMPLE = (1.0, 1.2, 1.3, 4.0, 5.0)
 

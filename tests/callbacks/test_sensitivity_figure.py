@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from fedlightning.callbacks.sensitivity_figure import SMALLEST, draw, short
-from fedlightning.callbacks.sensitivity_terms import Sensitivity
+from fedlightning.callbacks.diagnostics.sensitivity_figure import SMALLEST, draw, short
+from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 
 NAMES = ["net.body.conv1", "net.body.conv2", "net.head.0", "net.head.1", "net.head.2"]
 F = (1.0, 1.2, 1.3, 4.0, 5.0)

@@ -18,7 +18,8 @@ import torch
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.arguments import ConfigurationError
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import (
     APFL,
     FENDA,
@@ -33,14 +34,14 @@ from fedlightning.callbacks import (
 from fedlightning.engines import make_engine, processes
 from fedlightning.engines.arena import RemoteTraceback
 from fedlightning.engines.pool import UnpicklableError, own_gpu
-from fedlightning.engines.store import ClientStore
-from fedlightning.fit import LocalSettings
+from fedlightning.errors import ConfigurationError
+from fedlightning.federation.loops.synchronous import FederationError
+from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import CallbackList
-from fedlightning.local import LocalRunner
-from fedlightning.loops.synchronous import FederationError
 from fedlightning.testing.toys import ToyData
 from fedlightning.testing.toys import federate as federate_toy
 from fedlightning.trainer import FederatedTrainer
+from fedlightning.visit.runner import LocalRunner
 from tests.conformance.cases import CASES
 from tests.engines.users import Holding, Interrupt, Noise, Trouble, TwoVisits, Unsendable, Work
 from tests.helpers import NormNet, PiecesStyle, Toy, make_trainer, same, toy_data
@@ -114,7 +115,9 @@ def own_processes() -> list[Any]:
 @pytest.fixture(scope="module")
 def engine() -> Any:
     """One engine for all tests that give it tasks of their own."""
-    runner = LocalRunner(Toy(), CallbackList([]), _ready(toy_data((24, 40, 16))), LocalSettings(seed=0, max_rounds=1))
+    runner = LocalRunner(
+        Blueprint(Toy(), CallbackList([]), LocalSettings(seed=0, max_rounds=1)), _ready(toy_data((24, 40, 16)))
+    )
     engine = make_engine("processes", runner, ClientStore(), workers=2)
     yield engine
     engine.close()

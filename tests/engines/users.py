@@ -17,9 +17,9 @@ import fedlightning  # noqa: F401  before lightning
 from lightning.pytorch import Callback
 
 from fedlightning import FederatedCallback
-from fedlightning.client import ClientRecord
 from fedlightning.hooks import Job
-from fedlightning.local import LocalRunner
+from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.runner import LocalRunner
 from tests.helpers import Toy
 
 

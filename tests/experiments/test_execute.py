@@ -15,11 +15,11 @@ from rich.console import Console
 from fedlightning.cli import main
 from fedlightning.commands.report import write_report
 from fedlightning.commands.study import gpus_to_share
-from fedlightning.evaluation.results import read_rows
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task, execute
 from fedlightning.experiments.progress import Estimate, View, duration, rounds_begun
 from fedlightning.experiments.study_file import StudyFile, only_one
+from fedlightning.scoring.results import read_rows
 from tests.experiments.tiny import HERE, small
 
 COMMON = ["--baselines", "none", "--no-report"]
@@ -106,7 +106,7 @@ def test_the_overview_and_a_report_that_fails(study, monkeypatch, capsys):
     def broken(*_: object, **__: object) -> Path:
         raise ValueError("no ink")
 
-    monkeypatch.setattr("fedlightning.evaluation.report.build.build_report", broken)
+    monkeypatch.setattr("fedlightning.study.report.build.build_report", broken)
     screen = Console(width=100)
     write_report(out, [out], "accuracy", "deployed", screen)
     shown = capsys.readouterr().out
@@ -215,7 +215,7 @@ class Recorder:
 def test_never_more_than_asked_for_and_every_sentence_is_heard(tmp_path):
     tasks = [Task(name, 0, tmp_path / name / "seed_0", ["nothing"]) for name in "abc"]
     recorder = Recorder()
-    execute(tasks, 2, [], [recorder])
+    execute(tasks, 2, [], [recorder], main)
     assert sorted(recorder.log) == sorted((what, name) for what in ("started", "ended") for name in "abc")
     assert recorder.log[:2] == [("started", "a"), ("started", "b")]
 

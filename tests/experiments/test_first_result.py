@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedlightning.cli import main
-from fedlightning.commands.errors import InputError
+from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.first_result import FirstResult, check_metric

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fedlightning.commands.errors import InputError
 from fedlightning.commands.study import parse_seeds, split_words
+from fedlightning.config.errors import InputError
 from fedlightning.experiments.baselines import AUTO, algorithms_of, baseline_config, missing_baselines
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.methods import Method, differences, labels, split_label
-from fedlightning.experiments.plan import Request, make_plan
+from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.study_file import StudyFile
-from tests.experiments.tiny import CALLBACKS, HERE, small
+from tests.experiments.tiny import CALLBACKS, HERE, request, small
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,13 @@ def test_files_options_and_seeds_are_stacked_in_order(tmp_path):
     (tmp_path / "under.yaml").write_text("trainer: {max_rounds: 9, local_epochs: 4, lr_decay: 0.5}")
     (tmp_path / "over.yaml").write_text("trainer: {local_epochs: 6}\ndata: {init_args: {batch_size: 8}}")
     plan = make_plan(
-        Request([first, f"mine={second}"], ["under.yaml"], ["over.yaml"], ["--data.batch_size=4"], baselines=["Local"])
+        request(
+            [first, f"mine={second}"],
+            before=["under.yaml"],
+            after=["over.yaml"],
+            options=["--data.batch_size=4"],
+            baselines=["Local"],
+        )
     )
     assert [(method.name, method.baseline) for method in plan.methods] == [
         ("a", False),
@@ -133,18 +139,18 @@ def test_files_options_and_seeds_are_stacked_in_order(tmp_path):
 
 def test_the_matrix_is_for_few_clients_and_never_over_the_users_word(tmp_path):
     file = small(tmp_path / "a.yaml")
-    many = make_plan(Request([file], options=["--data.partitioner.num_clients=21"], baselines=[])).methods[0]
+    many = make_plan(request([file], options=["--data.partitioner.num_clients=21"], baselines=[])).methods[0]
     assert many.num_clients == 21
     assert many.config["trainer"]["test_data"] is None
-    own = make_plan(Request([file], options=["--trainer.test_data=[local]"], baselines=[])).methods[0]
+    own = make_plan(request([file], options=["--trainer.test_data=[local]"], baselines=[])).methods[0]
     assert own.config["trainer"]["test_data"] == ["local"]
 
 
 def test_what_varies_can_be_chosen(tmp_path):
-    plan = make_plan(Request([small(tmp_path / "a.yaml")], vary=["data.init_args.seed"], baselines=[]))
+    plan = make_plan(request([small(tmp_path / "a.yaml")], vary=["data.init_args.seed"], baselines=[]))
     assert plan.vary["a"] == ["trainer.seed", "data.init_args.seed"]
     with pytest.raises(InputError, match=r"a \(.*a.yaml\): .*no option.*sed'"):
-        make_plan(Request([small(tmp_path / "a.yaml")], vary=["data.init_args.sed"], baselines=[]))
+        make_plan(request([small(tmp_path / "a.yaml")], vary=["data.init_args.sed"], baselines=[]))
 
 
 @pytest.mark.parametrize(
@@ -164,15 +170,15 @@ def test_what_is_wrong_in_the_third_file_is_found_before_anything_runs(tmp_path,
     file = small(tmp_path / "a.yaml")
     (tmp_path / "third.yaml").write_text(broken)
     with pytest.raises(InputError, match=sentence):
-        make_plan(Request([f"one={file}", f"two={file}", "third.yaml"], [file], baselines=[]))
+        make_plan(request([f"one={file}", f"two={file}", "third.yaml"], before=[file], baselines=[]))
 
 
 def test_unknown_baselines_and_files(tmp_path):
     file = small(tmp_path / "a.yaml")
     with pytest.raises(InputError, match=r"--baselines: There is no algorithm 'Locl'. Did you mean Local"):
-        make_plan(Request([file], baselines=["Locl"]))
+        make_plan(request([file], baselines=["Locl"]))
     with pytest.raises(InputError, match=r"nope.*does not exist"):
-        make_plan(Request([file, "nope.yaml"]))
+        make_plan(request([file, "nope.yaml"]))
 
 
 def test_a_fingerprint_is_of_what_decides_the_numbers():

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 from fedlightning.cli import main
-from fedlightning.commands.errors import InputError
-from fedlightning.evaluation.results import Row, read_rows
+from fedlightning.config.errors import InputError
 from fedlightning.experiments.methods import without_place
-from fedlightning.experiments.plan import Request, make_plan
+from fedlightning.experiments.plan import make_plan
 from fedlightning.experiments.space import combinations, parse_grid, parse_search, split_values
 from fedlightning.experiments.sweep import Proposals, Trial, objective, override, ranked
-from tests.experiments.tiny import HERE, small
+from fedlightning.scoring.results import Row, read_rows
+from tests.experiments.tiny import HERE, request, small
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_proposals_are_the_same_for_the_same_seed_and_answers():
 # -- the choice --------------------------------------------------------------------------------------------------------
 def write_run(folder: Path, rows: list[tuple[str, str, str, str, float | None, int]], validating: list[str]) -> Path:
     """A finished run's summary of (model, stage, checkpoint, client, value, samples)."""
-    from fedlightning.evaluation.results import summarise
+    from fedlightning.scoring.results import summarise
 
     made = [
         Row(1, s, m, c, "local", "val", client, "val_loss", math.nan if v is None else v, n)
@@ -137,13 +137,13 @@ def test_an_override_stacked_on_its_files_is_the_trial(tmp_path):
         "--trainer.local_epochs=3",
         "--data.batch_size=4",
     ]
-    tried = make_plan(Request([file], options=options, baselines=[])).methods[0].config
+    tried = make_plan(request([file], options=options, baselines=[])).methods[0].config
     keys = [option[2:].partition("=")[0] for option in options]
     part = override(tried, keys)
     assert set(part["trainer"]) == {"callbacks", "local_epochs"}
     assert set(part["data"]["init_args"]) == {"batch_size"}
     Path("best.yaml").write_text(yaml.safe_dump(part))
-    stacked = make_plan(Request([file], after=["best.yaml"], baselines=[])).methods[0].config
+    stacked = make_plan(request([file], after=["best.yaml"], baselines=[])).methods[0].config
     assert without_place(stacked) == without_place(tried)
 
 

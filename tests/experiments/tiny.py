@@ -16,7 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import LocalCheckpoint
+from fedlightning.commands.study import CLI
 from fedlightning.datamodules import DigitsDataModule
+from fedlightning.experiments.plan import Request
 from fedlightning.models import Classifier
 
 HERE = "tests.experiments.tiny"
@@ -64,6 +66,11 @@ class SealedTests(DigitsDataModule):
     def refuse(self, split: str) -> None:
         if split == "test":
             raise RuntimeError("test data were asked for")
+
+
+def request(files: list[str], **options: Any) -> Request:
+    """What was asked for, by the classes of our own command line."""
+    return Request(files, CLI, **options)
 
 
 def small(path: Path, *callbacks: str, model: str = "fedlightning.models.Classifier", **trainer: Any) -> str:

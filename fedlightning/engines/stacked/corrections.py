@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedlightning.client import Client
 from fedlightning.engines.stacked.stack import Rows, join_tree, split_tree, take
 from fedlightning.hooks import FederatedCallback, GradientContext
+from fedlightning.visit.client import Client
 
 
 class _PerClientError(Exception):

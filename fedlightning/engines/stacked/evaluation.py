@@ -20,6 +20,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
+from fedlightning.compat.quiet import without_warnings
 from fedlightning.engines.stacked.scoring.clients import Feed, hooks_of, scores_of
 from fedlightning.engines.stacked.scoring.models import Look, Models
 from fedlightning.engines.stacked.scoring.sources import (
@@ -37,12 +38,11 @@ from fedlightning.engines.stacked.scoring.sources import (
 from fedlightning.engines.stacked.scoring.step import ScoringStep
 from fedlightning.engines.stacked.scoring.sums import Sums
 from fedlightning.engines.stacked.scoring.values import NotStacked
-from fedlightning.evaluation.wanted import Scores, Scoring, Wanted, finish, score_alone, score_one
-from fedlightning.fast import refusals as fast_refusals
-from fedlightning.fast.evaluation import refusal
-from fedlightning.fast.hooks import of_module
-from fedlightning.local import LocalRunner
-from fedlightning.quiet import without_warnings
+from fedlightning.visit.fast import refusals as fast_refusals
+from fedlightning.visit.fast.evaluation import refusal
+from fedlightning.visit.fast.hooks import of_module
+from fedlightning.visit.requests import ScoreRequest, Scores, Scoring, finish, score_in_turn, score_one
+from fedlightning.visit.runner import LocalRunner
 
 Answer = TypeVar("Answer")
 Kind = tuple[type, bool, str]
@@ -87,7 +87,7 @@ class StackedEvaluation:
         """
         known = [at_most for (_, _, whose), at_most in self._decided.items() if whose == "own"]
         if own and known and not any(known):
-            yield from (score_alone(self._runner, scoring) for scoring in scorings)
+            yield from (score_in_turn(self._runner, scoring) for scoring in scorings)
             return
         found: list[list[Scores]] = [[] for _ in scorings]
         wanted = ((place, one) for place, scoring in enumerate(scorings) for one in next(scoring))
@@ -101,7 +101,7 @@ class StackedEvaluation:
             for scoring in scorings:
                 scoring.close()
 
-    def scores(self, wanted: Sequence[Wanted]) -> list[Scores]:
+    def scores(self, wanted: Sequence[ScoreRequest]) -> list[Scores]:
         """The scores of each, together where that is possible."""
         groups: dict[Any, list[int]] = {}
         looks: dict[int, Look] = {}
@@ -119,7 +119,7 @@ class StackedEvaluation:
             found.update(zip(places, scored, strict=True))
         return [found[place] for place in range(len(wanted))]
 
-    def _group(self, one: Wanted, whose: Iterable[str], looks: dict[int, Look]) -> tuple[Any, ...] | None:
+    def _group(self, one: ScoreRequest, whose: Iterable[str], looks: dict[int, Look]) -> tuple[Any, ...] | None:
         """What it must have in common with others to be scored with them; ``None`` if it can be scored only alone."""
         kind, scorer = type(one.module), self._runner.scorer
         steps = of_module(kind)
@@ -132,14 +132,16 @@ class StackedEvaluation:
             return None
         look = looks.get(id(one.module))
         if look is None:
-            look = looks[id(one.module)] = Look(scorer.convert(one.module))
+            look = looks[id(one.module)] = Look(self._runner.blueprint.convert(one.module))
         return None if look.likeness is None else (kind, testing, look.likeness)
 
     def _limit(self, testing: bool) -> Any:
-        kit = self._runner.scorer.trainer
-        return kit.limit_test_batches if testing else kit.limit_val_batches
+        base = self._runner.blueprint.trainer
+        return base.limit_test_batches if testing else base.limit_val_batches
 
-    def _together(self, kind: tuple[type, bool], members: Sequence[Wanted], looks: Sequence[Look]) -> list[Scores]:
+    def _together(
+        self, kind: tuple[type, bool], members: Sequence[ScoreRequest], looks: Sequence[Look]
+    ) -> list[Scores]:
         """The members' scores: of a stack if their class can be scored so, else one by one."""
         second = next((place for place, look in enumerate(looks) if look is not looks[0]), None)
         key = (*kind, "shared" if second is None else "own")
@@ -158,14 +160,14 @@ class StackedEvaluation:
                             child.reset()
         return [score_one(self._runner, member) for member in members]
 
-    def _agrees(self, members: Sequence[Wanted], kind: Kind) -> int:
+    def _agrees(self, members: Sequence[ScoreRequest], kind: Kind) -> int:
         """How many modules of a class may take a step together: 0 unless copies of the members have the same scores one
         by one and in a stack, and a stack is worth while. It leaves no trace: a run that is resumed decides once more.
         """
         for one in members:
             if REFUSED & of_module(type(one.module)):
                 return 0
-            if refusal(one.module, one.loader, self._runner.scorer.trainer, kind[1]) is not None:
+            if refusal(one.module, one.loader, self._runner.blueprint.trainer, kind[1]) is not None:
                 return 0
         rewind = rewinding(one.loader for one in members)
         try:
@@ -179,7 +181,7 @@ class StackedEvaluation:
             operations = counter.get_total_flops() // batches
             if not all(map(alike, stacked, alone)):
                 return 0
-            if self._runner.scorer.device.type != "cpu":
+            if self._runner.blueprint.device.type != "cpu":
                 return TOGETHER
             return 0 if operations > ARITHMETIC[kind[2]] else TOGETHER // max(operations, 1)
         except (Exception, NotStacked):
@@ -187,9 +189,11 @@ class StackedEvaluation:
         finally:
             rewind()
 
-    def _stacked(self, members: Sequence[Wanted], looks: Sequence[Look], testing: bool, at_most: int) -> list[Scores]:
+    def _stacked(
+        self, members: Sequence[ScoreRequest], looks: Sequence[Look], testing: bool, at_most: int
+    ) -> list[Scores]:
         """The members' scores; raises where they cannot be had together. ``at_most`` so many take a step together."""
-        limit, device = self._limit(testing), self._runner.scorer.device
+        limit, device = self._limit(testing), self._runner.blueprint.device
         mode = self._runner.settings.trainer_arguments.get("inference_mode", True)
         found: list[Scores] = []
         drawn = generator_states(device)
@@ -217,7 +221,7 @@ class StackedEvaluation:
         self, stack: Models, sources: Sequence[Rows | Iterated], testing: bool, at_most: int
     ) -> tuple[Sums, list[Feed]]:
         """Take all steps. What was logged, and what is left to feed to each client's metrics."""
-        precision, device = self._runner.scorer.precision, self._runner.scorer.device
+        precision, device = self._runner.blueprint.precision, self._runner.blueprint.device
         context = precision.test_step_context if testing else precision.val_step_context
         step = ScoringStep(stack.lender, testing, context, stack.names, stack.shared)
         sums, held = Sums(len(sources)), 0

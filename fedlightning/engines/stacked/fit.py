@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedlightning.engines.stacked.batches import Gatherer
 from fedlightning.engines.stacked.corrections import Correction
-from fedlightning.engines.stacked.hooks import Turn
+from fedlightning.engines.stacked.hooks import Turn, stackable
 from fedlightning.engines.stacked.logs import StackedLogs
 from fedlightning.engines.stacked.optimizers import RULES, Settings, StackedOptimizer
 from fedlightning.engines.stacked.stack import Rows, Stack, laid_out_like, named_tensors, put, side_by_side
@@ -83,7 +83,7 @@ class StackedFit:
         self.device = stack.tensors[stack.parameters[0]].device
         self._most = max(1, CACHE // bytes_of_step) if bytes_of_step and self.device.type == "cpu" else stack.size
         self.corrections = [Correction(callback, clients, self.names, phase, self.device) for callback in correctors]
-        self.hooks = [callback.stack_hooks(self) for callback in callbacks if callback.claims("stack_hooks")]
+        self.hooks = [callback.stack_hooks(self) for callback in callbacks if stackable(callback)]
         self._settled = self._failed = False
         self._steps = np.zeros(stack.size, dtype=np.int64)
         self._rates: dict[tuple[str, ...], np.ndarray] = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fedlightning.engines.stacked.stack import Rows, column, put, take
-from fedlightning.fast.step import hooks_of
+from fedlightning.visit.fast.step import hooks_of
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """What ``optimizer.param_groups`` holds for a parameter at that moment: one for all clients in a step, or one each."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from fedlightning.arguments import optimizers_in
-from fedlightning.attached import attached
+from fedlightning.blueprint.optimizers import optimizers_in
+from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.compat.attached import attached
 from fedlightning.engines.stacked.trainees import Recipe
-from fedlightning.fit import LocalSettings
 from fedlightning.hooks import Phase
 
 SHARE_OF_MEMORY = 8
@@ -52,12 +51,6 @@ class Clock:
             raise AttributeError(f"self.trainer.{name} is not there when many clients train in one stack")
         self.looked = True
         return self._answers[name]
-
-
-def takes_index(module: LightningModule) -> bool:
-    """Whether ``training_step`` wants the batch's number beside the batch."""
-    wanted = inspect.signature(module.training_step).parameters.values()
-    return len(wanted) >= 2 or any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in wanted)
 
 
 @contextmanager

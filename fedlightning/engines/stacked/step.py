@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.attached import attached
+from fedlightning.compat.attached import attached
 from fedlightning.engines.stacked.kernels import StackKernels
 from fedlightning.engines.stacked.logs import StepLog
 from fedlightning.engines.stacked.map import over_clients

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fedlightning.client import Client
 from fedlightning.engines.stacked.step import Place
+from fedlightning.visit.client import Client
 
 
 @dataclass

@@ -16,17 +16,20 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import Metric
 
-from fedlightning.arguments import ConfigurationError, optimizers_in
+from fedlightning.blueprint.optimizers import optimizers_in
+from fedlightning.compat.signatures import takes_index
 from fedlightning.engines.stacked import optimizers as stacked_optimizers
-from fedlightning.engines.stacked.planning import Clock, quietly_attached, schedules_in, takes_index
+from fedlightning.engines.stacked.hooks import stackable
+from fedlightning.engines.stacked.planning import Clock, quietly_attached, schedules_in
 from fedlightning.engines.stacked.random import ClientDraws
 from fedlightning.engines.stacked.stack import Stack, join_tree, split_tree
 from fedlightning.engines.stacked.step import NoLossError, Place, StackedStep, gradients
+from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import FederatedCallback
-from fedlightning.local import LocalRunner
-from fedlightning.probes import move_batch
 from fedlightning.seeding import isolated
 from fedlightning.tensors import module_state
+from fedlightning.visit.probes import move_batch
+from fedlightning.visit.runner import LocalRunner
 from fedlightning.wrappers.mixing import user_class
 from fedlightning.wrappers.twin import DualByHeadMixin
 
@@ -94,7 +97,7 @@ def examine(runner: LocalRunner) -> Finding:
 
 def look(runner: LocalRunner) -> Finding:
     """The same, without raising."""
-    module = runner.build(next(iter(runner.data.client_ids)))
+    module = runner.blueprint.build(next(iter(runner.data.client_ids)))
     reason = _of_settings(runner) or _of_callbacks(runner) or _of_data(runner) or _of_module(module)
     if reason is not None:
         return Finding(reason)
@@ -117,7 +120,7 @@ def _of_settings(runner: LocalRunner) -> str | None:
             return f"{name}={value!r} (a stack knows {plain!r} only)"
     if settings.optimizer_state == "keep":
         return "optimizer_state='keep', but the optimizers of a stack are new in every visit"
-    precision = runner.scorer.precision
+    precision = runner.blueprint.precision
     half = type(precision) is MixedPrecision and precision.scaler is None
     if type(precision) not in (Precision, DoublePrecision) and not half:
         return f"precision={precision.precision!r} (a stack knows '32-true', '64-true' and 'bf16-mixed')"
@@ -131,7 +134,7 @@ def _of_callbacks(runner: LocalRunner) -> str | None:
             return f"{type(callback).__name__}.{hook} is a Lightning hook inside each client's own fit"
     for callback in runner.callbacks:
         hook = _first_of(FIT_HOOKS, callback, FederatedCallback)
-        if hook is not None and not callback.claims("stack_hooks"):
+        if hook is not None and not stackable(callback):
             return f"{callback.key}.{hook} works inside each client's own fit"
         if callback.claims("training_loss"):
             return f"{callback.key} adds a term to the loss, from features of one client's model"
@@ -185,16 +188,18 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
     if batch is None:
         return found
     home = module.device
-    module.to(runner.scorer.device)
+    module.to(runner.blueprint.device)
     try:
-        stack = Stack(module, 2, runner.scorer.device)
+        stack = Stack(module, 2, runner.blueprint.device)
         for row in range(2):
             stack.pull(row, module)
         batch = _twice(move_batch(module, batch))
         tensors = [stack.tensors[key].requires_grad_(key in stack.parameters) for key in stack.tensors]
         before = [tensor.detach().clone() for tensor in tensors]
-        near = 5e-2 if type(runner.scorer.precision) is MixedPrecision else 1e-2
-        step = StackedStep(module, runner.scorer.precision.train_step_context, takes_index(module), draws)
+        near = 5e-2 if type(runner.blueprint.precision) is MixedPrecision else 1e-2
+        step = StackedStep(
+            module, runner.blueprint.precision.train_step_context, takes_index(module.training_step), draws
+        )
         size = sum(tensor.numel() * tensor.element_size() for tensor in split_tree(batch)[0])
 
         def kept(tensor: Tensor) -> Tensor:

@@ -14,12 +14,12 @@ import fedlightning  # noqa: F401  before lightning
 # isort: split
 
 from fedlightning.callbacks import FedAvg
-from fedlightning.engines.base import Engine
 from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.engines.vectorized import VectorizedEngine
-from fedlightning.evaluation import stages
-from fedlightning.evaluation.results import Row
-from fedlightning.requests import Evaluate
+from fedlightning.federation import stages
+from fedlightning.federation.engine import Engine
+from fedlightning.scoring.results import Row
+from fedlightning.visit.requests import Evaluate
 from tests.helpers import ToyData, federate, samples
 
 SIZES = {"val": (10, 16, 3, 8, 1, 20, 16), "test": (8, 5, 24, 16, 9, 3, 5)}
@@ -49,7 +49,11 @@ class Federation:
         data = unequal_data() if data is None else data
         self.trainer = federate(module, data, list(callbacks) or [FedAvg()], max_rounds=1, local_epochs=1, **options)
         assert self.trainer.server is not None
-        self.server, self.runner, self.store = self.trainer.server, self.trainer.server.runner, self.trainer.store
+        self.server, self.runner, self.store = (
+            self.trainer.server,
+            self.trainer.federation.engine.runner,
+            self.trainer.store,
+        )
 
     def engines(self, size: int = 64) -> tuple[Engine, VectorizedEngine]:
         """One after another, and stacked."""

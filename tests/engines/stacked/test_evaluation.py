@@ -20,9 +20,9 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import APFL, FENDA, Ditto, FedAvg, FedPer, LocalCheckpoint, PFedMe
 from fedlightning.engines.stacked import evaluation as stacked_evaluation
-from fedlightning.evaluation import stages
+from fedlightning.federation import stages
 from fedlightning.models import Classifier
-from fedlightning.requests import Evaluate
+from fedlightning.visit.requests import Evaluate
 from tests.engines.stacked.scored import (
     SIZES,
     TRIALS,

@@ -24,8 +24,8 @@ from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
 from fedlightning.engines.stacked import evaluation as stacked_evaluation
-from fedlightning.evaluation import stages
-from fedlightning.requests import Evaluate
+from fedlightning.federation import stages
+from fedlightning.visit.requests import Evaluate
 from tests.engines.stacked.scored import (
     SIZES,
     TRIALS,

@@ -12,11 +12,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from fedlightning.attached import trainer_of
+from fedlightning.compat.attached import trainer_of
 from fedlightning.engines.stacked.scoring.step import Fed, Step
 from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, how, scalar
 from fedlightning.engines.stacked.stack import join_tree
-from fedlightning.fast.hooks import of_module
+from fedlightning.visit.fast.hooks import of_module
 
 Feed = list[tuple[Step, Sequence[Sequence[Tensor]], int]]
 """A client's steps: each with its outputs, ``[output][row]``, and the client's row."""

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torchmetrics import Metric, MetricCollection
 
-from fedlightning.attached import trainer_of
+from fedlightning.blueprint.evaluator import loss_of
+from fedlightning.compat.attached import trainer_of
+from fedlightning.compat.signatures import class_takes_index
 from fedlightning.engines.stacked.scoring.values import How, NoTrainer, NotStacked, how, scalar
 from fedlightning.engines.stacked.stack import join_tree, split_tree
-from fedlightning.evaluation.scoring import loss_of
-from fedlightning.fast.evaluation import takes_index
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ScoringStep:
     ) -> None:
         self._module, self._context, self._shared = module, context, shared
         self._hook = "test_step" if testing else "validation_step"
-        self._indexed = takes_index(type(module))[testing]
+        self._indexed = class_takes_index(type(module), "test_step" if testing else "validation_step")
         self._caller = _Caller(module, testing)
         self._names = tuple(f"module.{name}" for name in names)
         self._index, self._skeleton = 0, None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlightning.fast.log import REDUCTIONS, REDUCTIONS_OF, logging_levels, wide_dtype
+from fedlightning.visit.fast.log import REDUCTIONS, REDUCTIONS_OF, logging_levels, wide_dtype
 
 
 class NotStacked(BaseException):

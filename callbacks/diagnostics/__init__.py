@@ -1,0 +1,1 @@
+"""Looks at layers: sensitivity, gradient variance, Hessian trace, similarity between clients."""

@@ -1,0 +1,172 @@
+"""Gradient variance of each layer, in the two senses in which the word is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+
+from fedlightning.callbacks.diagnostics.layer_values import (
+    LayerRecorder,
+    LayerValues,
+    Reduce,
+    at_rest,
+    counts_of,
+    first_and_all,
+    layer_order,
+    wide,
+)
+from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
+from fedlightning.layers import Layer, ordered_layers
+from fedlightning.tensors import State
+from fedlightning.visit import probes
+
+Definition = Literal["grad_var_samples", "grad_var_params"]
+
+
+class GradientVariance(LayerRecorder):
+    r"""Records the gradient variance of each layer; works in any plain ``lightning.pytorch.Trainer``.
+
+    Two quantities go by that name, and they are not to be mixed in one plot. With mini-batch gradients g_b at the
+    parameters of the epoch's end and their mean g (both weighted by samples, which is plain for equal batches):
+
+    * ``"grad_var_samples"``: :math:`\frac1B \sum_b \|g_b - g\|^2` over the layer's coordinates: the noise of the
+      gradient (Jiang et al., "Fantastic generalization measures and where to find them", 2019). It falls with the
+      batch size.
+    * ``"grad_var_params"``: :math:`\frac1n \sum_j (g_j - \bar g)^2` over the n entries of the layer's mean gradient:
+      how uneven it is (Elhussein and Gürsoy, "PLayer-FL", 2025, equation A.1; the population variance).
+
+    Scaling the loss by s scales both by s^2.
+
+    Args:
+        definition: which of the two.
+        per_parameter: divide by the number of parameters (the mean over coordinates of the first; for the second what
+            PLayer-FL's text, not its equation, says).
+        num_batches: how many training batches; ``None``: an epoch.
+        weights_only: leave biases out.
+        every_n_epochs: record after every so many epochs.
+        seed: addresses which batches a shuffled loader gives.
+    """
+
+    def __init__(
+        self,
+        definition: Definition = "grad_var_samples",
+        per_parameter: bool = False,
+        num_batches: int | None = None,
+        weights_only: bool = False,
+        every_n_epochs: int = 1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(num_batches, every_n_epochs, weights_only, seed)
+        if definition not in ("grad_var_samples", "grad_var_params"):
+            raise ValueError(f"definition={definition!r} is unknown. Use 'grad_var_samples' or 'grad_var_params'.")
+        self.definition: Definition = definition
+        self.per_parameter = per_parameter
+
+    def measure(
+        self, module: LightningModule, batches: Iterable[Any], precision: Precision, reduce: Reduce
+    ) -> LayerValues:
+        """The variances of ``module`` on ``batches``, which lie on its device."""
+        moments = gradient_moments(module, batches, precision, self.seed, weights_only=self.weights_only).over(reduce)
+        layers = ordered_layers(module, moments.order)
+        values = moments.over_params(layers) if self.definition == "grad_var_params" else moments.over_samples(layers)
+        found = LayerValues(
+            self.definition + ("_per_parameter" if self.per_parameter else ""),
+            [layer.name for layer in layers],
+            counts_of(layers, moments.mean),
+            values,
+            settings={"weights_only": self.weights_only, "batches": moments.batches},
+        )
+        if self.per_parameter:
+            found.values = found.per_parameter
+        return found
+
+
+@dataclass
+class GradientMoments:
+    """Mean and spread of mini-batch gradients at one point, both weighted by samples.
+
+    Attributes:
+        order: pieces of the module as a forward pass calls them.
+        mean: by parameter name, in float64, on the module's device.
+        spread: per parameter tensor ``sum_b w_b ||g_b - mean||^2 / sum_b w_b``.
+        batches: how many there were in this process.
+    """
+
+    order: list[str]
+    mean: State
+    spread: dict[str, Tensor]
+    batches: int
+
+    def over(self, reduce: Reduce) -> GradientMoments:
+        """The moments of the batches of all processes, each of which has as many samples."""
+        mean = {name: reduce(value.clone()) for name, value in self.mean.items()}
+        between = {name: (value - mean[name]).square().sum() for name, value in self.mean.items()}
+        spread = {name: reduce(value + between[name]) for name, value in self.spread.items()}
+        return GradientMoments(self.order, mean, spread, self.batches)
+
+    def over_samples(self, layers: Sequence[Layer]) -> list[float]:
+        """``grad_var_samples`` of each layer."""
+        return [sum(float(self.spread[name]) for name in self._counted(layer)) for layer in layers]
+
+    def over_params(self, layers: Sequence[Layer]) -> list[float]:
+        """``grad_var_params`` of each layer; 0 where nothing trains."""
+        return [_population_variance([self.mean[name] for name in self._counted(layer)]) for layer in layers]
+
+    def _counted(self, layer: Layer) -> list[str]:
+        return [name for name in layer.parameters if name in self.mean]
+
+
+def _population_variance(parts: Sequence[Tensor]) -> float:
+    return float(torch.cat([part.flatten() for part in parts]).var(correction=0)) if parts else 0.0
+
+
+def gradient_moments(
+    module: LightningModule,
+    batches: Iterable[Any],
+    precision: Precision,
+    *seed: object,
+    weights_only: bool = False,
+    order: list[str] | None = None,
+) -> GradientMoments:
+    """Moments of the gradients of ``batches`` (on the module's device) at its present parameters; leaves no trace.
+
+    One pass, by Welford's recursion: no difference of large numbers, and equal batches have a spread of exactly 0.
+
+    Args:
+        module: run in eval mode.
+        batches: at least one.
+        precision: see :func:`~fedlightning.callbacks.diagnostics.layer_values.full_precision`.
+        seed: address of the randomness of a step that draws some even in eval mode.
+        weights_only: leave biases out.
+        order: pieces in order; ``None``: as the first batch calls them.
+    """
+    first, batches = first_and_all(batches)
+    if order is None:
+        order = layer_order(module, first, precision, *seed)
+    counted = counted_parameters(module, weights_only)
+    mean = {name: torch.zeros_like(wide(parameter.detach())) for name, parameter in counted.items()}
+    spread = {name: value.new_zeros(()) for name, value in mean.items()}
+    samples, index = 0, -1
+    with at_rest(module):
+        for index, batch in enumerate(batches):
+            size = extract_batch_size(batch) or 1
+            samples += size
+            _, gradients = probes.batch_gradient(module, batch, precision, *seed, index, batch_idx=index)
+            _add(mean, spread, gradients, size, samples)
+    return GradientMoments(order, mean, {name: value / samples for name, value in spread.items()}, index + 1)
+
+
+def _add(mean: State, spread: dict[str, Tensor], gradients: Mapping[str, Tensor], size: int, samples: int) -> None:
+    """One batch of ``size`` samples more; a parameter that its loss does not reach has gradient 0."""
+    for name, before in mean.items():
+        gradient = wide(gradients[name]) if name in gradients else torch.zeros_like(before)
+        away = gradient - before
+        mean[name] = before + away * (size / samples)
+        spread[name] = spread[name] + size * (away * (gradient - mean[name])).sum()

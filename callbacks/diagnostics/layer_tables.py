@@ -1,0 +1,102 @@
+"""From what the clients send about their layers to the rows of ``layers.csv``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedlightning.callbacks.diagnostics.layer_rows import ALL, LayerRow
+from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
+from fedlightning.callbacks.diagnostics.similarity import pairwise_cka
+
+METHODS = {"sensitivity_online": "online", "sensitivity": "mean_gradient"}
+"""The two sensitivities and where their gradients come from; they are not the same quantity."""
+SUMS = ("grad_var_samples", "hessian_trace")
+"""Sums over a layer's parameters: they are also given per parameter, as the sensitivity is."""
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """What one client sent of one stage.
+
+    Attributes:
+        client: its id; stage: ``L1`` | ``L2``; layers: names in order; num_parameters: how many count in each.
+        values: per quantity (layers, 2): the number and its standard error, NaN where there is none.
+        grams: unit Gram matrices (layers, n, n), or ``None``.
+    """
+
+    client: str
+    stage: str
+    layers: list[str]
+    num_parameters: list[int]
+    values: dict[str, Tensor]
+    grams: Tensor | None = None
+
+    def rows(self, number: int) -> Iterator[LayerRow]:
+        """The client's own rows of round ``number``, with the quantities that follow from what it sent."""
+        for quantity, table in self.values.items():
+            if quantity in METHODS:
+                yield from sensitivity_rows(self.sensitivity(quantity), quantity, number, self.stage, self.client)
+                continue
+            yield from self._rows(number, quantity, table)
+            if quantity in SUMS:
+                counts = torch.tensor(self.num_parameters, dtype=table.dtype).clamp_min(1)
+                yield from self._rows(number, f"{quantity}_per_parameter", table / counts[:, None])
+
+    def _rows(self, number: int, quantity: str, table: Tensor) -> Iterator[LayerRow]:
+        for index, (layer, (value, error)) in enumerate(zip(self.layers, table.tolist(), strict=True), 1):
+            yield LayerRow(number, self.stage, self.client, index, layer, quantity, value, error)
+
+    def sensitivity(self, quantity: str) -> Sensitivity:
+        """One of the two sensitivities, with F, the ratios and the transition."""
+        return Sensitivity(self.layers, self.num_parameters, self.values[quantity][:, 0].tolist(), METHODS[quantity])
+
+
+def sensitivity_rows(found: Sensitivity, quantity: str, number: int, stage: str, client: str) -> Iterator[LayerRow]:
+    """``I_l``, ``F_l`` (cumulative) and ``F_{l+1} / F_l`` (ratio, at layer l) as rows."""
+    parts = {"": found.sensitivity, "_cumulative": found.cumulative, "_ratio": found.ratios}
+    for suffix, values in parts.items():
+        for index, (layer, value) in enumerate(zip(found.layers, values, strict=False), 1):  # one ratio less
+            yield LayerRow(number, stage, client, index, layer, quantity + suffix, value)
+
+
+def round_rows(number: int, tables: Sequence[StageTable]) -> list[LayerRow]:
+    """All rows of a round: each client's, the sums of the sensitivities, CKA between the clients.
+
+    Should clients meet the layers in different orders, sums are left out: F is cumulative, so its order is part of it.
+    """
+    rows = [row for table in tables for row in table.rows(number)]
+    for stage in dict.fromkeys(table.stage for table in tables):
+        members = [table for table in tables if table.stage == stage]
+        first = members[0]
+        rows += [
+            LayerRow(number, stage, ALL, index, layer, "num_parameters", float(count))
+            for index, (layer, count) in enumerate(zip(first.layers, first.num_parameters, strict=True), 1)
+        ]
+        if all(table.layers == first.layers for table in members):
+            for quantity in (quantity for quantity in METHODS if quantity in first.values):
+                total = Sensitivity.sum([table.sensitivity(quantity) for table in members if quantity in table.values])
+                rows += sensitivity_rows(total, quantity, number, stage, ALL)
+        rows += cka_rows(number, stage, [table for table in members if table.grams is not None])
+    return rows
+
+
+def cka_rows(number: int, stage: str, tables: Sequence[StageTable]) -> Iterator[LayerRow]:
+    """Each client's mean CKA with the others, per layer, and the mean over all pairs; layers are paired by name."""
+    if len(tables) < 2:
+        return
+    grams = [dict(zip(table.layers, table.grams, strict=True)) for table in tables if table.grams is not None]
+    for index, layer in enumerate(tables[0].layers, 1):
+        there = [of_layer[layer] for of_layer in grams if layer in of_layer]
+        if len(there) < len(tables) or any(bool(gram.isnan().any()) for gram in there):
+            continue
+        between = pairwise_cka(there)
+        between.fill_diagonal_(0)
+        scores = (between.sum(dim=1) / (len(there) - 1)).tolist()
+        for table, score in zip(tables, scores, strict=True):
+            yield LayerRow(number, stage, table.client, index, layer, "cka", score)
+        yield LayerRow(number, stage, ALL, index, layer, "cka", math.fsum(scores) / len(scores))

@@ -1,0 +1,247 @@
+"""What the diagnostics of layers share: their result, the epochs they record, and how a module is held still meanwhile."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+
+from fedlightning.callbacks.diagnostics.layer_rows import LayerRow
+from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
+from fedlightning.layers import ForwardOrder, Layer
+from fedlightning.seeding import isolated
+from fedlightning.visit import probes
+
+Reduce = Callable[[Tensor], Tensor]
+"""Mean of a tensor over the processes that share the batches."""
+
+
+@dataclass
+class LayerValues:
+    """One number a layer, in the order in which a forward pass meets the layers.
+
+    Attributes:
+        quantity: what it is; settings: how it was measured.
+        layers: names; num_parameters: how many count in each (those that train).
+        values: the numbers; std_errors: their standard errors, ``None`` where there are none.
+        epoch: after which epoch of the fit.
+    """
+
+    quantity: str
+    layers: list[str]
+    num_parameters: list[int]
+    values: list[float]
+    std_errors: list[float] | None = None
+    epoch: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def per_parameter(self) -> list[float]:
+        """The numbers divided by how many parameters count; 0 where none does."""
+        return [value / n if n else 0.0 for value, n in zip(self.values, self.num_parameters, strict=True)]
+
+    def rows(self, client: str = "", stage: str = "L2") -> list[LayerRow]:
+        """The numbers as :class:`~fedlightning.callbacks.diagnostics.layer_rows.LayerRow`, for its tables and figures."""
+        errors = self.std_errors or [math.nan] * len(self.values)
+        return [
+            LayerRow(self.epoch + 1, stage, client, index, layer, self.quantity, value, error)
+            for index, (layer, value, error) in enumerate(zip(self.layers, self.values, errors, strict=True), 1)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> LayerValues:
+        """The inverse of :meth:`to_dict`."""
+        return LayerValues(**values)
+
+
+class LayerRecorder(Callback):
+    """Base of callbacks that measure the layers at the end of epochs, in a pass of their own that leaves no trace.
+
+    The pass runs ``training_step`` in eval mode (no dropout; running statistics are used and stay), in the parameters'
+    own precision without autocast. Under DDP each process measures its batches and the result is of all of them.
+
+    Attributes:
+        results: a :class:`LayerValues` for every recorded epoch; they are the callback's Lightning state.
+    """
+
+    def __init__(self, num_batches: int | None, every_n_epochs: int, weights_only: bool, seed: int) -> None:
+        for name, value in (("num_batches", num_batches), ("every_n_epochs", every_n_epochs)):
+            if value is not None and value < 1:
+                raise ValueError(f"{type(self).__name__} got {name}={value}; use 1 or more.")
+        self.num_batches = num_batches
+        self.every_n_epochs = every_n_epochs
+        self.weights_only = weights_only
+        self.seed = seed
+        self.results: list[LayerValues] = []
+
+    def options(self) -> dict[str, Any]:
+        """The arguments this callback was made with."""
+        return {
+            name: getattr(self, name) for name in inspect.signature(type(self).__init__).parameters if name != "self"
+        }
+
+    @property
+    def result(self) -> LayerValues | None:
+        """The newest result."""
+        return self.results[-1] if self.results else None
+
+    @property
+    def state_key(self) -> str:
+        """Unique by options, so that several may record one run."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.options().items())})"
+
+    def measure(
+        self, module: LightningModule, batches: Iterable[Any], precision: Precision, reduce: Reduce
+    ) -> LayerValues:
+        """The numbers of ``module`` on ``batches``, which lie on its device."""
+        raise NotImplementedError
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what cannot be measured."""
+        refuse_module(pl_module, type(self).__name__)
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            raise ValueError(
+                f"{type(self).__name__} needs the whole model in one process, but "
+                f"{type(trainer.strategy).__name__} may share it among several. Use one device or strategy='ddp'."
+            )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure, if this epoch is one to record."""
+        if (trainer.current_epoch + 1) % self.every_n_epochs:
+            return
+        address = (self.seed, type(self).__name__, trainer.current_epoch, trainer.global_rank)
+        with training_batches(trainer, pl_module, self.num_batches, *address) as batches:
+            found = self.measure(
+                pl_module,
+                batches,
+                full_precision(trainer.precision_plugin),
+                lambda value: trainer.strategy.reduce(value, reduce_op="mean"),
+            )
+        found.epoch = trainer.current_epoch
+        self.results.append(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The results, as plain values."""
+        return {"results": [found.to_dict() for found in self.results]} if self.results else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Bring back the results of an earlier run."""
+        self.results = [LayerValues.from_dict(values) for values in state_dict.get("results", [])]
+
+
+def refuse_module(module: LightningModule, owner: str) -> None:
+    """Refuse a module that cannot be run once more without training it, or not exactly enough.
+
+    Raises:
+        ValueError: naming ``owner``, the module and the way out.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{owner} runs training_step once more, but {name} optimizes in it (manual optimization). Return the loss "
+            "from training_step, or leave this diagnostic out."
+        )
+    for entry, parameter in counted_parameters(module).items():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{owner} needs parameters in float32 or float64, but '{entry}' of {name} is {parameter.dtype}. Train "
+                "with precision='bf16-mixed', '16-mixed', '32-true' or '64-true'."
+            )
+
+
+def full_precision(precision: Precision) -> Precision:
+    """A precision plugin without autocast and loss scaling: what the parameters themselves are in."""
+    return precision if isinstance(precision, DoublePrecision) else Precision()
+
+
+@contextmanager
+def at_rest(module: nn.Module) -> Iterator[None]:
+    """A block in which ``module`` is in eval mode; each submodule gets its own mode back.
+
+    Recurrent networks run without cuDNN, which has no backward pass in eval mode and no second derivative.
+    """
+    modes = {child: child.training for child in module.modules()}
+    recurrent = any(isinstance(child, nn.RNNBase) for child in modes)
+    module.eval()
+    try:
+        with torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():
+            yield
+    finally:
+        for child, mode in modes.items():
+            child.training = mode
+
+
+def first_and_all(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
+    """The first batch, and an iterator that begins with it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    following = iter(batches)
+    for first in following:
+        return first, itertools.chain([first], following)
+    raise ValueError("There is no training batch to measure the layers on. Check limit_train_batches and the loader.")
+
+
+def layer_order(module: LightningModule, batch: Any, precision: Precision, *seed: object) -> list[str]:
+    """Names of the pieces of ``module`` as a step on ``batch`` calls them, for ``ordered_layers``; leaves no trace."""
+    order = ForwardOrder(module)
+    try:
+        with at_rest(module), torch.no_grad(), probes.probing(module, precision, *seed):
+            probes.training_loss(module, batch)
+    finally:
+        names = order.names()
+    return names
+
+
+def counts_of(layers: Sequence[Layer], counted: Mapping[str, Tensor]) -> list[int]:
+    """How many parameters count in each layer."""
+    return [sum(counted[name].numel() for name in layer.parameters if name in counted) for layer in layers]
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float64; in float32 on Apple's GPUs, which have no other."""
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+@contextmanager
+def training_batches(
+    trainer: Trainer, module: LightningModule, count: int | None, *seed: object
+) -> Iterator[Iterator[Any]]:
+    """``count`` training batches (``None``: an epoch) on the module's device; the loaders' generators are put back."""
+    limit = trainer.num_training_batches
+    count = count if not math.isfinite(limit) else min(count or int(limit), int(limit))
+    loaders = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
+    generators = {id(g): g for loader in loaders.flattened for g in _generators(loader)}
+    before = [generator.get_state() for generator in generators.values()]
+    convert = trainer.precision_plugin.convert_input if isinstance(trainer.precision_plugin, DoublePrecision) else None
+    try:
+        with isolated(*seed, "loader"):
+            found = (batch for batch, _, _ in itertools.islice(loaders, count))
+            yield (probes.move_batch(module, convert(batch) if convert else batch) for batch in found)
+    finally:
+        for generator, state in zip(generators.values(), before, strict=True):
+            generator.set_state(state)
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    sampler = getattr(loader, "sampler", None)
+    for owner in (loader, sampler, getattr(loader, "batch_sampler", None)):
+        found = getattr(owner, "generator", None)
+        if isinstance(found, torch.Generator):
+            yield found

@@ -1,0 +1,145 @@
+"""Federation sensitivity: how strongly each layer's loss reacts to its own weights (PLayer-FL, equation 2)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
+from torch.optim import Optimizer
+
+from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity, SensitivityAccumulator, counted_parameters
+from fedlightning.seeding import isolated
+from fedlightning.tensors import State
+from fedlightning.visit import probes
+
+Method = Literal["online", "mean_gradient", "one_batch"]
+
+
+class FederationSensitivity(Callback):
+    """Records the sensitivity of a training run; works in any plain ``lightning.pytorch.Trainer``.
+
+    Args:
+        method: ``"online"``: from the gradients training computes anyway in the recorded epoch, mean over its steps of
+            ``(theta_p grad_p)^2``, no extra pass; ``"mean_gradient"``: at the epoch's end, from the mean gradient over
+            the training set (one extra pass, in the module's training mode); ``"one_batch"``: from one batch, then.
+        weights_only: leave biases out.
+        epoch: which epoch to record, from 0.
+
+    Attributes:
+        result: the :class:`Sensitivity`, ``None`` before the epoch has ended. It is the callback's Lightning state;
+            a checkpoint written in the middle of the epoch holds what has been added up.
+    """
+
+    def __init__(self, method: Method = "online", weights_only: bool = False, epoch: int = 0) -> None:
+        if method not in ("online", "mean_gradient", "one_batch"):
+            raise ValueError(f"method={method!r} is unknown. Use 'online', 'mean_gradient' or 'one_batch'.")
+        self.method = method
+        self.weights_only = weights_only
+        self.epoch = epoch
+        self.result: Sensitivity | None = None
+        self._accumulator: SensitivityAccumulator | None = None
+        self._resumed: dict[str, Any] | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Unique by options, so that several methods may record one run."""
+        return f"{type(self).__name__}(method={self.method}, weights_only={self.weights_only}, epoch={self.epoch})"
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse an extra pass over a module whose step would train in it."""
+        if self.method != "online" and not pl_module.automatic_optimization:
+            raise ValueError(
+                f"FederationSensitivity(method={self.method!r}) runs training_step once more, but "
+                f"{type(pl_module).__name__} optimizes in it (manual optimization). Use method='online'."
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """The first batch of the recorded epoch shows the order of the layers."""
+        if trainer.current_epoch == self.epoch and self._accumulator is None:
+            self._accumulator = SensitivityAccumulator(pl_module, self.weights_only)
+            if self._resumed is not None:
+                self._accumulator.load_state_dict(self._resumed)
+                self._resumed = None
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """One more step of the recorded epoch."""
+        if self.method == "online" and trainer.current_epoch == self.epoch and self._accumulator is not None:
+            self._accumulator.add_step(optimizer, scale_of(optimizer, trainer))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """The order of the layers is known."""
+        if self._accumulator is not None:
+            self._accumulator.stop_watching()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The extra pass, where the method wants one; the result."""
+        if trainer.current_epoch != self.epoch or self._accumulator is None:
+            return
+        self._accumulator.stop_watching()
+        if self.method != "online":
+            self._accumulator.add(extra_gradient(trainer, pl_module, 1 if self.method == "one_batch" else None))
+        if any(self._accumulator.steps.values()):
+            self.result = self._accumulator.result(self.method)
+        else:
+            warnings.warn(f"{self.state_key} saw no finite gradient, so it has no result.", stacklevel=2)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let go of the module."""
+        if self._accumulator is not None:
+            self._accumulator.stop_watching()
+        self._accumulator = self._resumed = None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let go of the module."""
+        self.on_train_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The result, as plain values; in the middle of the epoch, what has been added up so far."""
+        if self.result is not None:
+            return {"result": self.result.to_dict()}
+        return {} if self._accumulator is None else {"partial": self._accumulator.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Bring back the result of an earlier run, or go on in the middle of its epoch."""
+        self._resumed = state_dict.get("partial")
+        self.result = Sensitivity.from_dict(state_dict["result"]) if "result" in state_dict else None
+
+
+def scale_of(optimizer: Optimizer, trainer: Trainer) -> float:
+    """What ``.grad`` is still multiplied with before a step: a fused optimizer unscales its gradients itself."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return probes.loss_scale(trainer.precision_plugin) if fused else 1.0
+
+
+def extra_gradient(trainer: Trainer, module: LightningModule, count: int | None) -> State:
+    """Mean gradient over ``count`` training batches (``None``: an epoch) at the present parameters; leaves no trace."""
+    limit = trainer.num_training_batches
+    count = count or (int(limit) if math.isfinite(limit) else None)
+    loaders = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
+    generators = {id(g): g for loader in loaders.flattened for g in _generators(loader)}
+    before = [generator.get_state() for generator in generators.values()]
+    try:
+        with isolated("sensitivity", "loader"):
+            batches = (batch for batch, _, _ in itertools.islice(loaders, count))
+            gradient = probes.mean_gradient(module, batches, trainer.precision_plugin, "sensitivity")
+    finally:
+        for generator, state in zip(generators.values(), before, strict=True):
+            generator.set_state(state)
+    return {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in gradient.items()}
+
+
+def _generators(loader: Any) -> Iterator[torch.Generator]:
+    sampler = getattr(loader, "sampler", None)
+    for owner in (loader, sampler, getattr(loader, "batch_sampler", None)):
+        found = getattr(owner, "generator", None)
+        if isinstance(found, torch.Generator):
+            yield found
+
+
+__all__ = ["FederationSensitivity", "Sensitivity", "SensitivityAccumulator", "counted_parameters", "scale_of"]

@@ -1,0 +1,107 @@
+"""What methods share that keep several models on the server: one per client, or one per cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedlightning.compat.attached import detached_copy
+from fedlightning.federation.server import Server
+from fedlightning.hooks import FederatedCallback, Setup
+from fedlightning.messages import Update
+from fedlightning.seeding import isolated
+from fedlightning.tensors import State, WeightedMean, clone, entry_kinds, module_state, select
+
+
+class ClientModels(FederatedCallback):
+    """Base of methods in which the server keeps every client's model and sends each client another one.
+
+    ``server.state[key]["models"]`` holds what each client sent last; a client that never sent anything counts with
+    ``w^0``. Models are replaced when the round is over: all that goes down in a round is made from the models at its
+    start, whoever is visited first. Memory at the server: O(N * model), by definition of these methods. There is no
+    global model.
+    """
+
+    needs_all = True
+
+    def check(self, setup: Setup) -> None:
+        """Refuse callbacks that work on a global model."""
+        refuse_global_steps(self, setup)
+
+    def models(self, server: Server) -> dict[str, State]:
+        """Each client's last model, in client order."""
+        stored = server.state.get(self.key, {}).get("models", {})
+        return {client: {**server.model, **stored.get(client, {})} for client in server.clients}
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Keep what came; nothing is averaged into a global model."""
+        own = server.state.get(self.key, {})
+        server.state[self.key] = {**own, "models": {**own.get("models", {}), **sent_models(updates)}}
+        return {}
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """None: the server's models are the clients' own."""
+        return None
+
+
+def sent_models(updates: Iterable[Update]) -> dict[str, State]:
+    """The models of those who took a step, by client."""
+    return {update.client: dict(update.state) for update in updates if update.steps and update.state}
+
+
+def refuse_global_steps(callback: FederatedCallback, setup: Setup) -> None:
+    """Refuse callbacks that change one global model between rounds.
+
+    Raises:
+        ValueError: naming the two.
+    """
+    for other in setup.callbacks:
+        if other is not callback and any(other.claims(role) for role in ("server_step", "on_reduced")):
+            raise ValueError(
+                f"{other.key} works on the one model that the clients' mean gives, but {callback.key} keeps several "
+                f"models on the server. Remove {other.key} or {callback.key}."
+            )
+
+
+def another_start(module: LightningModule, init: float | Literal["random"], *address: object) -> State:
+    """The state of ``module`` initialised anew, or with noise on its parameters; what is frozen stays.
+
+    Args:
+        module: whose; it does not change.
+        init: ``"random"``: ``reset_parameters()`` of every submodule that trains; or the noise's standard deviation.
+        address: of the randomness.
+    """
+    kinds, old = entry_kinds(module), module_state(module)
+    fresh = detached_copy(module)
+    with isolated(*address), torch.no_grad():
+        for child in reversed(list(fresh.modules())):  # as constructors do: what contains comes after what it contains
+            trained = [parameter for parameter in child.parameters(recurse=False) if parameter.requires_grad]
+            if init != "random":
+                for parameter in trained:
+                    parameter.add_(torch.randn_like(parameter), alpha=init)
+            elif trained:
+                for name in ("reset_parameters", "_reset_parameters"):
+                    getattr(child, name, lambda: None)()
+    return clone({name: old[name] if kinds[name] == "frozen" else value for name, value in module_state(fresh).items()})
+
+
+def parameter_names(server: Server, state: Mapping[str, Tensor]) -> list[str]:
+    """The trainable parameters in ``state``, each once (not again under the names it is tied to)."""
+    names = (name for name, parameter in server.module.named_parameters() if server.kinds[name] == "trainable")
+    return [name for name in names if name in state]
+
+
+def combine(own: Mapping[str, Tensor], parts: Iterable[tuple[float, Mapping[str, Tensor]]]) -> State:
+    """``sum_j a_j w_j / sum_j a_j``, in float64; integer entries, and all where every weight is 0, are ``own``'s."""
+    mean = WeightedMean()
+    for weight, state in parts:
+        mean.add(select(state, own), weight)
+    return {**own, **{name: value for name, value in mean.result().items() if not _is_integer(value)}}
+
+
+def _is_integer(value: Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex())

@@ -1,0 +1,48 @@
+"""How every client trains: :class:`LocalSettings`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lightning.pytorch import Callback
+
+
+@dataclass
+class LocalSettings:
+    """How every client trains. Plain values, so that a worker process can be given them.
+
+    Attributes:
+        seed: Addresses all randomness of the run.
+        max_rounds: Rounds of the federation: the horizon of schedules under `optimizer_state="keep"`.
+        local_epochs: Epochs of a visit; or
+        local_steps: Optimizer steps of a visit. One of the two is `None`.
+        optimizer_state: `"reset"`: optimizers, schedulers and clocks are new in every visit; `"keep"`: they go on,
+            with the horizon of the whole federation.
+        lr_decay: Factor on every learning rate per round.
+        trainer_arguments: Arguments of `lightning.pytorch.Trainer`, forwarded as they are.
+        callbacks: Ordinary Lightning callbacks; each visit works on copies with the client's own state.
+        logger: Logger of the clients' Trainers.
+        local_loop: `"fast"`, `"trainer"`, or `"auto"`: fast where it applies.
+    """
+
+    seed: int
+    max_rounds: int
+    local_epochs: int | None = 1
+    local_steps: int | None = None
+    optimizer_state: Literal["reset", "keep"] = "reset"
+    lr_decay: float = 1.0
+    trainer_arguments: dict[str, Any] = field(default_factory=dict)
+    callbacks: list[Callback] = field(default_factory=list)
+    logger: Any = False
+    local_loop: Literal["auto", "trainer", "fast"] = "auto"
+
+    @property
+    def unit(self) -> Literal["epochs", "steps"]:
+        """The unit in which work is counted."""
+        return "epochs" if self.local_steps is None else "steps"
+
+    @property
+    def work(self) -> int:
+        """Default work of a visit, in :attr:`unit`."""
+        return self.local_steps if self.local_steps is not None else int(self.local_epochs or 0)

@@ -1,0 +1,215 @@
+"""From an exception to one sentence, where the input is to blame; a crash keeps its traceback."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import linecache
+import re
+from collections.abc import Iterable
+from types import TracebackType
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "NoneType": "null",
+    "list": "a list",
+}
+_EXAMPLE = "pass --config FILE, for example configs/quickstart.yaml"
+
+
+class InputError(ValueError):
+    """Something the user gave cannot work; the message is the sentence to show."""
+
+
+def explain(error: BaseException) -> str | None:
+    """The sentence to show for an error that bad input caused; ``None`` for a crash, whose traceback matters."""
+    if isinstance(error, InputError):
+        return str(error)
+    if isinstance(error, argparse.ArgumentError):
+        return parse_sentence(str(error))
+    cause = error.__cause__
+    if type(error).__name__ == "FederationError":
+        return _one_line(error) if cause is None or explain(cause) is not None else None
+    if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
+        return _one_line(error)
+    if type(error).__name__ == "MisconfigurationException" or _on_purpose(error):
+        return _one_line(error)
+    return None
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What a class's constructor raised, under what jsonargparse says about it."""
+    while error.__cause__ is not None and _raised_in(error).startswith("jsonargparse"):
+        error = error.__cause__
+    return error
+
+
+def _raised_in(error: BaseException) -> str:
+    if error.__traceback__ is None:
+        return ""
+    return str(_innermost(error.__traceback__).tb_frame.f_globals.get("__name__", ""))
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """``Did you mean ...?``, or nothing where nothing is close."""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
+    return f"Did you mean {' or '.join(by_lower[name] for name in close)}?" if close else ""
+
+
+def _on_purpose(error: BaseException) -> bool:
+    """Whether a ``raise`` statement of FedLightning or Lightning (not of the user, nor of torch) refused a value."""
+    if not isinstance(error, ValueError | OSError | FloatingPointError | RuntimeError) or error.__traceback__ is None:
+        return False
+    frame = _innermost(error.__traceback__)
+    package = str(frame.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+    line = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno).strip()
+    return line.startswith("raise ") and (
+        package == "fedlightning" or (package == "lightning" and isinstance(error, ValueError))
+    )
+
+
+def _innermost(trace: TracebackType) -> TracebackType:
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return f"{error.strerror}: '{error.filename}'."
+    return re.sub(r"(?<=\S)\.\.(?=\s|$)", ".", " ".join(str(error).split()))
+
+
+# -- what jsonargparse says --------------------------------------------------------------------------------------------
+def parse_sentence(message: str) -> str:
+    """The parser's account of everything it tried, cut down to what is wrong and where."""
+    where = ".".join(dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message)))
+    text = re.sub(r"\[rank: \d+\] ", "", message)
+    for pattern, answer in (
+        (r"following arguments are required: ([\w., ]+)", _required),
+        (r'Key "([\w.]+)" is required', _required),
+        (r"Multiple subclasses with name (\w+)\. Give the full class path to avoid ambiguity: ([^\n]+)", _ambiguous),
+        (r"Expected a dot import path string: ([^\n]+)", _unknown_class),
+        (r"has no attribute '(\w+)'", _unknown_class),
+        (r"No module named '([^']+)'", _unknown_module),
+        (r"class_path '([^']+)':\s+Not a valid subclass of (\w+)", _wrong_class),
+        (r"Import path (?:([\w.]+) )?does not correspond to a subclass of (\w+)", _wrong_class),
+        (r"[Kk]ey '([\w.]+)' is not expected", _unexpected),
+        (r"[Gg]roup '([\w.]+)' does not accept (?:nested key|option) '([\w.]+)'", _unexpected_nested),
+        (r"Option '([\w.]+)' is not accepted", _unexpected),
+        (r"[Uu]nrecognized arguments?: ([^\n]+)", _unrecognised),
+    ):
+        found = re.search(pattern, text)
+        if found:
+            return answer(where, found, text)
+    return _wrong_value(where, text)
+
+
+def _required(where: str, found: re.Match[str], text: str) -> str:
+    classes = re.findall(r"class_path '([\w.]+)'", text)
+    names = found[1].strip(" .")
+    if classes or where:
+        owner = classes[-1].rpartition(".")[2] if classes else where
+        place = f" (in {where}: --{where}.{names.split(',')[0]}=...)" if where else ""
+        return f"{owner} needs {names}{place}."
+    return f"{names.replace(', ', ' and ')} must be given: {_EXAMPLE}, or --{names.split(',')[0]} CLASS."
+
+
+def _ambiguous(where: str, found: re.Match[str], text: str) -> str:
+    return f"{where}: '{found[1]}' is the name of several classes. Give the full path: {found[2].rstrip('.')}."
+
+
+def _unknown_class(where: str, found: re.Match[str], text: str) -> str:
+    name = found[1].strip().rpartition(".")[2]
+    paths = re.findall(r"class_path '([\w.]+)'", text)
+    given = next((path for path in paths if path.endswith(name)), found[1].strip())
+    return f"{where}: there is no class '{given}'. {_close_class(name)}"
+
+
+def _unknown_module(where: str, found: re.Match[str], text: str) -> str:
+    paths = [path for path in re.findall(r"class_path '([\w.]+)'", text) if path.startswith(found[1].partition(".")[0])]
+    given = paths[-1] if paths else found[1]
+    return f"{where}: cannot import '{given}': there is no module '{found[1]}'. " + (
+        _close_class(given.rpartition(".")[2], "") or "Check the spelling, or install it or set PYTHONPATH."
+    )
+
+
+def _close_class(name: str, otherwise: str = "Give the full path, as in my_package.MyClass.") -> str:
+    from fedlightning.config.names import class_names
+
+    return suggestion(name, class_names()) or otherwise
+
+
+def _wrong_class(where: str, found: re.Match[str], text: str) -> str:
+    given = re.search(r"Given value: ([\w.]+)", text)
+    return f"{where}: '{found[1] or (given[1] if given else '?')}' is not a {found[2]}."
+
+
+def _unexpected(where: str, found: re.Match[str], text: str) -> str:
+    classes = re.findall(r"class_path '([\w.]+)'", text)
+    owner = classes[-1].rpartition(".")[2] if classes else where
+    key = found[1]
+    if key == "seed_everything":
+        return "seed_everything is replaced by trainer.seed, which also fixes the model's first weights."
+    hint = _options_hint(key.rpartition(".")[2], classes[-1] if classes else "")
+    place = f" (in {where})" if classes and where else ""
+    return f"{owner or 'the configuration'} has no option '{key}'{place}. {hint}".strip()
+
+
+def _unexpected_nested(where: str, found: re.Match[str], text: str) -> str:
+    return f"{found[1]} has no option '{found[2]}'. {_options_hint(found[2], f'group:{found[1]}')}".strip()
+
+
+def _options_hint(key: str, class_path: str) -> str:
+    import inspect
+    from importlib import import_module
+
+    if class_path == "group:trainer" or not class_path:
+        from fedlightning.config.names import trainer_options
+
+        prefix = "" if class_path else "trainer."
+        return suggestion(prefix + key, [prefix + name for name in trainer_options()])
+    module, _, name = class_path.rpartition(".")
+    try:
+        known = list(inspect.signature(getattr(import_module(module), name)).parameters)
+    except (ImportError, AttributeError, ValueError):
+        return ""
+    return suggestion(key, known) or (f"It has {', '.join(known)}." if known else "It has none.")
+
+
+def _unrecognised(where: str, found: re.Match[str], text: str) -> str:
+    from fedlightning.config.names import option_names
+
+    words = found[1].strip()
+    option = words.split()[0].partition("=")[0]
+    close = suggestion(option, option_names())
+    return f"there is no option '{option}'. {close or 'Options: fedlightning COMMAND --help.'}"
+
+
+def _wrong_value(where: str, text: str) -> str:
+    lines = [line.strip(" -") for line in text.splitlines()]
+    noise = (
+        "Parser key", "Does not validate", "Subtypes:", "Errors:", "Given value", "Problem with given",
+        "Expected a path but", "Expected a <class 'NoneType'>",
+    )  # fmt: skip
+    useful = list(dict.fromkeys(line for line in lines if line and not line.startswith(noise)))
+    if not useful:
+        first = re.sub(r'Parser key "[^"]+":\s*', "", text).strip()
+        useful = [first.splitlines()[0].strip()] if first else ["it is not valid"]
+    said = [_plain_words(line).rstrip(".") for line in useful[:3]]
+    given = re.search(r"Given value: (?!NestedArg)([^\n]+)", text)
+    value = f" (given: {given[1].strip()})" if given and given[1].strip() not in " ".join(said) else ""
+    return f"{where}: {'; or '.join(said)}{value}." if where else f"{'; '.join(said)}{value}."
+
+
+def _plain_words(line: str) -> str:
+    line = re.sub(r"(?:typing\.)?Literal\[([^\]]*)\]", r"one of \1", line).replace('in "<unicode string>", ', "")
+    line = re.sub(r"Expected a one of", "must be one of", line)
+    line = re.sub(r"<class '([\w.]+)'>", lambda m: _TYPES.get(m[1], m[1].rpartition(".")[2]), line)
+    line = re.sub(r"Expected a (a|true|null)", r"must be \1", line)
+    line = re.sub(r"Expected an? ", "must be a ", line)
+    return re.sub(r"\. Got value: (.+)$", r", not '\1'", line)

@@ -1,0 +1,46 @@
+"""Names that may be written in a configuration: our own classes and the options of the trainer."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+
+import fedlightning.callbacks
+import fedlightning.datamodules
+import fedlightning.models
+
+# isort: split
+from lightning.pytorch import Callback, LightningDataModule
+from torch import nn
+
+from fedlightning.arguments import REPLACED
+from fedlightning.datamodules import Partitioner
+from fedlightning.trainer import FederatedTrainer
+
+
+@cache
+def class_names() -> dict[str, str]:
+    """Classes that can be named without their package: short name to full path."""
+    found = {}
+    for package, kind in (
+        (fedlightning.callbacks, Callback),
+        (fedlightning.datamodules, LightningDataModule),
+        (fedlightning.datamodules, Partitioner),
+        (fedlightning.models, nn.Module),
+    ):
+        for name in package.__all__:
+            value = getattr(package, name)
+            if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value):
+                found[name] = f"{package.__name__}.{name}"
+    return found
+
+
+def trainer_options() -> list[str]:
+    """The trainer's arguments without those that it always refuses (Lightning's, which have no meaning here)."""
+    return [name for name in inspect.signature(FederatedTrainer).parameters if name not in REPLACED]
+
+
+def option_names() -> list[str]:
+    """All options of a fit, for suggestions."""
+    trainer = [f"--trainer.{name}" for name in trainer_options()]
+    return ["--config", "--resume", "--test_after_fit", "--run", "--checkpoint", "--out", "--print_config", *trainer]

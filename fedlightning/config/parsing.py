@@ -1,0 +1,194 @@
+"""From words and YAML files to a model, data and a trainer: a LightningCLI for one command at a time."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from typing import Any
+
+from fedlightning import __version__
+
+# isort: split
+from jsonargparse import DefaultHelpFormatter
+from lightning import seed_everything
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from fedlightning.arguments import FORWARDED, REPLACED
+from fedlightning.config.errors import InputError, root_cause
+from fedlightning.config.names import class_names
+from fedlightning.trainer import FederatedTrainer
+
+TITLES = {
+    "trainer": "how to train (arguments of FederatedTrainer)",
+    "model": "what to train (any LightningModule)",
+    "data": "on what (a federated data module; Partitioned makes one of any other)",
+}
+USAGE = dict.fromkeys(("validate", "test", "predict"), "--run FOLDER")
+HOW = """
+
+Options come from YAML files (--config, later ones override) and from the command line:
+  --model Classifier --model.net DigitsCNN     a class by its name or full path, and its arguments
+  --trainer.callbacks+=FedProx                 one more callback
+  --trainer.callbacks.mu=0.1                   an argument of the callback that is last in the list
+"""
+
+
+class FederatedCLI(LightningCLI):
+    """Parses one command's words, then makes the model, the data and the trainer.
+
+    The options of a command are the arguments of the method of that name.
+
+    Args:
+        command: name of a method.
+        words: what follows it on the command line.
+    """
+
+    needs_model = True
+
+    def __init__(self, command: str, words: Sequence[str]) -> None:
+        self.command = command
+        super().__init__(
+            save_config_callback=None,
+            seed_everything_default=False,
+            auto_configure_optimizers=False,
+            parser_kwargs=self.parser_options(command),
+            args=full_paths(words),
+            run=False,
+        )
+
+    # -- the parser ------------------------------------------------------------------------------------------------
+    @classmethod
+    def parser_options(cls, command: str) -> dict[str, Any]:
+        """What a command's parser is made with."""
+        description = (inspect.getdoc(getattr(cls, command)) or "").partition("\n\nArgs:")[0]
+        return {
+            "prog": f"fedlightning {command}",
+            "usage": f"fedlightning {command} {USAGE.get(command, '--config FILE [--config FILE ...]')} [OPTIONS]",
+            "description": description + HOW,
+            "formatter_class": Formatter,
+            "dump_header": [f"fedlightning=={__version__}"],
+            "exit_on_error": False,
+            "allow_abbrev": False,
+        }
+
+    @classmethod
+    def add_options(cls, parser: LightningArgumentParser, command: str) -> None:
+        """The command's own options, then ``trainer``, ``model`` and ``data``."""
+        parser.add_method_arguments(cls, command)
+        parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, sub_configs=True, fail_untyped=False)
+        parser.add_subclass_arguments(LightningModule, "model", fail_untyped=False, required=cls.needs_model)
+        parser.add_subclass_arguments(LightningDataModule, "data", fail_untyped=False, required=True)
+        tidy_help(parser)
+
+    @classmethod
+    def option_strings(cls, command: str) -> list[str]:
+        """All options of a command, for completion."""
+        parser = LightningArgumentParser(**cls.parser_options(command))
+        cls.add_options(parser, command)
+        found = [option for action in parser._actions for option in action.option_strings]
+        hidden = {f"--trainer.{name}" for name in REPLACED}
+        return ["--config", "--print_config", *(o for o in found if o.startswith("--") and o not in hidden)]
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Lightning's ``seed_everything`` is ``trainer.seed`` here."""
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """All options of the command."""
+        self.add_options(parser, self.command)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse, without Lightning's warning about being called from Python."""
+        self.config = parser.parse_args(args)
+
+    def _set_seed(self) -> None:
+        """Lightning's seeding happens in :meth:`before_instantiate_classes`."""
+
+    # -- the objects -----------------------------------------------------------------------------------------------
+    def before_instantiate_classes(self) -> None:
+        """The same configuration gives the same first weights."""
+        seed_everything(self.config.trainer.seed, workers=False, verbose=False)
+
+    def instantiate_classes(self) -> None:
+        """Make the objects; a value that a constructor refuses is bad input.
+
+        Raises:
+            InputError: with the constructor's sentence.
+        """
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            root = root_cause(error)
+            if isinstance(root, ValueError):
+                raise InputError(str(root)) from root
+            if root is not error:
+                raise root from None
+            raise
+
+    def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
+        """The trainer; it checks its arguments and writes nothing yet."""
+        trainer = FederatedTrainer(**{**self.config_init.trainer, **kwargs})
+        trainer.config = self.run_config()
+        return trainer
+
+    def run_config(self) -> str:
+        """The complete configuration of the run, to be run again."""
+        config = self.config.clone()
+        for key in set(vars(config)) - {"trainer", "model", "data"}:
+            config.pop(key)
+        everything = "skip_unset" if "skip_unset" in inspect.signature(self.parser.dump).parameters else "skip_none"
+        text: str = self.parser.dump(config, skip_validation=True, **{everything: False})
+        return "# Run this again: fedlightning fit --config <this file>\n" + text
+
+    def options(self) -> dict[str, Any]:
+        """The command's own options."""
+        names = [name for name in inspect.signature(getattr(self, self.command)).parameters if name != "self"]
+        return {name: self.config_init.get(name) for name in names}
+
+
+class Formatter(DefaultHelpFormatter):
+    """Keeps the line breaks of a description."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = text.split("\n\n")
+        filled = [
+            part if "\n  " in part else textwrap.fill(" ".join(part.split()), width) for part in parts if part.strip()
+        ]
+        return "\n\n".join(filled)
+
+
+def tidy_help(parser: LightningArgumentParser) -> None:
+    """Titles and texts for people: no markup, no argument that is always refused, none without a word."""
+    for group in parser._action_groups:
+        for action in group._group_actions:
+            key = action.dest.partition(".")[0]
+            if key in TITLES:
+                group.title = TITLES[key]
+            elif action.dest in ("resume", "run", "out", "split", "test_after_fit"):
+                group.title = "this command"
+            name = action.dest.removeprefix("trainer.")
+            if name in REPLACED:
+                action.help = SUPPRESS
+            elif isinstance(action.help, str) and action.help != SUPPRESS:
+                action.help = action.help.replace("``", "")
+            if name in FORWARDED and not action.help:
+                action.help = "as in lightning.pytorch.Trainer, for each client's training."
+
+
+def full_paths(words: Sequence[str]) -> list[str]:
+    """Write our own classes out where a word names one (``--model.net=MLP``): torchvision has an MLP too."""
+    out: list[str] = []
+    names = class_names()
+    pattern = r"(--(?:model|data|trainer\.callbacks)[\w.]*\+?)"
+    for word in words:
+        both = re.fullmatch(pattern + r"=(\w+)", word)
+        if both and both[2] in names:
+            out.append(f"{both[1]}={names[both[2]]}")
+        elif word in names and out and re.fullmatch(pattern, out[-1]):
+            out.append(names[word])
+        else:
+            out.append(word)
+    return out

@@ -1,5 +1,0 @@
-"""A report that people want to read: one HTML file, publication-ready figures, and the numbers behind them."""
-
-from fedlightning.evaluation.report.build import build_report
-
-__all__ = ["build_report"]

@@ -1,0 +1,117 @@
+"""What an engine is: it carries out tasks, somewhere, and hands over their answers in the order of the tasks.
+
+A task and the client's record go in; an answer and, where it changed, a new record come out. Nothing else is shared, so
+an engine on another machine is one more file with one method, :meth:`Engine.map`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from fedlightning.federation.store import ClientStore
+from fedlightning.messages import Message, Update
+from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.requests import Evaluate
+from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.visit import carry_out
+
+Answer = TypeVar("Answer")
+Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+class Task(Protocol[Answer_co]):
+    """A piece of work that a process with a :class:`~fedlightning.visit.runner.LocalRunner` can do. It can be pickled."""
+
+    @property
+    def client(self) -> str | None:
+        """Whose record goes in. Tasks of one client follow one another; ``None``: no record, no order."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors it carries; that of the answer is taken to be alike."""
+
+    def cost(self, runner: LocalRunner) -> float:
+        """How long it takes, in any unit that tasks of one kind share."""
+
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Answer_co, ClientRecord | None]:
+        """The answer, and the client's new record; ``None`` if it stays as it is."""
+
+    def lost(self, reason: str) -> Answer_co:
+        """The answer when whoever worked on it died again and again; or raises."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The task of a round: one client's visit (:meth:`fedlightning.visit.visit.carry_out`)."""
+
+    message: Message
+    evaluate: Evaluate
+
+    @property
+    def client(self) -> str:
+        return self.message.client
+
+    @property
+    def num_bytes(self) -> int:
+        return self.message.num_bytes
+
+    def cost(self, runner: LocalRunner) -> float:
+        """Training samples that are seen. A visit counted in steps costs the same for everybody."""
+        work = runner.settings.work if self.message.work is None else self.message.work
+        if runner.settings.local_steps is not None and work:
+            return work
+        samples = [runner.data.num_samples(client) for client in self._sources(runner)]
+        return sum(samples) * max(work, 1)
+
+    def _sources(self, runner: LocalRunner) -> Iterable[str]:
+        own = self.client in runner.data.client_ids and self.message.data == "train"
+        return [self.client] if own else runner.data.client_ids
+
+    def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Update, ClientRecord | None]:
+        update, after = carry_out(runner, self.message, record, self.evaluate)
+        return update, None if after is record else after
+
+    def lost(self, reason: str) -> Update:
+        """An update that says why this client contributes nothing."""
+        message = self.message
+        update = Update(message.round, message.client, model=message.model, tag=message.tag)
+        update.error = f"client '{message.client}' failed: {reason}"
+        return update
+
+
+class Engine(ABC):
+    """Carries out tasks on the clients of one federation.
+
+    Args:
+        runner: what happens in a visit; store: the clients' records, read and replaced by the engine.
+
+    Attributes:
+        width: how many tasks it carries out at a time.
+    """
+
+    width: int = 1
+
+    def __init__(self, runner: LocalRunner, store: ClientStore) -> None:
+        self.runner = runner
+        self.store = store
+
+    def check(self) -> None:  # noqa: B027 - most engines take everything
+        """Before round 1: refuse, with ``ValueError`` and a sentence, what this engine cannot carry out."""
+
+    @abstractmethod
+    def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
+        """The tasks' answers in the order of the tasks. Results are the same in every engine: bit for bit, unless it says
+        what it rounds otherwise.
+
+        Tasks may be drawn ahead of the answers. What a task raises is raised here.
+        """
+
+    def run(self, messages: Iterable[Message], evaluate: Evaluate) -> Iterator[Update]:
+        """Visit the clients; the updates come in the order of the messages, so sums over them have one order."""
+        yield from self.map(Visit(message, evaluate) for message in messages)
+
+    def close(self) -> None:  # noqa: B027 - one without processes has nothing to close
+        """Let go of processes and memory. An engine can be used again afterwards."""

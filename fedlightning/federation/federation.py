@@ -1,0 +1,263 @@
+"""A federation being trained: server, clients, engine and recorder, and what happens round by round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fedlightning.blueprint.optimizers import optimizers_of
+from fedlightning.errors import warn
+from fedlightning.federation import stages as stage_scores
+from fedlightning.federation.engine import Engine
+from fedlightning.federation.loops.synchronous import messages, run_round
+from fedlightning.federation.server import Server
+from fedlightning.federation.state import restore_state, save_state
+from fedlightning.federation.store import ClientStore
+from fedlightning.federation.summary import export, summary_of
+from fedlightning.hooks import Setup
+from fedlightning.messages import Update
+from fedlightning.run.environment import differing, plain
+from fedlightning.run.recorder import Recorder
+from fedlightning.scoring.results import Row
+from fedlightning.visit.requests import Evaluate
+
+
+@dataclass
+class Federation:
+    """All that lives while a federation runs. :class:`~fedlightning.trainer.FederatedTrainer` makes and drives it.
+
+    Attributes:
+        server, store, engine, recorder: the parts.
+        stages, evaluate_data, evaluate_every: what is scored on validation data, and how often.
+        test_data: whose data :meth:`evaluate` scores on.
+        lasting: options that must not change when the run is resumed.
+        save_every: rounds between saved states; 0: never.
+        rounds_done: finished rounds; final_done: whether the visits after the last round have happened.
+        seconds: time spent, over interruptions.
+        history: what each round cost: ``round``, ``bytes_up``, ``bytes_down``, ``steps``, ``seconds``.
+    """
+
+    server: Server
+    store: ClientStore
+    engine: Engine
+    recorder: Recorder
+    stages: tuple[str, ...]
+    evaluate_data: tuple[str, ...]
+    test_data: tuple[str, ...]
+    evaluate_every: int
+    save_every: int
+    lasting: dict[str, Any] = field(default_factory=dict)
+    rounds_done: int = 0
+    final_done: bool = False
+    seconds: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+    _clock: float = field(default_factory=time.monotonic)
+    _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
+
+    @property
+    def last_round(self) -> int:
+        """The server's round number of the newest scores: visits after the last round count as one more."""
+        return max(self.rounds_done - 1 + self.final_done, 0)
+
+    def tick(self) -> None:
+        """Add the time since the last tick."""
+        now = time.monotonic()
+        self.seconds += now - self._clock
+        self._clock = now
+
+    def restore(self, go_on: bool) -> None:
+        """Load the state that the run's folder holds.
+
+        Args:
+            go_on: the run will be trained further, so scores of rounds that are not in the state are cut off.
+
+        Raises:
+            ValueError: if the run would go on with an option that it was not started with.
+        """
+        run = self.recorder.run
+        assert run is not None
+        self.rounds_done, extra = restore_state(run.last, self.server, self.store)
+        changed = differing(extra.get("lasting", {}), plain(self.lasting)) if go_on else None
+        if changed is not None:
+            raise ValueError(
+                f"The run in {run.path} cannot go on with another configuration: {changed}. Resume it as it was "
+                "started (its config.yaml says how), or start a new run without resume."
+            )
+        keys = {callback.key for callback in self.server.callbacks}
+        lost = sorted(set(self.server.state) - keys)
+        if go_on and lost:
+            warn(f"The run goes on without {', '.join(lost)}, whose state it has.")
+        self.seconds = float(extra.get("seconds", 0.0))
+        self.history = list(extra.get("history", []))
+        self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
+        scored = self.rounds_done + self.final_done
+        self.recorder.rows = run.keep_rounds(scored) if go_on else run.read_rows(scored)
+        self.server.round = self.last_round
+
+    def check(self) -> None:
+        """Before round 1: every callback and the engine may refuse what cannot work.
+
+        Raises:
+            ValueError: with a sentence.
+        """
+        server, blueprint = self.server, self.server.blueprint
+        module = blueprint.build("server")
+        if sum(server.num_samples.values()) == 0:
+            raise ValueError(f"None of the {len(server.clients)} clients has a training sample. Check the partition.")
+        setup = Setup(
+            module=module,
+            template=blueprint.template,
+            kinds=server.kinds,
+            callbacks=list(server.callbacks),
+            clients=server.clients,
+            num_samples=server.num_samples,
+            max_rounds=server.max_rounds,
+            local_epochs=blueprint.settings.local_epochs,
+            local_steps=blueprint.settings.local_steps,
+            optimizers=optimizers_of(module),
+            first_batch=self.engine.runner.first_batch,
+            has_pooled=self.engine.runner.has_pooled,
+            warn=warn,
+        )
+        server.callbacks.event("check", setup)
+        self.engine.check()
+
+    def round(self, client_done: Callable[[Update], None]) -> None:
+        """One round: train, score, tell the callbacks, save."""
+        server = self.server
+        server.round = self.rounds_done
+        last = server.round + 1 == server.max_rounds
+        due = self.evaluate_every > 0 and ((server.round + 1) % self.evaluate_every == 0 or last)
+        splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
+        inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data)
+        updates = run_round(server, self.engine, inside, client_done)
+        _explain(server, updates)
+        rows = stage_scores.update_rows(updates)
+        if due:
+            evaluate = Evaluate(("val",), self.evaluate_data)
+            global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
+            rows += global_rows
+            if "L1" in self.stages:
+                rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
+        server.scores = _by_client(rows)
+        self.recorder.record(rows)
+        server.callbacks.event("on_round_end", server)
+        self.rounds_done = server.round + 1
+        self.tick()
+        self._count()
+        self.save()
+
+    def _count(self) -> None:
+        """Note what the round just finished (or the visits after the last one) cost."""
+        totals = {
+            "bytes_up": self.server.bytes_up,
+            "bytes_down": self.server.bytes_down,
+            "steps": self.server.steps,
+            "seconds": self.seconds,
+        }
+        before = self._counted or {name: sum(entry[name] for entry in self.history) for name in totals}  # a resumed run
+        self.history.append({"round": self.server.round + 1} | {name: totals[name] - before[name] for name in totals})
+        self._counted = totals
+
+    def save(self) -> None:
+        """Write the complete state, if this round is one to write."""
+        if self.recorder.run is None or not self.recorder.writes or self.save_every == 0:
+            return
+        if self.rounds_done % self.save_every == 0 or self.rounds_done == self.server.max_rounds:
+            extra = {
+                "seconds": self.seconds,
+                "final": self.final_done,
+                "history": self.history,
+                "lasting": plain(self.lasting),
+            }
+            save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
+
+    def finish(self) -> None:
+        """After the rounds: final visits if all rounds are done, then the callbacks' last word."""
+        server = self.server
+        server.round = self.last_round
+        if self.rounds_done == server.max_rounds and not self.final_done:
+            self._final_jobs()
+        server.round = self.last_round
+        server.callbacks.event("on_federation_end", server)
+        self.tick()
+
+    def _final_jobs(self) -> None:
+        """Visits after the last round; what they change is scored once more, as one round later."""
+        server = self.server
+        owner = server.callbacks.role("final_jobs")
+        if owner is None:
+            return
+        server.round = self.rounds_done
+        jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
+        for update in self.engine.run(messages(server, jobs), Evaluate()):
+            server.steps += update.steps
+            if update.error is not None:
+                warn(f"After the last round: {update.error}.")
+        if "L1" in self.stages and self.evaluate_every > 0:
+            self.recorder.record(stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data)))
+        self.final_done = True
+        self.tick()
+        self._count()
+        self.save()
+
+    def summarise(self, arguments: Mapping[str, Any]) -> None:
+        """Bring the recorder's results and summary (and `summary.json`) up to date.
+
+        Args:
+            arguments: The trainer's arguments.
+        """
+        results = self.recorder.choose_results(self.rounds_done)
+        self.recorder.write_summary(
+            summary_of(self.server, self.engine, results, self.rounds_done, self.seconds, arguments, self.history)
+        )
+
+    def export(self) -> None:
+        """Write the models to use as Lightning checkpoints, in the process that writes."""
+        if self.recorder.run is not None and self.recorder.writes:
+            export(self.recorder.run, self.server, self.engine)
+
+    def evaluate(self, split: str, checkpoint: str) -> list[Row]:
+        """Scores of the models as they stand, or as callbacks selected them; see ``FederatedTrainer.test``."""
+        server = self.server
+        kept = {entry["name"] for entry in server.checkpoints.values()}
+        kept |= {entry["name"] for client in self.store for entry in self.store.get(client).checkpoints.values()}
+        if checkpoint not in {"latest", "all", *kept}:
+            raise ValueError(
+                f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "
+                "Add LocalCheckpoint() or GlobalCheckpoint() to the callbacks to get one."
+            )
+        evaluate = Evaluate((split,), self.test_data)
+        rows: list[Row] = []
+        if checkpoint in ("latest", "all"):
+            latest = stage_scores.stage_g(server, self.engine, evaluate)
+            rows += latest + stage_scores.stage_l1(server, self.engine, evaluate, latest)
+            trained = (split, "L2", self.rounds_done)
+            rows += [row for row in self.recorder.rows if (row.split, row.stage, row.round) == trained]
+        if checkpoint != "latest":
+            found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
+            rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
+        self.recorder.record(rows)
+        return rows
+
+
+def _explain(server: Server, updates: list[Update]) -> None:
+    """Say why a client contributed nothing."""
+    for update in updates:
+        if update.error is not None:
+            warn(f"Round {server.round + 1}: {update.error}.")
+        elif update.steps == 0 and update.skipped:
+            warn(
+                f"Round {server.round + 1}: client '{update.client}' took no real step, so its weight is 0: "
+                f"{update.skipped} had no gradient, or were skipped by the gradient scaler."
+            )
+
+
+def _by_client(rows: list[Row]) -> dict[tuple[str, str, str, str], dict[str, tuple[float, int]]]:
+    scores: dict[tuple[str, str, str, str], dict[str, tuple[float, int]]] = {}
+    for row in rows:
+        key = (row.stage, row.data, row.split, row.metric)
+        scores.setdefault(key, {})[row.client] = (row.value, row.num_samples)
+    return scores

@@ -1,0 +1,1 @@
+"""When clients are visited: synchronous rounds."""

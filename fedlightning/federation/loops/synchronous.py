@@ -1,0 +1,90 @@
+"""Synchronous rounds: everybody who takes part is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from fedlightning.federation.aggregation import Aggregation
+from fedlightning.federation.engine import Engine
+from fedlightning.federation.server import Server
+from fedlightning.hooks import Job, Plan
+from fedlightning.messages import Message, Update
+from fedlightning.visit.requests import Evaluate
+
+
+class FederationError(RuntimeError):
+    """A round that nobody could contribute to."""
+
+
+def default_plan(server: Server) -> Plan:
+    """One ordinary visit to each participant."""
+    yield [Job(client) for client in server.participants()]
+
+
+def run_round(
+    server: Server, engine: Engine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
+) -> list[Update]:
+    """One round: plan, visit, fold, step. Returns the updates without their model entries.
+
+    What a plan gets back is as light: extras are kept for probes only, since a round of model-sized extras (control
+    variates) is folded in by ``on_update`` and need not be held.
+
+    Args:
+        server: holds the models before, and after.
+        engine: where the visits happen.
+        evaluate: what to score at stage L2 while the trained models are there.
+        report: called with each update as it comes.
+
+    Raises:
+        FederationError: if every visit failed, of the round or of a list of several jobs; the first failure is its cause.
+    """
+    server.callbacks.event("on_round_start", server)
+    owner = server.callbacks.role("plan_round")
+    plan = default_plan(server) if owner is None else owner.plan_round(server)
+    aggregation = Aggregation(server)
+    done: list[Update] = []
+    cause: Exception | None = None  # of the first failure; each holds its client's model by its traceback
+    jobs = next(plan, None)
+    while jobs is not None:
+        light = []
+        if not jobs:
+            aggregation.finish()
+            aggregation = Aggregation(server)
+        for job, update in zip(jobs, engine.run(messages(server, jobs), evaluate), strict=True):
+            server.bytes_up += update.num_bytes
+            server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one
+            if update.error is None and update.state:
+                aggregation.fold(update)
+            elif update.error is None:
+                server.callbacks.event("on_update", server, update)
+            cause = cause or update.cause
+            light.append(replace(update, state={}, extras=update.extras if job.work == 0 else {}, cause=None))
+            report(light[-1])
+        done += light
+        if len(light) > 1:  # a plan of single jobs, one client after another, goes on without one that fails
+            _refuse_if_all_failed(server, light, cause)
+        try:
+            jobs = plan.send(light)
+        except StopIteration:
+            jobs = None
+    _refuse_if_all_failed(server, done, cause)
+    aggregation.finish()
+    return done
+
+
+def _refuse_if_all_failed(server: Server, updates: list[Update], cause: Exception | None) -> None:
+    failed = [update for update in updates if update.error is not None]
+    if updates and len(failed) == len(updates):
+        raise FederationError(
+            f"Round {server.round + 1}: no client could contribute; {str(failed[0].error).rstrip('.')}"
+            + (f" ({len(failed) - 1} more failed)." if len(failed) > 1 else ".")
+        ) from cause
+
+
+def messages(server: Server, jobs: list[Job]) -> Iterator[Message]:
+    """The jobs' messages, made when an engine asks for them and counted."""
+    for job in jobs:
+        message = server.message(job)
+        server.bytes_down += message.num_bytes
+        yield message

@@ -1,0 +1,95 @@
+"""Where the clients' records live between visits: in memory, and on disk beyond a limit."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlightning.visit.record import ClientRecord
+
+
+class ClientStore:
+    """The clients' records, and which of them have changed since they were last saved.
+
+    Args:
+        limit: bytes of tensors to keep in memory; the records that were not used for longest lie on disk, in a
+            temporary folder that goes with the process. ``None``: a quarter of the machine's memory.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit if limit is not None else default_limit()
+        self.changed: set[str] = set()
+        self._clients: dict[str, None] = {}  # in the order of their first visits
+        self._records: OrderedDict[str, ClientRecord] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+        self._held = 0
+        self._files: dict[str, Path] = {}  # what lies on disk is the record as it is now
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors in memory."""
+        return self._held
+
+    def get(self, client: str) -> ClientRecord:
+        """The client's record; an empty one if it has never been visited. Not to be changed: put a new one."""
+        if client in self._records:
+            self._records.move_to_end(client)
+        elif client in self._files:
+            self._hold(client, ClientRecord(**torch.load(self._files[client], weights_only=False)))
+        return self._records.get(client, ClientRecord())
+
+    def put(self, client: str, record: ClientRecord, changed: bool = True) -> None:
+        """Replace the client's record."""
+        self._clients[client] = None
+        if client in self._files:
+            self._files.pop(client).unlink()
+        self._hold(client, record)
+        if changed:
+            self.changed.add(client)
+
+    def __contains__(self, client: str) -> bool:
+        return client in self._clients
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._clients)
+
+    def _hold(self, client: str, record: ClientRecord) -> None:
+        """Keep ``record`` in memory, and put others on disk where there is no room."""
+        size = tensor_bytes(vars(record))
+        self._held += size - self._sizes.get(client, 0)
+        self._records[client], self._sizes[client] = record, size
+        self._records.move_to_end(client)
+        while self._held > self.limit and len(self._records) > 1:
+            oldest, old = self._records.popitem(last=False)
+            self._held -= self._sizes.pop(oldest)
+            if oldest not in self._files:
+                self._files[oldest] = self._write(oldest, old)
+
+    def _write(self, client: str, record: ClientRecord) -> Path:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="fedlightning-clients-")
+        path = Path(self._folder.name) / f"{list(self._clients).index(client)}.pt"
+        torch.save(vars(record), path)
+        return path
+
+
+def tensor_bytes(tree: Any) -> int:
+    """Bytes of the tensors in a tree of dicts, lists and tuples."""
+    if isinstance(tree, Tensor):
+        return tree.numel() * tree.element_size()
+    if isinstance(tree, dict):
+        return sum(tensor_bytes(value) for value in tree.values())
+    return sum(tensor_bytes(value) for value in tree) if isinstance(tree, list | tuple) else 0
+
+
+def default_limit() -> int:
+    """A quarter of the machine's memory, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

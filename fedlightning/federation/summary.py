@@ -1,0 +1,101 @@
+"""What a run says in the end: the contents of `summary.json`, and the models to use as Lightning checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.federation.engine import Engine
+from fedlightning.federation.server import Server
+from fedlightning.federation.stages import deployed_module
+from fedlightning.run import checkpoints
+from fedlightning.run.environment import config_hash, peak_memory_mb, versions
+from fedlightning.run.folder import RunFolder
+from fedlightning.tensors import equal, module_state
+
+
+def summary_of(
+    server: Server,
+    engine: Engine,
+    results: Sequence[Mapping[str, Any]],
+    rounds: int,
+    seconds: float,
+    arguments: Mapping[str, Any],
+    history: Sequence[Mapping[str, float]] = (),
+) -> dict[str, Any]:
+    """Return the contents of `summary.json`.
+
+    Args:
+        server: The server.
+        engine: Has the data and knows which local loop trained.
+        results: Summarised scores.
+        rounds: Finished rounds.
+        seconds: Time spent.
+        arguments: The trainer's arguments.
+        history: What each round cost.
+    """
+    config = {key: value for key, value in arguments.items() if key not in ("default_root_dir", "version")}
+    callbacks = {callback.key: callback.hyperparameters() for callback in server.callbacks}
+    return {
+        "results": results,
+        "rounds": rounds,
+        "num_clients": len(server.clients),
+        "num_samples": server.num_samples,
+        "data": describe_data(engine.runner.data),
+        "callbacks": callbacks,
+        "model": type(server.blueprint.template).__name__,
+        "seed": arguments["seed"],
+        "bytes_up": server.bytes_up,
+        "bytes_down": server.bytes_down,
+        "local_loop": engine.runner.loop.used,
+        "local_steps_total": server.steps,
+        "seconds": round(seconds, 3),
+        "per_round": [dict(entry) for entry in history],
+        "peak_memory_mb": round(peak_memory_mb(), 1),
+        "versions": versions(),
+        "config_hash": config_hash({**config, "callbacks": callbacks}),
+    }
+
+
+def describe_data(data: FederatedDataModule) -> dict[str, Any]:
+    """Describe who holds what; two runs are on the same split where `splits` agree."""
+    return {
+        "module": type(data).__name__,
+        "partition": data.partition_name,
+        "splits": {split: data.fingerprint(split) for split in SPLITS},
+        "clients": {
+            client: {split: data.num_samples(client, split) for split in SPLITS}
+            | {"classes": data.class_counts(client, "train")}
+            for client in data.client_ids
+        },
+    }
+
+
+def export(run: RunFolder, server: Server, engine: Engine) -> None:
+    """Write the models to use as native Lightning checkpoints: the selected ones, else the latest.
+
+    The file of a client that deploys the global model is a link to the global one: no disk full of copies.
+
+    Args:
+        run: The run's folder.
+        server: Has the global models.
+        engine: Has the clients' records.
+    """
+    folder, exporter = run.path / "checkpoints", checkpoints.Exporter(server.blueprint.template)
+    (folder / "clients").mkdir(parents=True, exist_ok=True)
+    names = [kept["name"] for kept in server.checkpoints.values()]
+    whole = None
+    if names or server.global_module(None) is not None:
+        name = next(iter(names), "latest")
+        whole = deployed_module(server, engine, None, name)
+        exporter.save(folder / "global.ckpt", whole, {"checkpoint": name})
+    for client in server.clients:
+        name = next((entry["name"] for entry in engine.store.get(client).checkpoints.values()), "latest")
+        module = deployed_module(server, engine, client, name)
+        path = folder / "clients" / f"{quote(client, safe='')}.ckpt"
+        if whole is not None and type(module) is type(whole) and equal(module_state(module), module_state(whole)):
+            checkpoints.link(path, folder / "global.ckpt")
+        else:
+            exporter.save(path, module, {"client": client, "checkpoint": name})

@@ -1,0 +1,108 @@
+"""The folder of a run: ``runs/<name>/<version>/`` and the files in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedlightning.run.files import is_writer, write_text_atomically
+from fedlightning.scoring.results import Row, read_rows, write_rows
+
+RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
+
+
+class RunFolder:
+    """Paths and writers of one run.
+
+    Args:
+        root: where runs lie (``runs``).
+        name: the experiment's name.
+        version: folder of this run; ``None``: the next free ``version_N``.
+    """
+
+    def __init__(self, root: str | Path, name: str, version: str | None = None) -> None:
+        base = Path(root) / name
+        group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not group and not is_writer() and RUN_FOLDER in os.environ:
+            self.path = Path(os.environ[RUN_FOLDER])
+            return
+        if version is None:
+            taken = [int(p.name[8:]) for p in base.glob("version_*") if p.name[8:].isdigit()] if base.exists() else []
+            version = f"version_{max(taken, default=-1) + 1}"
+        self.path = base / version
+        if group and torch.distributed.get_world_size() > 1:  # a later run of the same processes
+            agreed = [str(self.path)]
+            torch.distributed.broadcast_object_list(agreed, src=0)
+            self.path = Path(agreed[0])
+        os.environ[RUN_FOLDER] = str(self.path)  # processes that DDP starts later inherit it
+
+    def refuse_used(self) -> None:
+        """Refuse to start a new run in a folder that holds one.
+
+        Raises:
+            ValueError: naming the folder.
+        """
+        if (self.path / "metrics.csv").exists() and is_writer():
+            raise ValueError(
+                f"There is a run in {self.path} already. Choose another version, leave version out, or resume it with "
+                f"resume='{self.path}'."
+            )
+
+    @property
+    def last(self) -> Path:
+        """Complete resume state."""
+        return self.path / "checkpoints" / "last"
+
+    @property
+    def figures(self) -> Path:
+        """Where figures go; made when asked for."""
+        folder = self.path / "figures"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def write_rows(self, rows: Iterable[Row]) -> None:
+        """Append scores to ``metrics.csv``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_rows(self.path / "metrics.csv", rows)
+
+    def read_rows(self, rounds: int) -> list[Row]:
+        """The scores of the first ``rounds`` rounds, evaluations after training included."""
+        return [row for row in read_rows(self.path / "metrics.csv") if row.round <= rounds]
+
+    def keep_rounds(self, rounds: int) -> list[Row]:
+        """Cut ``metrics.csv`` back to the first ``rounds`` rounds of training (a resumed run writes the others again)."""
+        path = self.path / "metrics.csv"
+        rows = [row for row in read_rows(path) if row.round <= rounds and (row.split != "test" or row.stage == "L2")]
+        if path.exists() and is_writer():
+            write_rows(path, rows, append=False)
+        return rows
+
+    def write_config(self, text: str) -> None:
+        """Write ``config.yaml``: what the command line needs to run this again."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(self.path / "config.yaml", text)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Replace ``summary.json``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(self.path / "summary.json", json.dumps(summary, indent=1, default=str))
+
+
+def find_last(root: str | Path, name: str) -> Path:
+    """The run that wrote its state last.
+
+    Raises:
+        FileNotFoundError: if no run of that name can be resumed.
+    """
+    manifests = list((Path(root) / name).glob("*/checkpoints/last/manifest.json"))
+    if not manifests:
+        raise FileNotFoundError(
+            f"There is nothing to resume: no run under {Path(root) / name} has checkpoints/last/manifest.json. "
+            "Start without resume, or give the run's folder."
+        )
+    return max(manifests, key=lambda path: path.stat().st_mtime).parents[2]

@@ -1,0 +1,1 @@
+"""Scores inside a run: metrics, rows, and the tasks that find them."""

@@ -1,0 +1,116 @@
+"""Scores of a run, as rows: one value of one metric of one client's data, at one stage of one round."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedlightning.scoring.metrics import higher_is_better
+
+
+@dataclass(frozen=True)
+class Row:
+    """One score.
+
+    Attributes:
+        round: counted from 1; 0 is the untrained model.
+        stage: ``G`` | ``L1`` | ``L2``; model: ``global`` | ``personal``.
+        checkpoint: ``latest`` or a checkpoint callback's name (``best_global``, ``best_local``).
+        data: ``local``: the client's own; ``pooled``: the union over clients; ``client:NAME``: another client's (the
+            cross-client matrix: ``client``'s model on NAME's data).
+        split: ``val`` | ``test`` | ``train`` (what the module logged in training).
+        client: the client's id, or ``all`` for a global model on pooled data.
+        num_samples: how many samples the value was computed on.
+    """
+
+    round: int
+    stage: str
+    model: str
+    checkpoint: str
+    data: str
+    split: str
+    client: str
+    metric: str
+    value: float
+    num_samples: int
+
+    @property
+    def address(self) -> tuple[int | str, ...]:
+        """What the value is of: everything but the value (which may be NaN, and then is not equal to itself)."""
+        return (self.round, *(getattr(self, name) for name in COLUMNS[1:8]))
+
+
+COLUMNS = [field.name for field in fields(Row)]
+
+
+def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Rows of ``summary.json``: per model, stage, checkpoint, data, split and metric the statistics over clients.
+
+    ``mean`` is uniform over clients, ``weighted_mean`` by evaluated samples, ``std`` and ``variance`` those of the
+    population, ``worst`` and ``tenth_percentile`` taken from the bad end (the top for a loss). A value that is not
+    defined for a client (AUROC with one class) is ``null`` there and left out of the statistics.
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.model, row.stage, row.checkpoint, row.data, row.split, row.metric), []).append(row)
+    out = []
+    for key, members in groups.items():
+        defined = [row for row in members if math.isfinite(row.value)]
+        values = np.array([row.value for row in defined])
+        weights = np.array([row.num_samples for row in defined], dtype=float)
+        some = len(defined) > 0
+        good = higher_is_better(key[-1])
+        out.append(
+            dict(zip(("model", "stage", "checkpoint", "data", "split", "metric"), key, strict=True))
+            | {
+                "mean": float(values.mean()) if some else None,
+                "weighted_mean": float((values * weights).sum() / weights.sum()) if some else None,
+                "std": float(values.std()) if some else None,
+                "variance": float(values.var()) if some else None,
+                "median": float(np.median(values)) if some else None,
+                "worst": float(values.min() if good else values.max()) if some else None,
+                "tenth_percentile": float(np.percentile(values, 10 if good else 90)) if some else None,
+                "per_client": {row.client: row.value if math.isfinite(row.value) else None for row in members},
+            }
+        )
+    return out
+
+
+def write_rows(path: Path, rows: Iterable[Row], append: bool = True) -> None:
+    """Append ``rows`` to the CSV at ``path`` (with a header when it is new), or replace it at once by a new one."""
+    new = not append or not path.exists()
+    written = path if append else path.with_name(path.name + ".tmp")
+    with written.open("w" if new else "a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(COLUMNS)
+        writer.writerows(astuple(row) for row in rows)
+    if written != path:
+        os.replace(written, path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV that :func:`write_rows` wrote; empty if there is none.
+
+    A last line that was cut off when the process was killed is left out.
+    """
+    if not path.exists():
+        return []
+    text = path.read_text()
+    complete = text[: text.rfind("\n") + 1]
+    return [
+        Row(
+            round=int(line["round"]),
+            value=float(line["value"]),
+            num_samples=int(line["num_samples"]),
+            **{name: line[name] for name in COLUMNS if name not in ("round", "value", "num_samples")},
+        )
+        for line in csv.DictReader(complete.splitlines())
+    ]

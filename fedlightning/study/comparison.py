@@ -1,0 +1,154 @@
+"""Runs of this session side by side, without their folders: a table on the terminal, a figure per client, the files.
+
+For runs on disk, several seeds and a report, see :class:`fedlightning.study.study.Study` and ``fedlightning compare``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fedlightning.study.runs import Run
+from fedlightning.study.study import Study, write_comparison
+
+
+class Comparison:
+    """Collects the summaries of runs on the same data.
+
+    Which models are compared is fixed before looking at test data: each client's ``best_local`` checkpoint where there is
+    one, else the latest (stage L1); the global model is ``best_global``, else the latest (stage G).
+
+    Args:
+        metric: the score to compare, with or without its ``test_`` prefix.
+        split: ``"test"`` or ``"val"``.
+    """
+
+    def __init__(self, metric: str = "accuracy", split: str = "test") -> None:
+        self.metric = metric
+        self.split = split
+        self.runs: list[Run] = []
+
+    def add(self, name: str, summary: Mapping[str, Any]) -> None:
+        """Add a run; the same name again is another seed of it.
+
+        Args:
+            name: its name in the table.
+            summary: what ``summary.json`` holds (``trainer.summary``).
+        """
+        self.runs.append(Run(name, int(summary.get("seed", 0)), Path(), dict(summary)))
+
+    @property
+    def study(self) -> Study:
+        """The runs so far, with every table and statistic.
+
+        Raises:
+            ValueError: if there is no run, or none has the metric.
+        """
+        return Study(self.runs, metric=self.metric, split=self.split)
+
+    def table(self) -> Table:
+        """The comparison as a table: the best of each column is bold."""
+        study = self.study
+        table = Table(
+            title=f"{self.split} {study.metric}, mean over clients ± standard deviation", title_justify="left"
+        )
+        for column in ("method", "deployed", "worst client", "on others' data", "global model", "MB sent", "s"):
+            table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+        rows = study.overview()
+        better = max if study.higher_is_better else min
+        shown = {}
+        for key in ("mean", "worst", "pooled", "global"):
+            known = [row[key] for row in rows if row[key] is not None]
+            shown[key] = [_cell(row[key], bool(known) and row[key] == better(known)) for row in rows]
+        shared = [[score.spread for score in study.shared(row["method"]).values()] for row in rows]
+        for i, row in enumerate(rows):
+            table.add_row(
+                row["method"],
+                shown["mean"][i] + _spread(row["std"]),
+                shown["worst"][i],
+                shown["pooled"][i],
+                shown["global"][i]
+                + _spread(math.fsum(s.std for s in shared[i] if s) / len(shared[i]) if shared[i] else None),
+                _number(row["mb_total"], 1),
+                _number(row["seconds"], 0),
+            )
+        return table
+
+    def print(self) -> None:
+        """Print the table, what its columns mean, and what is wrong with the runs."""
+        console = Console(width=None if Console().is_terminal else 100)
+        console.print(self.table())
+        console.print(
+            "deployed: the model each client would use, selected on its own validation data (best_local), on its own "
+            "test data.\non others' data: the same models on the union of all clients' test data. MB sent: up and down, "
+            "all rounds.",
+            highlight=False,
+        )
+        for problem in self.study.problems:
+            if problem.kind not in _EXPECTED:
+                console.print(f"[yellow]{problem.text}[/]", highlight=False)
+
+    def write(self, path: Path) -> None:
+        """Write ``comparison.json`` and ``comparison.csv`` into a folder; see
+        :func:`fedlightning.study.export.write_comparison`.
+        """
+        write_comparison(self.study, path)
+
+    def plot_clients(self, path: Path) -> None:
+        """One panel per run: every client's deployed model on its own data, against the first run's."""
+        import matplotlib.pyplot as plt
+
+        study = self.study
+        rows = study.clients()
+        scores = {name: {r["client"]: r["score"] for r in rows if r["method"] == name} for name in study.methods}
+        scores = {name: of for name, of in scores.items() if any(value is not None for value in of.values())}
+        means = {row["method"]: row["mean"] for row in study.overview()}
+        columns = min(4, len(scores))
+        lines = -(-len(scores) // columns)
+        figure, axes = plt.subplots(
+            lines, columns, figsize=(3.1 * columns, 2.4 * lines), sharey=True, squeeze=False, layout="constrained"
+        )
+        first = next(iter(scores))
+        for axis in axes.flat[len(scores) :]:
+            axis.axis("off")
+        for (name, of), axis in zip(scores.items(), axes.flat, strict=False):
+            places = range(len(of))
+            axis.bar(
+                places, [math.nan if v is None else v for v in of.values()], color=_GREY if name == first else _BLUE
+            )
+            if name != first:
+                marks = [math.nan if (v := scores[first].get(client)) is None else v for client in of]
+                axis.scatter(places, marks, marker="_", s=90, color=_RED, label=first, zorder=3)
+                axis.legend(loc="lower right", fontsize=7)
+            axis.set_title(f"{name}: {_number(means[name], 3)}", fontsize=10)
+            axis.set_xticks(places, list(of), fontsize=7)
+            axis.grid(axis="y", alpha=0.3)
+        highest = max((v for of in scores.values() for v in of.values() if v is not None), default=1.0)
+        if highest <= 1:
+            axes.flat[0].set_ylim(0, 1.02)
+        figure.supxlabel("client")
+        figure.supylabel(f"{self.split} {study.metric}")
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+_BLUE, _GREY, _RED = "#4477aa", "#999999", "#cc3311"
+_EXPECTED = ("single_seed", "no_baseline", "uncomparable_baseline")
+"""Kinds of problems that touch no number of the table."""
+
+
+def _cell(value: float | None, best: bool) -> str:
+    return f"[bold]{_number(value, 3)}[/]" if best else _number(value, 3)
+
+
+def _spread(value: float | None) -> str:
+    return "" if value is None else f" ± {value:.3f}"
+
+
+def _number(value: float | None, decimals: int) -> str:
+    return "-" if value is None else f"{value:.{decimals}f}"

@@ -1,0 +1,70 @@
+"""What it costs to reach a target: rounds, steps, megabytes, seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedlightning.study.curves import curves
+
+if TYPE_CHECKING:
+    from fedlightning.study.study import Study
+
+SHARES = (0.90, 0.95, 1.0)
+"""Default targets, as shares of FedAvg's best validation score."""
+STAGE, DATA = "L1", "local"
+"""The curve that is watched: what clients hold after aggregation, on their own validation data."""
+
+
+def costs(study: Study, target: float | None = None) -> list[dict[str, Any]]:
+    """One line for each (method, target): when the curve of its mean over seeds first reaches the target.
+
+    The curve is each client's model as received (L1) on its own validation data, so no test data are touched.
+    ``target`` is the value, ``share`` and ``of`` where it comes from (``None`` for a given one); ``rounds``,
+    ``local_steps`` (all clients together), ``mb_up``, ``mb_down``, ``mb`` (1 MB = 10**6 bytes) and ``seconds`` are what
+    was spent by then, ``None`` where the target is never reached (``reached`` is False) or costs were not recorded.
+
+    Args:
+        study: the study.
+        target: a score; default: 90, 95 and 100 % of FedAvg's best value (without FedAvg: of the method whose best is
+            worst). For a loss a target is the best value divided by the share, so that a smaller share is easier.
+    """
+    tracks: dict[str, list[dict[str, Any]]] = {method: [] for method in study.methods}
+    for line in curves(study):
+        if line["stage"] == STAGE and line["data"] == DATA and line["mean"] is not None:
+            tracks[line["method"]].append(line)
+    found = []
+    for value, share, of in _targets(study, tracks, target):
+        for method, track in tracks.items():
+            first = next((line for line in track if _reaches(study, line["mean"], value)), None)
+            found.append(
+                {"method": method, "target": value, "share": share, "of": of, "reached": first is not None}
+                | _spent(first)
+            )
+    return found
+
+
+def _targets(
+    study: Study, tracks: dict[str, list[dict[str, Any]]], target: float | None
+) -> list[tuple[float, float | None, str | None]]:
+    if target is not None:
+        return [(target, None, None)]
+    good = study.higher_is_better
+    best = {name: (max if good else min)(line["mean"] for line in track) for name, track in tracks.items() if track}
+    if not best:
+        return []
+    worst = (min if good else max)(best, key=lambda name: best[name])
+    of = study.baselines.get("fedavg")
+    of = of if of in best else worst
+    return [(best[of] * share if good else best[of] / share, share, of) for share in SHARES]
+
+
+def _reaches(study: Study, value: float, target: float) -> bool:
+    return value >= target if study.higher_is_better else value <= target
+
+
+def _spent(line: dict[str, Any] | None) -> dict[str, Any]:
+    names = ("rounds", "local_steps", "mb_up", "mb_down", "mb", "seconds")
+    if line is None:
+        return dict.fromkeys(names)
+    up, down = (None if line[name] is None else line[name] / 1e6 for name in ("bytes_up", "bytes_down"))
+    return dict(zip(names, (line["round"], line["local_steps"], up, down, line["mb"], line["seconds"]), strict=True))

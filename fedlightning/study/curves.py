@@ -1,0 +1,72 @@
+"""Learning curves on validation data, against rounds, steps, bytes and seconds."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedlightning.scoring.metrics import bare
+from fedlightning.study.measures import mean_of
+from fedlightning.study.runs import Run
+
+if TYPE_CHECKING:
+    from fedlightning.study.study import Study
+
+COSTS = {"bytes_up": "bytes_up", "bytes_down": "bytes_down", "local_steps": "steps", "seconds": "seconds"}
+"""Column -> key of ``per_round`` in ``summary.json``."""
+
+
+def curves(study: Study, metric: str | None = None) -> list[dict[str, Any]]:
+    """Validation scores of the latest models: one line for each (method, stage, data, round).
+
+    ``mean`` is the mean over seeds of the mean over clients, with ``ci95``, ``ci95_radius`` and ``n_seeds``; it is ``None``
+    at a round where a client's value is NaN or infinite in any seed. ``bytes_up``, ``bytes_down``, ``mb`` (both, in 10**6
+    bytes), ``local_steps`` (all clients together) and ``seconds`` are sums from the start to the end of that round, means
+    over seeds; ``None`` where a run did not record them by round. Rounds that not every seed was scored at are left out.
+
+    Args:
+        study: the study.
+        metric: default the study's.
+    """
+    wanted = bare(metric or study.metric)
+    lines = []
+    for method in study.methods:
+        seeds = study.seeds_of(method)
+        runs = [study.finished[method, seed].run for seed in seeds]
+        found = [round_means(run, wanted) for run in runs]
+        spent = [cumulative_costs(run) for run in runs]
+        shared = set.intersection(*(set(one) for one in found)) if found else set()
+        for stage, data, number in sorted(shared, key=_order):
+            overall = study.estimate([one[stage, data, number] for one in found])
+            line: dict[str, Any] = {"method": method, "stage": stage, "data": data, "round": number}
+            line |= {"mean": overall.mean, "ci95": overall.ci95, "ci95_radius": overall.radius, "n_seeds": overall.n}
+            cost = {name: mean_of([s.get(number, {}).get(name) for s in spent]) for name in COSTS}
+            up, down = cost["bytes_up"], cost["bytes_down"]
+            lines.append(line | cost | {"mb": None if up is None or down is None else (up + down) / 1e6})
+    return lines
+
+
+def round_means(run: Run, metric: str) -> dict[tuple[str, str, int], float | None]:
+    """(stage, data, round) -> mean over clients on validation data; ``None`` if a value is not finite."""
+    groups: dict[tuple[str, str, int], list[float]] = {}
+    for row in run.rows:
+        if row.split == "val" and row.checkpoint == "latest" and bare(row.metric) == metric:
+            groups.setdefault((row.stage, row.data, row.round), []).append(row.value)
+    return {key: float(np.mean(values)) if all(map(math.isfinite, values)) else None for key, values in groups.items()}
+
+
+def cumulative_costs(run: Run) -> dict[int, dict[str, float]]:
+    """Round -> what the run had cost by its end; empty where the run did not record costs by round."""
+    total = dict.fromkeys(COSTS, 0.0)
+    found = {}
+    for entry in run.summary.get("per_round", []):
+        total = {name: total[name] + float(entry.get(key, 0)) for name, key in COSTS.items()}
+        found[int(entry["round"])] = total
+    return found
+
+
+def _order(key: tuple[str, str, int]) -> tuple[int, str, int]:
+    stage, data, number = key
+    return ("G", "L1", "L2").index(stage), data, number

@@ -1,0 +1,87 @@
+"""Is the difference real? Paired over seeds: the same seed is the same split."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedlightning.study.measures import mean_of
+from fedlightning.study.statistics import holm, paired_difference, wilcoxon
+
+if TYPE_CHECKING:
+    from fedlightning.study.study import Study
+
+
+def differences(study: Study, reference: str | None = None) -> list[dict[str, Any]]:
+    """Every other method against a reference, on the deployed score (mean over clients), seed by seed.
+
+    One line a method: ``mean`` of (method - reference), ``ci95`` and ``ci95_radius`` of it, ``p`` of the paired t-test,
+    ``p_holm`` after Holm's adjustment over the lines of this table, ``p_wilcoxon`` of the signed-rank test (with n
+    pairs it cannot be below 2 / 2**n), ``n`` pairs, ``per_seed``, and ``better``: whether the mean favours the method.
+    ``p`` is ``None`` with fewer than two pairs; everything is where a run diverged.
+
+    Args:
+        study: the study.
+        reference: a method's name, or ``"best"`` (see :func:`best_method`); default: the siloed baseline, else FedAvg,
+            else the first method.
+
+    Raises:
+        ValueError: if there is no such method.
+    """
+    if reference == "best" and "best" not in study.methods:
+        reference = best_method(study)
+    elif reference is None:
+        reference = study.baselines.get("siloed") or study.baselines.get("fedavg") or study.methods[0]
+    if reference is None:
+        return []
+    if reference not in study.methods:
+        raise ValueError(f"There is no method '{reference}' in this study; it has {', '.join(study.methods)}.")
+    lines = [difference(study, method, reference) for method in study.methods if method != reference]
+    tested = [line for line in lines if line["p"] is not None]
+    for line, adjusted in zip(tested, holm([line["p"] for line in tested]), strict=True):
+        line["p_holm"] = adjusted
+    return lines
+
+
+def difference(study: Study, method: str, reference: str) -> dict[str, Any]:
+    """One line of :func:`differences`, not yet adjusted."""
+    a, b = pairs(study, method, reference)
+    line: dict[str, Any] = {"method": method, "reference": reference}
+    line |= dict.fromkeys(("mean", "ci95", "ci95_radius", "p", "p_holm", "p_wilcoxon", "better"))
+    line |= {"n": len(a), "per_seed": {}}
+    x, y = ([float(value) for value in means.values() if value is not None] for means in (a, b))
+    if not x or len(x) < len(a):
+        return line
+    found, p = paired_difference(x, y, study.confidence, study.interval)
+    line["mean"] = found.centre
+    line["per_seed"] = {str(seed): one - other for seed, one, other in zip(a, x, y, strict=True)}
+    line["better"] = found.centre > 0 if study.higher_is_better else found.centre < 0
+    if len(x) > 1:
+        line |= {"ci95": [found.low, found.high], "ci95_radius": found.radius, "p": p, "p_wilcoxon": wilcoxon(x, y)}
+    return line
+
+
+def pairs(study: Study, method: str, other: str) -> tuple[dict[int, float | None], dict[int, float | None]]:
+    """Deployed means of two methods at the seeds both have, on the same test data; all ``None`` if a run diverged."""
+    if not (study.comparable(method) and study.comparable(other)):
+        return {}, {}
+    a, b = study.deployed(method), study.deployed(other)
+    seeds = [seed for seed in a if seed in b]
+    if any(score.mean is None for score in (*a.values(), *b.values())):  # also at a seed that the other does not have
+        return dict.fromkeys(seeds), dict.fromkeys(seeds)
+    return {seed: a[seed].mean for seed in seeds}, {seed: b[seed].mean for seed in seeds}
+
+
+def best_method(study: Study) -> str | None:
+    """The method with the best deployed mean, of those that have the most seeds.
+
+    Central training, which moves the data, is not asked, and neither is a method that was tested on other data.
+    """
+    means, seeds = {}, {}
+    for method in study.methods:
+        scores = study.deployed(method)
+        mean = mean_of([score.mean for score in scores.values()])
+        if mean is not None and study.comparable(method) and study.role(method) != "central":
+            means[method] = mean if study.higher_is_better else -mean
+            seeds[method] = len(scores)
+    means = {method: mean for method, mean in means.items() if seeds[method] == max(seeds.values())}
+    return max(means, key=lambda name: means[name]) if means else None

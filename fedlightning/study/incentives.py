@@ -1,0 +1,172 @@
+"""Who gains by taking part: participation rate, appeal, opt-outs, thresholds, beside the spread over clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedlightning.study import fairness as measure
+from fedlightning.study.baselines import comparable_seeds, federated_scores, siloed_scores
+from fedlightning.study.measures import SeedScore, mean_of
+from fedlightning.study.scores import STATISTICS, statistic
+
+if TYPE_CHECKING:
+    from fedlightning.study.study import Study
+
+THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+"""Levels eps of FLIU's rho_eps, for scores between 0 and 1."""
+
+Scores = dict[str, float]
+
+
+def fairness(study: Study, thresholds: Sequence[float] | None = None) -> list[dict[str, Any]]:
+    """One line a method: how its score is spread over clients, and how many gain.
+
+    Statistics over clients are taken for each seed and averaged over seeds: ``mean``, ``weighted_mean``, ``median``,
+    ``std``, ``variance``, ``worst``, ``tenth_percentile``, ``best``. ``variance_of_medians`` is the population variance
+    over clients of each client's median over seeds (as PLayer-FL's code). ``ipr``, ``ipr_of_medians``, ``opt_outs``
+    (percent), ``pma``, ``gma`` ...: see :func:`incentives`. ``above_E`` and ``below_E``: clients strictly above and below
+    each threshold.
+
+    Args:
+        study: the study.
+        thresholds: default :data:`THRESHOLDS`, and none for a loss.
+    """
+    if thresholds is None:
+        thresholds = THRESHOLDS if study.higher_is_better else ()
+    lines = []
+    for method in study.methods:
+        scores = list(study.deployed(method).values())
+        line: dict[str, Any] = {"method": method, "mean": mean_of([score.mean for score in scores])}
+        line |= {"weighted_mean": mean_of([score.weighted_mean for score in scores])}
+        line |= {name: statistic(scores, name) for name in STATISTICS}
+        middle = medians(scores)
+        line["variance_of_medians"] = float(np.var(list(middle.values()))) if middle else None
+        line |= incentives(study, method)
+        for level in thresholds:
+            for word, count in (("above", measure.above), ("below", measure.below)):
+                line[f"{word}_{level:g}"] = mean_of([count(s.defined, level) if s.sound else None for s in scores])
+        line |= {"clients": _count(scores), "n_seeds": len(scores), "seeds": len(study.seeds)}
+        lines.append(line | {"comparable": study.comparable(method)})
+    return lines
+
+
+def incentives(study: Study, method: str) -> dict[str, Any]:
+    """Participation rate, appeal and opt-outs of one method, against baselines that are comparable.
+
+    Returns:
+        ``ipr`` (PLayer-FL, eq. A.6): percent of clients strictly better off than with their siloed model and with
+        FedAvg's global model, mean over seeds; ``ipr_of_medians``: the same of each client's median over seeds;
+        ``ipr_seeds``: the seeds of both; empty for the two baselines themselves. ``pma`` (PI-FL, eq. 14): mean over
+        clients of the gain over FedAvg's global model; ``opt_outs`` (eq. 15): percent of clients that lose by it. For a
+        loss, a gain is a lower value. ``gma`` (MaxFL): see :func:`global_appeal`.
+    """
+    found: dict[str, Any] = dict.fromkeys(("ipr", "ipr_of_medians", "pma", "opt_outs"))
+    found["ipr_seeds"] = found["pma_seeds"] = 0
+    role = study.role(method)
+    scores, silo, federated = study.deployed(method), siloed_scores(study), federated_scores(study)
+    if role not in ("siloed", "fedavg") and {"siloed", "fedavg"} <= set(study.baselines):
+        names = (study.baselines["siloed"], study.baselines["fedavg"])
+        seeds = [s for s in comparable_seeds(study, method, *names) if s in scores and s in silo and s in federated]
+        each = [common(scores[s], silo[s], federated[s]) for s in seeds]
+        found["ipr"] = mean_of([_rate(study, groups) for groups in each])
+        middle = [medians([group[s] for s in seeds]) for group in (scores, silo, federated)]
+        shared = [client for client in middle[0] if all(client in group for group in middle)]
+        if shared:
+            found["ipr_of_medians"] = _rate(study, [{c: group[c] for c in shared} for group in middle])
+        found["ipr_seeds"] = len(seeds)
+    if role != "fedavg" and "fedavg" in study.baselines:
+        gains = appeal_by_seed(study, method)
+        found["pma"] = mean_of([None if gain is None else sum(gain.values()) / len(gain) for gain in gains.values()])
+        found["opt_outs"] = mean_of(
+            [None if g is None else 100.0 * sum(v < 0 for v in g.values()) / len(g) for g in gains.values()]
+        )
+        found["pma_seeds"] = len(gains)
+    return found | global_appeal(study, method)
+
+
+def appeal_by_seed(study: Study, method: str) -> dict[int, Scores | None]:
+    """PMA of each client by seed, positive where the method is better; ``None`` where a model diverged."""
+    if "fedavg" not in study.baselines:
+        return {}
+    scores, federated = study.deployed(method), federated_scores(study)
+    sign = 1.0 if study.higher_is_better else -1.0
+    found: dict[int, Scores | None] = {}
+    for seed in comparable_seeds(study, method, study.baselines["fedavg"]):
+        if seed in scores and seed in federated:
+            pair = common(scores[seed], federated[seed])
+            gains = measure.personal_model_appeal(*pair) if pair else None
+            found[seed] = None if gains is None else {client: sign * gain for client, gain in gains.items()}
+    return found
+
+
+def appeal(study: Study) -> list[dict[str, Any]]:
+    """Personal model appeal, for its distribution over clients: one line for each (method, client).
+
+    ``pma``: what the client gains over FedAvg's global model, mean over seeds (for a loss: how much lower it is);
+    ``n_seeds``. FedAvg itself is not in it.
+    """
+    lines = []
+    for method in study.methods:
+        if study.role(method) == "fedavg":
+            continue
+        gains = appeal_by_seed(study, method)
+        clients = dict.fromkeys(client for found in gains.values() for client in found or {})
+        for client in clients:
+            values = [None if found is None else found.get(client) for found in gains.values()]
+            lines.append({"method": method, "client": client, "pma": mean_of(values), "n_seeds": len(values)})
+    return lines
+
+
+def global_appeal(study: Study, method: str) -> dict[str, Any]:
+    """MaxFL's GMA: clients whose loss with the global model is strictly below that of their own siloed model.
+
+    The paper takes training losses. A run records none of the global model, so unless it has them (split ``train``,
+    stage G and L1) the validation losses of both latest models are taken, and ``gma_loss`` says so.
+
+    Returns:
+        ``gma``: a number of clients, mean over seeds; ``gma_loss``: ``"training"``, ``"validation"`` or ``None``.
+    """
+    siloed = study.baselines.get("siloed")
+    for split, word in (("train", "training"), ("val", "validation")):
+        if siloed is None or method == siloed:
+            break
+        mine = study.find(method, "loss", split=split, model="global", checkpoint="latest")
+        own = study.find(siloed, "loss", split=split, model="personal", checkpoint="latest", stage="L1")
+        seeds = [seed for seed in comparable_seeds(study, method, siloed) if seed in mine and seed in own]
+        if seeds:
+            pairs = [common(mine[seed], own[seed]) for seed in seeds]
+            counts = [measure.global_model_appeal(*pair) if pair else None for pair in pairs]
+            return {"gma": mean_of(counts), "gma_loss": word}
+    return {"gma": None, "gma_loss": None}
+
+
+def medians(scores: Sequence[SeedScore]) -> Scores:
+    """Each client's median over seeds; empty if a model diverged."""
+    if not scores or not all(score.sound for score in scores):
+        return {}
+    clients = [client for client in scores[0].defined if all(client in score.defined for score in scores)]
+    return {client: median(score.defined[client] for score in scores) for client in clients}
+
+
+def common(*groups: SeedScore) -> list[Scores] | None:
+    """The scores of clients that all of them have; ``None`` if a model diverged or nobody is left."""
+    if not all(score.sound for score in groups):
+        return None
+    shared = [client for client in groups[0].defined if all(client in score.defined for score in groups)]
+    return [{client: score.defined[client] for client in shared} for score in groups] if shared else None
+
+
+def _rate(study: Study, groups: list[Scores] | None) -> float | None:
+    """Participation rate of (method, siloed, FedAvg) scores."""
+    if groups is None:
+        return None
+    own, silo, federated = groups
+    return measure.incentivised_participation_rate(own, silo, federated, study.higher_is_better)
+
+
+def _count(scores: Sequence[SeedScore]) -> int | None:
+    return len(scores[0].per_client) if scores else None

@@ -1,0 +1,235 @@
+"""What stands in the way of comparing runs, in sentences: never averaged away, always said."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fedlightning.scoring.metrics import bare
+from fedlightning.study.runs import Run
+
+if TYPE_CHECKING:
+    from fedlightning.study.study import Study
+
+NOTES = ("single_seed", "different_budget", "undefined", "identical_seeds", "uncomparable_baseline")
+"""Kinds that leave every score as it is, and must be known to read it."""
+TOLERANCE = 0.01
+"""Relative difference of optimizer steps that still counts as the same budget."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that a reader must know.
+
+    Attributes:
+        kind: ``failed``, ``duplicate``, ``missing_seed``, ``missing_score``, ``mixed_models``, ``different_splits``,
+            ``different_training_data``, ``nan``, ``no_baseline``, or one of :data:`NOTES`.
+        run: the method, ``None`` for the whole study; seed: ``None`` for all of its seeds.
+        text: the sentence.
+    """
+
+    kind: str
+    run: str | None
+    seed: int | None
+    text: str
+
+    @property
+    def severity(self) -> str:
+        """``"note"`` where every score stands as it is, else ``"problem"``."""
+        return "note" if self.kind in NOTES else "problem"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a line of ``comparison.json``."""
+        return {"kind": self.kind, "severity": self.severity, "run": self.run, "seed": self.seed, "text": self.text}
+
+
+def fingerprint(run: Run, split: str) -> str:
+    """Equal for two runs on the same ``split``; runs that wrote none are told apart by their clients' sizes."""
+    known = run.summary.get("data", {}).get("splits", {}).get(split)
+    return str(known) if known is not None else f"sizes {sorted(run.summary.get('num_samples', {}).items())}"
+
+
+def odd_splits(runs: Sequence[Run], split: str) -> dict[tuple[str, int], Run]:
+    """Runs whose ``split`` is not the one that most runs of the same seed have (the first of equally many).
+
+    Returns:
+        (method, seed) -> a run of the majority.
+    """
+    by_seed: dict[int, list[Run]] = {}
+    for run in runs:
+        by_seed.setdefault(run.seed, []).append(run)
+    odd: dict[tuple[str, int], Run] = {}
+    for seed, members in by_seed.items():
+        usual = Counter(fingerprint(run, split) for run in members).most_common(1)[0][0]
+        example = next(run for run in members if fingerprint(run, split) == usual)
+        odd |= {(run.name, seed): example for run in members if fingerprint(run, split) != usual}
+    return odd
+
+
+def find_problems(study: Study) -> list[Problem]:
+    """All that is wrong with a study's runs, the worst first."""
+    return [
+        *_absent_runs(study),
+        *_splits(study),
+        *_broken(study),
+        *_missing_scores(study),
+        *_mixed_models(study),
+        *study.baseline_problems,
+        *_budgets(study),
+        *_undefined(study),
+        *_seeds(study),
+    ]
+
+
+def _absent_runs(study: Study) -> Iterator[Problem]:
+    for run in study.runs:
+        if run.error is not None:
+            sentence = f"{run.name}, seed {run.seed}, has no result: {run.error.rstrip('.')}."
+            yield Problem("failed", run.name, run.seed, sentence)
+    for (name, seed), count in Counter((run.name, run.seed) for run in study.runs).items():
+        if count > 1:
+            text = (
+                f"{name} was given {count} runs with seed {seed}: the last one counts. Give each method its own name."
+            )
+            yield Problem("duplicate", name, seed, text)
+    for name in study.methods:
+        there = {run.seed for run in study.runs if run.name == name}
+        missing = [seed for seed in study.seeds if seed not in there]
+        for seed in missing:
+            others = ", ".join(str(s) for s in sorted(there))
+            text = f"{name} has no run with seed {seed}: its numbers are of seed {others}, and pairs with others are fewer."
+            yield Problem("missing_seed", name, seed, text)
+
+
+def _splits(study: Study) -> Iterator[Problem]:
+    for (name, seed), usual in study.odd.items():
+        yield Problem(
+            "different_splits",
+            name,
+            seed,
+            f"{name}, seed {seed}, was tested on other data than {usual.name} and most runs with this seed. It is left out "
+            "of every paired difference, rank and incentive measure. Run it on the same data module, partition and seed.",
+        )
+    runs = [scores.run for scores in study.finished.values()]
+    odd = {word: odd_splits(runs, split) for word, split in (("trained", "train"), ("validated", "val"))}
+    for name, seed in dict.fromkeys(key for found in odd.values() for key in found if key not in study.odd):
+        words = [word for word, found in odd.items() if (name, seed) in found]
+        example = odd[words[0]][name, seed].name
+        text = (
+            f"{name}, seed {seed}, was {' and '.join(words)} on other samples than {example} and most runs with this seed; "
+            "the test data agree."
+        )
+        yield Problem("different_training_data", name, seed, text)
+
+
+def _broken(study: Study) -> Iterator[Problem]:
+    """Models without a finite loss, one problem a run."""
+    for (name, seed), scores in study.finished.items():
+        places: dict[str, list[str]] = {}
+        for score in scores:
+            if score.diverged:
+                row = score.row
+                place = f"{row['checkpoint']} {row['stage']} on {row['data']} {row['split']} data"
+                places.setdefault(place, []).extend(c for c in score.diverged if c not in places.get(place, []))
+        if places:
+            where = "; ".join(f"{place}: client {', '.join(clients)}" for place, clients in list(places.items())[:4])
+            more = f"; and {len(places) - 4} more" if len(places) > 4 else ""
+            text = (
+                f"{name}, seed {seed}, has scores that are NaN or infinite ({where}{more}). They have no mean, and are in no "
+                "statistic. The model diverged, or the metric broke."
+            )
+            yield Problem("nan", name, seed, text)
+    for (name, seed), scores in study.finished.items():
+        bad = [
+            row
+            for row in scores.run.rows
+            if row.split == "val" and bare(row.metric) == "loss" and not math.isfinite(row.value)
+        ]
+        if bad and not any(score.diverged for score in scores):
+            first, count = min(bad, key=lambda row: row.round), len({row.round for row in bad})
+            text = (
+                f"{name}, seed {seed}, had a validation loss that was NaN or infinite in {count} "
+                f"round{'s' if count > 1 else ''} (first: client {first.client}, round {first.round}, stage "
+                f"{first.stage}); its curves have gaps there."
+            )
+            yield Problem("nan", name, seed, text)
+
+
+def _missing_scores(study: Study) -> Iterator[Problem]:
+    for (name, seed), scores in study.finished.items():
+        if seed in study.deployed(name, every_seed=True):
+            continue
+        have = ", ".join(scores.metrics(study.split)) or "nothing"
+        text = (
+            f"{name}, seed {seed}, has no {study.split} {study.metric} of its {study.checkpoint} model; scored on "
+            f"{study.split} data: {have}. Test the run with checkpoint='all', or compare another metric."
+        )
+        yield Problem("missing_score", name, seed, text)
+
+
+def _mixed_models(study: Study) -> Iterator[Problem]:
+    """Methods whose seeds deploy models of different checkpoints or stages."""
+    for name in study.methods:
+        found: dict[str, list[str]] = {}
+        for seed, score in study.deployed(name).items():
+            found.setdefault(f"{score.row['checkpoint']} ({score.row['stage']})", []).append(str(seed))
+        if len(found) > 1:
+            said = "; ".join(f"{which} at seed {', '.join(seeds)}" for which, seeds in found.items())
+            text = (
+                f"{name} deploys different models at different seeds ({said}), and its mean is over all of them. Give its "
+                "runs the same checkpoints, or compare with --checkpoint latest."
+            )
+            yield Problem("mixed_models", name, None, text)
+
+
+def _undefined(study: Study) -> Iterator[Problem]:
+    found: dict[str, list[str]] = {}
+    for scores in study.finished.values():
+        for score in scores:
+            if score.undefined and score.row["data"] == "local" and score.row["split"] == study.split:
+                clients = found.setdefault(score.row["metric"], [])
+                clients += [client for client in score.undefined if client not in clients]
+    for metric, clients in found.items():
+        text = (
+            f"{metric} does not exist for client {', '.join(clients)} (for example, one class in its data). It is empty "
+            "there, and means are over the other clients."
+        )
+        yield Problem("undefined", None, None, text)
+
+
+def steps(study: Study, method: str) -> float | None:
+    """Optimizer steps of one run of a method, all clients together, mean over its seeds."""
+    found = [study.finished[method, seed].run.summary.get("local_steps_total") for seed in study.seeds_of(method)]
+    known = [float(value) for value in found if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _budgets(study: Study) -> Iterator[Problem]:
+    budgets: Mapping[str, float] = {
+        name: count for name in study.methods if (count := steps(study, name)) is not None and count > 0
+    }
+    reference = study.baselines.get("fedavg") or next(iter(budgets), None)
+    if reference not in budgets or reference is None:
+        return
+    for name, count in budgets.items():
+        relative = count / budgets[reference] - 1
+        if abs(relative) > TOLERANCE:
+            text = (
+                f"{name} took {count:,.0f} local steps, {reference} {budgets[reference]:,.0f} ({relative:+.0%}): the step "
+                "budget is not equal."
+            )
+            yield Problem("different_budget", name, None, text)
+
+
+def _seeds(study: Study) -> Iterator[Problem]:
+    if len(study.seeds) == 1:
+        text = f"There is one seed ({study.seeds[0]}): nothing can be said about chance. Use --seeds 3 or more."
+        yield Problem("single_seed", None, None, text)
+    for name in study.methods:
+        results = [str(study.finished[name, seed].run.results) for seed in study.seeds_of(name)]
+        if len(results) > 1 and len(set(results)) == 1:
+            text = f"All {len(results)} seeds of {name} give exactly the same scores: check that its seed reaches its config."
+            yield Problem("identical_seeds", name, None, text)

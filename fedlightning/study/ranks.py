@@ -1,0 +1,120 @@
+"""Methods ranked over data sets: average ranks, Friedman's test, and which pairs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fedlightning.study.measures import mean_of
+from fedlightning.study.statistics import friedman, nemenyi
+
+if TYPE_CHECKING:
+    from fedlightning.study.study import Study
+
+
+def ranks(studies: Mapping[str, Study], alpha: float = 0.05) -> dict[str, Any]:
+    """Rank the methods that every data set has, by their deployed mean (1 is best, ties share a rank).
+
+    Args:
+        studies: data set -> study; all of one metric.
+        alpha: level of the critical difference.
+
+    Returns:
+        ``blocks`` (``"data sets"``), their ``names`` and number ``datasets``, ``metric``, ``methods`` (best mean rank
+        first), ``scores`` {method: [one a data set]}, ``ranks`` {method: mean rank}, ``statistic`` and ``p_value``
+        (Friedman's chi-square, corrected for ties), ``iman_davenport`` (infinite where all data sets agree) and
+        ``iman_davenport_p``, ``critical_difference`` (Nemenyi, at ``alpha``), ``pairwise`` {a: {b: p}} (Nemenyi,
+        symmetric), and ``left_out`` {method: why}.
+
+    Raises:
+        ValueError: for studies of different metrics, fewer than 3 methods that every data set has, or 2 data sets.
+    """
+    metrics = {study.metric for study in studies.values()}
+    if len(metrics) != 1:
+        known = ", ".join(sorted(metrics)) or "none"
+        raise ValueError(f"Ranks need studies of one metric; here it is {known}. Build all of them with the same one.")
+    left_out: dict[str, str] = {}
+    scores: dict[str, list[float]] = {}
+    for method in dict.fromkeys(name for study in studies.values() for name in study.methods):
+        values: list[float] = []
+        for name, study in studies.items():
+            value, why = _score(study, method)
+            if value is None:
+                left_out.setdefault(method, f"{why} on {name}")
+            else:
+                values.append(value)
+        if method not in left_out:
+            scores[method] = values
+    good = next(iter(studies.values())).higher_is_better
+    return _ranked(scores, good, alpha, "data sets", list(studies), metrics.pop(), left_out)
+
+
+def seed_ranks(study: Study, alpha: float = 0.05) -> dict[str, Any]:
+    """The same over the seeds of one study. Seeds are no data sets: this says which order the splits agree on, and
+    nothing about other data. Methods that lack a seed, or diverged at one, are left out.
+
+    Raises:
+        ValueError: for fewer than 3 methods that have every seed, or 2 seeds.
+    """
+    left_out: dict[str, str] = {}
+    scores: dict[str, list[float]] = {}
+    for method in study.methods:
+        means = {seed: score.mean for seed, score in study.deployed(method).items()}
+        known = [mean for mean in means.values() if mean is not None]
+        if not study.comparable(method):
+            left_out[method] = "tested on other data"
+        elif len(known) < len(means):
+            left_out[method] = "a run diverged"
+        elif len(known) < len(study.seeds):
+            left_out[method] = "has no score at every seed"
+        else:
+            scores[method] = known
+    names = [f"seed {seed}" for seed in study.seeds]
+    return _ranked(scores, study.higher_is_better, alpha, "seeds", names, study.metric, left_out)
+
+
+def _ranked(
+    scores: dict[str, list[float]],
+    good: bool,
+    alpha: float,
+    blocks: str,
+    names: list[str],
+    metric: str,
+    left_out: dict[str, str],
+) -> dict[str, Any]:
+    if len(scores) < 3 or len(names) < 2:
+        out = "".join(f" {method}: {why}." for method, why in left_out.items())
+        raise ValueError(
+            f"Friedman's test needs at least 3 methods on at least 2 {blocks}; here {len(scores)} methods have a score on "
+            f"each of {len(names)} {blocks}.{out}"
+        )
+    test = friedman(scores, good, alpha)
+    order = sorted(scores, key=lambda name: test.ranks[name])
+    pairwise: dict[str, dict[str, float]] = {name: {} for name in order}
+    for (a, b), p in nemenyi(test.ranks, len(names)).items():
+        pairwise[a][b] = pairwise[b][a] = p
+    return {
+        "blocks": blocks,
+        "names": names,
+        "datasets": len(names),
+        "metric": metric,
+        "methods": order,
+        "scores": {name: scores[name] for name in order},
+        "ranks": {name: test.ranks[name] for name in order},
+        "statistic": test.statistic,
+        "p_value": test.p_value,
+        "iman_davenport": test.iman_davenport,
+        "iman_davenport_p": test.iman_davenport_p,
+        "critical_difference": test.critical_difference,
+        "alpha": alpha,
+        "pairwise": pairwise,
+        "left_out": left_out,
+    }
+
+
+def _score(study: Study, method: str) -> tuple[float | None, str]:
+    if method not in study.methods:
+        return None, "not run"
+    if not study.comparable(method):
+        return None, "tested on other data"
+    return mean_of([score.mean for score in study.deployed(method).values()]), "no score, or a run that diverged,"

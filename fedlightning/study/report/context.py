@@ -1,0 +1,250 @@
+"""What every section of a report needs: the study, the styles, and where figures go."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.study.report.cells import Column, Missing, is_number
+from fedlightning.study.report.drawing import inline, look, save, settle, svg
+from fedlightning.study.report.html import Gallery, Picture, Section, Table, slug
+from fedlightning.study.report.styles import Style
+
+if TYPE_CHECKING:
+    from fedlightning.study.study import Study
+
+Row = Mapping[str, Any]
+LABELS = {
+    "auroc": "AUROC",
+    "balanced_accuracy": "balanced accuracy",
+    "ece": "calibration error",
+    "f1_macro": "macro F1",
+    "f1_macro_all": "macro F1 over all classes",
+}
+SHORT = 14
+"""Tables of up to this many rows stand open beside their picture."""
+METHOD = Column("method", "method", "method")
+REASONS = {"failed": "run failed", "missing_score": "not scored", "different_splits": "other test data"}
+"""Kinds of problems that take a method's numbers away, as few words for the place where they would stand."""
+INCENTIVES = ("ipr", "opt_outs", "pma", "pma_mean", "gma")
+"""Columns that are measured against baselines."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A study on its way to a page.
+
+    Attributes:
+        study: the numbers; styles: of every method on the page; figures: the folder for figures and their tables,
+            ``None`` to write none.
+        name: the data set's, ``""`` where the page has only one; prefix: of ids and of files' names.
+        level: of the sections' headings.
+    """
+
+    study: Study
+    styles: Mapping[str, Style]
+    figures: Path | None = None
+    name: str = ""
+    prefix: str = ""
+    level: int = 2
+
+    @property
+    def metric(self) -> str:
+        """The metric's name as people write it."""
+        return LABELS.get(self.study.metric, self.study.metric.replace("_", " "))
+
+    @cached_property
+    def higher(self) -> bool:
+        """Whether more is better."""
+        return higher_is_better(self.study.metric)
+
+    @property
+    def better(self) -> Any:
+        """The better end of the metric, for a column."""
+        return "high" if self.higher else "low"
+
+    def over(self, name: str) -> str:
+        """What a gain over ``name`` is: positive where it is better, so for a loss ``name``'s value comes first."""
+        return f"{self.metric} minus {name}’s" if self.higher else f"{name}’s {self.metric} minus own"
+
+    @cached_property
+    def overview(self) -> list[dict[str, Any]]:
+        """One line a method, best first; those without a mean last."""
+        rows = [
+            row | {"mb_total": _sum(row["mb_up"], row["mb_down"])} | ({"gap": "best"} if row["best"] else {})
+            for row in self.study.overview()
+        ]
+        sign = -1.0 if self.higher else 1.0
+        return sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
+
+    def id(self, name: str) -> str:
+        """``name`` made unique among data sets."""
+        return f"{self.prefix}-{name}" if self.prefix else name
+
+    def section(self, name: str, title: str, short: str, parts: Sequence[Any], lead: str = "") -> Section | None:
+        """A section of this study; ``None`` where nothing would be in it."""
+        kept = [part for part in parts if part is not None]
+        return Section(self.id(name), title, short, lead, kept, self.level) if kept else None
+
+    def table(
+        self, name: str, caption: str, columns: Sequence[Column], rows: Sequence[Row], notes: Sequence[str] = (),
+        missing: Missing | None = None, seeds: bool = True, across: bool = False,
+    ) -> Table:  # fmt: skip
+        """A table whose missing values say why they are missing. Columns without any value are left out.
+
+        Args:
+            name: unique in the study; caption: what it shows; columns, rows: see :class:`Table`; notes: lines below.
+            missing: says why a value is missing; default: :meth:`missing`.
+            seeds: add the line that says what the seeds change; across: see :class:`Table`.
+        """
+        first, *others = columns
+        shown = [first, *(column for column in others if _any(column, rows))]
+        said = [*notes, self.study.seed_text] if seeds else list(notes)
+        return Table(f"table-{self.id(name)}", caption, shown, rows, missing or self.missing, said, across)
+
+    def missing(self, row: Row, column: Column) -> str | None:
+        """Why ``row`` has no value, if a problem of its method takes it away."""
+        method = column.key[1:] if column.key.startswith("@") else row.get("method")
+        if method is None or column.kind == "text":
+            return None
+        role = self.study.role(method)
+        if column.key in INCENTIVES and (role == "fedavg" or (role == "siloed" and column.key in ("ipr", "gma"))):
+            return None  # measured against itself
+        if column.key == "global" and not self.study.shared(method):
+            return None  # there is no such model
+        if broken := self.diverged.get(method):
+            return broken
+        kinds = set(REASONS)
+        if self.study.deployed(method):
+            kinds = {"different_splits"} if not self.study.comparable(method) else set()
+        mine = [problem for problem in self.study.problems if problem.run == method]
+        for kind in (kind for kind in REASONS if kind in kinds):
+            seeds = sorted({problem.seed for problem in mine if problem.kind == kind and problem.seed is not None})
+            if seeds:
+                return f"{REASONS[kind]} (seed {', '.join(map(str, seeds))})"
+        if column.key in INCENTIVES and any(problem.kind == "uncomparable_baseline" for problem in mine):
+            return "baseline not comparable"
+        return None
+
+    @cached_property
+    def diverged(self) -> dict[str, str]:
+        """Methods with a model without a finite score, and where that is."""
+        found = {}
+        for method in self.study.methods:
+            places = [
+                f"seed {seed}, client {', '.join(score.diverged)}"
+                for seed, score in self.study.deployed(method).items()
+                if score.diverged
+            ]
+            if places:
+                found[method] = f"undefined: NaN at {'; '.join(places)}"
+        return found
+
+    @cached_property
+    def slugs(self) -> dict[str, str]:
+        """A name for ids and files for each method."""
+        out: dict[str, str] = {}
+        for method in self.study.methods:
+            out[method] = slug(method, out.values())
+        return out
+
+    def seed_means(self, method: str) -> list[float]:
+        """The deployed mean of each seed that has one."""
+        return [score.mean for score in self.study.deployed(method).values() if score.mean is not None]
+
+    @property
+    def siloed(self) -> str | None:
+        """The method that trains every client alone."""
+        return self.study.baselines.get("siloed")
+
+    @property
+    def fedavg(self) -> str | None:
+        """The method that is plain FedAvg."""
+        return self.study.baselines.get("fedavg")
+
+    @cached_property
+    def client_rows(self) -> list[dict[str, Any]]:
+        """:meth:`Study.clients`."""
+        return self.study.clients()
+
+    def by_client(self, key: str) -> dict[str, dict[str, float | None]]:
+        """A column of :attr:`client_rows` by method and client, best method first; methods without a number are out."""
+        order = [row["method"] for row in self.overview]
+        found: dict[str, dict[str, float | None]] = {method: {} for method in order}
+        for row in self.client_rows:
+            found[row["method"]][row["client"]] = row[key]
+        return {method: of for method, of in found.items() if any(is_number(value) for value in of.values())}
+
+    def picture(self, name: str, title: str, alt: str, draw: Callable[[], Figure]) -> Picture:
+        """Draw a figure, write its files, and give back what goes into the page."""
+        with look():
+            figure = draw()
+            settle(figure)
+            if self.figures is not None:
+                save(figure, self.figures, self.id(name))
+            element = inline(svg(figure), f"svg-{self.id(name)}", alt)
+        return Picture(f"figure-{self.id(name)}", title, alt, Markup(element))
+
+    def gallery(
+        self, pictures: Sequence[Picture], table: Table, caption: str = "", open: bool | None = None
+    ) -> Gallery | None:
+        """Pictures above their numbers, which are written as CSV beside the figures too.
+
+        Short tables beside a single picture stand open; others as ``open`` says. Methods of the table that diverged
+        are named, since a figure shows them in part or not at all.
+        """
+        if not pictures:
+            return None
+        if self.figures is not None:
+            write_csv(self.figures / f"{table.name.removeprefix('table-')}.csv", table)
+        keys = {row.get("method") for row in table.rows} | {column.key.removeprefix("@") for column in table.columns}
+        lost = [f"{method} is {why}." for method, why in self.diverged.items() if method in keys]
+        warning = f"Drawn in part or not at all: {' '.join(lost)}" if lost else ""
+        short = len(pictures) == 1 and len(table.rows) <= SHORT
+        return Gallery(pictures, table, caption, short if open is None else open, warning)
+
+
+def write_csv(path: Path, table: Table) -> None:
+    """The numbers of a table, unrounded."""
+    keys = list(dict.fromkeys(k for c in table.columns for k in (c.key, c.radius, c.interval) if k is not None))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(keys)
+        writer.writerows([_plain(row.get(key)) for key in keys] for row in table.rows)
+
+
+def interval_of(row: Row, key: str = "ci95") -> Sequence[float] | None:
+    """A row's interval where both ends are numbers and it has more than one value behind it."""
+    ends = row.get(key)
+    if ends is None or not all(map(is_number, ends)) or row.get("n_seeds", 2) < 2:
+        return None
+    return list(ends)
+
+
+def summary(values: Sequence[tuple[str, float | None]], decimals: int = 3, most: int = 12) -> str:
+    """Names with their numbers, for an alternative text."""
+    known = [f"{name} {value:.{decimals}f}" for name, value in values if is_number(value) and value is not None]
+    more = f", and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(known[:most]) + more
+
+
+def _sum(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a + b
+
+
+def _any(column: Column, rows: Sequence[Row]) -> bool:
+    return any(row.get(column.key) not in (None, "", []) for row in rows)
+
+
+def _plain(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, list | tuple | dict) else value

@@ -1,0 +1,169 @@
+"""Matplotlib figures for a page and for print: one look, the same bytes for the same numbers."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fedlightning.study.report.styles import GRID, INK, MUTED
+
+WIDTH, HEIGHT = 5.0, 3.2
+"""Inches: a column of a page on paper, 360 points on a screen."""
+
+_LOOK: dict[str, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": MUTED,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 11,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "figure.dpi": 100,
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fedlightning",
+    "text.color": INK,
+    "text.parse_math": False,  # a method may be called "$x$"
+    "xtick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "xtick.labelsize": 10,
+    "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+    "ytick.labelsize": 10,
+}
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """The report's settings of matplotlib, whatever the user's are; afterwards those are back."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(_LOOK)  # type: ignore[arg-type]
+        yield
+
+
+def panel(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
+    """An empty figure of one panel that no window knows of; call under :func:`look`."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.04, h_pad=0.04)  # type: ignore[union-attr, call-arg]
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
+    """The legend under the axes, where it hides no data; the figure grows by its lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    longest = max(len(label) for label in labels)
+    columns = min(columns if longest <= 12 else 2 if longest <= 22 else 1, len(labels))
+    lines = -(-len(labels) // columns)
+    figure.set_figheight(figure.get_figheight() + 0.21 * lines)
+    # Matplotlib fills columns; reading goes by lines.
+    order = [i for column in range(columns) for i in range(column, len(labels), columns)]
+    figure.legend(
+        [handles[i] for i in order],
+        [labels[i] for i in order],
+        loc="outside lower left",
+        ncols=columns,
+        handlelength=2.4,
+        columnspacing=1.2,
+        handletextpad=0.5,
+        borderaxespad=0.2,
+    )
+
+
+def settle(figure: Figure) -> None:
+    """Lay the figure out once; what is written of it later stays as it is (and takes a third of the time)."""
+    with look():
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an SVG file, with text as text."""
+    buffer = io.BytesIO()
+    with look():
+        figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
+    return buffer.getvalue().decode()
+
+
+def save(figure: Figure, folder: Path, name: str) -> None:
+    """Write ``name`` as SVG, PNG (300 dpi) and PDF (TrueType fonts embedded, as publishers ask), without dates."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.svg").write_text(svg(figure), encoding="utf-8")
+    with look():
+        figure.savefig(folder / f"{name}.png", dpi=300)
+        figure.savefig(folder / f"{name}.pdf", dpi=300, metadata={"CreationDate": None})
+
+
+def inline(text: str, name: str, alt: str) -> str:
+    """An SVG file as an element to put into a page.
+
+    Text stays text (searched, read aloud, set in the page's font); ids carry ``name``, so that several figures share
+    a page; coordinates have two decimals.
+
+    Args:
+        text: from :func:`svg`.
+        name: unique on the page.
+        alt: what the figure shows, for who does not see it.
+    """
+    text = text[text.index("<svg") :].rstrip()
+    opening, _, body = text.partition(">")
+    box = re.search(r'viewBox="([^"]+)"', opening)
+    assert box is not None
+    changes: list[_Change] = [*_PAGE, *_ids(name)]
+    for pattern, replacement in changes:
+        body = re.sub(pattern, replacement, body, flags=re.DOTALL)
+    body = re.sub(r"(?<=[\s\"])-?\d+\.\d{3,}(?=[\s\"])", _two_decimals, body)
+    return f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(alt, quote=True)}">{body}'
+
+
+# What SVG in a page does without: metadata, comments, a style for everything ("*"), namespaces, matplotlib's font.
+_Change = tuple[str, str | Callable[[re.Match[str]], str]]
+_PAGE: tuple[_Change, ...] = (
+    (r"<metadata>.*?</metadata>\s*", ""),
+    (r"<!--.*?-->\s*", ""),
+    (r"<style[^>]*>.*?</style>\s*", ""),
+    (r"<defs>\s*</defs>\s*", ""),
+    (r"xlink:href", "href"),
+    (r' xmlns="[^"]*"', ""),
+    (r"(?<=base64,)[^\"]*", lambda data: re.sub(r"\s", "", data[0])),
+    (r"\s*\n\s*", "\n"),
+    (r" \nL ", "L"),
+    (r' transform="rotate\(-0 [^)]*\)"', ""),
+    (r" font-family: [^;\"]+;", ""),
+)
+
+
+def _ids(name: str) -> tuple[tuple[str, str], ...]:
+    return (
+        (r'\bid="([^"]+)"', rf'id="{name}-\1"'),
+        (r'href="#([^"]+)"', rf'href="#{name}-\1"'),
+        (r"url\(#([^)]+)\)", rf"url(#{name}-\1)"),
+    )
+
+
+def _two_decimals(match: re.Match[str]) -> str:
+    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,152 @@
+"""Who gets what: a method's clients against siloed training, the spread of differences, every model on every site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedlightning.study.report.cells import is_number
+from fedlightning.study.report.drawing import panel
+from fedlightning.study.report.styles import BAD, INK, SEQUENTIAL, Style, short_names
+
+MANY = 24
+"""More clients than this are not named one by one: they stand in order of their scores."""
+Scores = Mapping[str, float | None]
+
+
+def client_bars(
+    scores: Scores, reference: Scores | None, style: Style, ylabel: str, reference_name: str = "siloed", top: float = 1
+) -> Figure:
+    """A bar a client, with the reference as a line across it; a red cross where a client has no score.
+
+    Args:
+        scores: of one method; reference: the same clients' scores by the reference method.
+        style: of the method; ylabel: the score's name; reference_name: for the legend.
+        top: end of the axis of scores, which starts at 0.
+    """
+    clients = list(scores)
+    many = len(clients) > MANY
+    if many:
+        clients.sort(key=lambda client: -_or(scores[client], -math.inf))
+    figure, axes = panel()
+    places = np.arange(len(clients))
+    axes.bar(places, [_or(scores[client], 0.0) for client in clients], 0.9 if many else 0.72, color=style.colour)
+    lost = [place for place, client in enumerate(clients) if not is_number(scores[client])]
+    if lost:
+        axes.plot(lost, [0.03 * top] * len(lost), "x", color=BAD, markersize=8, markeredgewidth=2, label="no value")
+    if reference is not None:
+        marks = [_or(reference.get(client), math.nan) for client in clients]
+        if many:
+            axes.plot(places, marks, ".", color=INK, markersize=3, label=reference_name)
+        else:
+            axes.hlines(marks, places - 0.43, places + 0.43, color=INK, linewidth=2, label=reference_name)
+    if many:
+        axes.set_xlabel(f"{len(clients)} clients, highest first")
+        axes.set_xticks([])
+    else:
+        names = short_names(clients, 14)
+        long = max(map(len, names.values())) * len(clients) > 44
+        axes.set_xticks(places, [names[client] for client in clients], rotation=90 if long else 0)
+        axes.set_xlabel("client")
+    axes.set_ylabel(ylabel)
+    axes.set_ylim(0, top * 1.02)
+    axes.set_xlim(-0.7, len(clients) - 0.3)
+    axes.grid(axis="x", visible=False)
+    if reference is not None or lost:
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.1, handlelength=1.4)
+    return figure
+
+
+def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: str) -> Figure:
+    """A line a method, a mark a client, the median as a bar: how differences are spread, and how many are below 0."""
+    figure, axes = panel(height=min(9.0, 0.85 + 0.34 * max(2, len(values))))
+    axes.axvline(0, color=INK, linewidth=1)
+    names = short_names(values)
+    for place, (method, of) in enumerate(values.items()):
+        x = np.array([value for value in of.values() if is_number(value)], dtype=float)
+        if not len(x):
+            axes.text(0.01, place, "no value", transform=axes.get_yaxis_transform(), color=BAD, va="center", fontsize=9)
+            continue
+        size = 34 if len(x) <= MANY else 14
+        axes.scatter(
+            x, place + _swarm(x), s=size, marker=styles[method].marker, color=styles[method].colour, alpha=0.75, lw=0
+        )
+        axes.plot([np.median(x)] * 2, [place - 0.32, place + 0.32], color=INK, linewidth=2)
+    axes.set_yticks(range(len(values)), [names[method] for method in values])
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(xlabel)
+    return figure
+
+
+def heat_map(
+    clients: Sequence[str], values: Sequence[Sequence[float | None]], label: str, limits: tuple[float, float]
+) -> Figure:
+    """Rows: whose model; columns: whose test data. Missing values are hatched; up to ten clients carry numbers.
+
+    Args:
+        clients: names in the order of rows and columns.
+        values: scores of shape ``(N, N)``.
+        label: the score's name; limits: of the colours, the same for maps that are compared.
+    """
+    table = np.array([[_or(value, math.nan) for value in row] for row in values], dtype=float)
+    figure, axes = panel(height=3.55, width=4.4)
+    axes.grid(visible=False)
+    axes.patch.set(facecolor="#f6d9d6", hatch="////", edgecolor=BAD, linewidth=0)
+    image = axes.imshow(
+        np.ma.masked_invalid(table), cmap=SEQUENTIAL, vmin=limits[0], vmax=limits[1], interpolation="nearest"
+    )
+    n = len(clients)
+    if n <= MANY:
+        names = short_names(clients, 12)
+        labels = [names[client] for client in clients]
+        axes.set_xticks(range(n), labels, rotation=90 if max(map(len, labels)) > 2 else 0, fontsize=9 if n < 14 else 7)
+        axes.set_yticks(range(n), labels, fontsize=9 if n < 14 else 7)
+    else:
+        axes.set_xticks([])
+        axes.set_yticks([])
+    axes.set_xlabel("test data of client")
+    axes.set_ylabel("model of client")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    middle = sum(limits) / 2
+    if n <= 10:
+        for (row, column), value in np.ndenumerate(table):
+            text = "?" if math.isnan(value) else _brief(value)
+            colour = BAD if math.isnan(value) else "white" if value < middle else INK
+            axes.text(column, row, text, ha="center", va="center", color=colour, fontsize=9 if n <= 7 else 8)
+    bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.02)
+    bar.outline.set_visible(False)
+    bar.set_label(label)
+    return figure
+
+
+def _brief(value: float) -> str:
+    """Two decimals without the zero before the point; two digits of bigger numbers."""
+    text = f"{value:.2f}"
+    return text.replace("0.", ".", 1) if abs(float(text)) < 1 else text if abs(value) < 10 else f"{value:.2g}"
+
+
+def _swarm(x: np.ndarray, bins: int = 48, reach: float = 0.3) -> np.ndarray:
+    """Heights that keep marks of near values apart, from the middle outwards: the same for the same values."""
+    span = float(x.max() - x.min()) or 1.0
+    cells = np.floor((x - x.min()) / span * bins).astype(int)
+    heights = np.zeros(len(x))
+    crowd = max(np.bincount(cells).max(), 1)
+    step = min(0.12, 2 * reach / crowd)
+    seen: dict[int, int] = {}
+    for index in np.argsort(x, kind="stable"):
+        count = seen.get(int(cells[index]), 0)
+        seen[int(cells[index])] = count + 1
+        heights[index] = step * ((count + 1) // 2) * (1 if count % 2 else -1)
+    return heights
+
+
+def _or(value: Any, other: float) -> float:
+    return float(value) if is_number(value) else other

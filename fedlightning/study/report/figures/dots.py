@@ -1,0 +1,109 @@
+"""Means with their intervals, a line a method: scores, stages, checkpoints, paired differences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from fedlightning.study.report.cells import is_number
+from fedlightning.study.report.drawing import panel
+from fedlightning.study.report.styles import BAD, INK, MUTED, short_names
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A mean with its interval; ``None`` where it is not known. ``mark`` tells the dots of one line apart."""
+
+    mean: float | None
+    interval: Sequence[float] | None = None
+    mark: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A method's line: its ``dots``, and the values of single ``runs``, which are drawn faintly."""
+
+    label: str
+    colour: str
+    dots: Sequence[Dot]
+    marker: str = "o"
+    runs: Sequence[float] = ()
+
+
+SHAPES = ("s", "o", "^", "D")
+"""Markers of the dots of one line, in the order of their marks."""
+
+
+def dot_plot(
+    lines: Sequence[Line],
+    xlabel: str,
+    zero: bool = False,
+    marks: Sequence[str] = (),
+    limits: tuple[float, float] | None = None,
+) -> Figure:
+    """Horizontal dots with intervals, the first line on top; a line without any number says so in red.
+
+    Args:
+        lines: what to draw.
+        xlabel: of the axis of scores.
+        zero: draw a line at 0 (differences).
+        marks: names of the marks, for a legend; each has its own shape.
+        limits: of the axis of scores.
+    """
+    spread = min(0.22, 0.6 / max(1, len(marks)))
+    figure, axes = panel(height=min(9.0, 0.75 + max(2, len(lines)) * (0.3 if len(marks) < 2 else 0.36)))
+    if zero:
+        axes.axvline(0, color=INK, linewidth=1)
+    for place, line in enumerate(lines):
+        if not any(is_number(dot.mean) for dot in line.dots):
+            axes.text(0.01, place, "no value", transform=axes.get_yaxis_transform(), color=BAD, va="center", fontsize=9)
+        inside = [value for value in line.runs if is_number(value)]
+        axes.scatter(inside, [place] * len(inside), marker="|", s=55, color=line.colour, alpha=0.55, linewidths=1.2)
+        for dot in line.dots:
+            _draw(axes, dot, place, line, marks, spread)
+    names = short_names(line.label for line in lines)
+    axes.set_yticks(range(len(lines)), [names[line.label] for line in lines])
+    axes.set_ylim(len(lines) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(xlabel)
+    if limits is not None:
+        axes.set_xlim(*limits)
+    if marks:
+        handles = [
+            Line2D([], [], color=MUTED, marker=SHAPES[i], linestyle="", label=mark) for i, mark in enumerate(marks)
+        ]
+        figure.set_figheight(figure.get_figheight() + 0.22)
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(marks), handletextpad=0.2)
+    return figure
+
+
+def _draw(axes: Any, dot: Dot, place: int, line: Line, marks: Sequence[str], spread: float) -> None:
+    if not is_number(dot.mean):
+        return
+    index = list(marks).index(dot.mark) if dot.mark in marks else 0
+    height = place + (index - (len(marks) - 1) / 2) * spread if marks else place
+    if dot.interval is not None and all(map(is_number, dot.interval)):
+        axes.plot(dot.interval, [height, height], color=line.colour, linewidth=1.8, solid_capstyle="butt")
+    marker = SHAPES[index] if marks else line.marker
+    axes.plot([dot.mean], [height], marker=marker, color=line.colour, markersize=6.5, markeredgecolor="white", mew=0.6)
+
+
+def common_limits(lines: Sequence[Line], room: float = 0.05) -> tuple[float, float] | None:
+    """Limits that hold every dot, interval and run of ``lines``; ``None`` where there is no number."""
+    values: list[float] = []
+    for line in lines:
+        values += [value for value in line.runs if is_number(value)]
+        for dot in line.dots:
+            values += [v for v in (dot.mean, *(dot.interval or ())) if is_number(v) and v is not None]
+    if not values:
+        return None
+    low, high = float(np.min(values)), float(np.max(values))
+    pad = room * (high - low) or room * abs(high) or room
+    return low - pad, high + pad

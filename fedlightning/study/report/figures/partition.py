@@ -1,0 +1,63 @@
+"""Who holds what: samples of each class at each client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from fedlightning.study.report.drawing import panel
+from fedlightning.study.report.figures.clients import MANY
+from fedlightning.study.report.styles import MUTED, short_names
+
+# Classes are not methods: another set of colours (Tol's "light" and "muted"), told apart by their order in the bar too.
+CLASSES = (
+    "#77aadd", "#ee8866", "#44bb99", "#ffaabb", "#aaaa00", "#99ddff",
+    "#eedd88", "#bbcc33", "#aa4499", "#5566aa", "#882255", "#117733",
+)  # fmt: skip
+
+
+def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
+    """Stacked bars, one a client, the biggest first where there are too many to be named.
+
+    Args:
+        clients: names; counts: samples of each class, shape ``(N, C)``; classes: names of the C classes (one: sizes).
+    """
+    table = np.asarray(counts, dtype=np.int64)
+    many = len(clients) > MANY
+    order = np.argsort(-table.sum(axis=1), kind="stable") if many else np.arange(len(clients))
+    table = table[order]
+    figure, axes = panel()
+    places = np.arange(len(clients))
+    bottom = np.zeros(len(clients))
+    width = 1.0 if many else 0.8
+    for index, name in enumerate(classes):
+        colour = MUTED if len(classes) == 1 else _colour(index, len(classes))
+        axes.bar(
+            places, table[:, index], width, bottom, color=colour, label=name, edgecolor="white", lw=0 if many else 0.4,
+            rasterized=table.size > 1200,
+        )  # fmt: skip
+        bottom += table[:, index]
+    if many:
+        axes.set_xticks([])
+        axes.set_xlabel(f"{len(clients)} clients, biggest first")
+    else:
+        names = short_names([clients[i] for i in order], 14)
+        labels = [names[clients[i]] for i in order]
+        axes.set_xticks(places, labels, rotation=90 if sum(map(len, labels)) > 44 else 0)
+        axes.set_xlabel("client")
+    axes.set_ylabel("samples")
+    axes.set_xlim(-0.7, len(clients) - 0.3)
+    axes.grid(axis="x", visible=False)
+    if 1 < len(classes) <= 12:
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(
+            handles[::-1], labels[::-1], title="class", loc="outside right center", handlelength=1, labelspacing=0.25
+        )
+    return figure
+
+
+def _colour(index: int, count: int) -> object:
+    return CLASSES[index] if count <= len(CLASSES) else colormaps["viridis"](index / (count - 1))

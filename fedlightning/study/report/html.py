@@ -1,0 +1,206 @@
+"""The page's parts (sections, tables, pictures) and how they become one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from typing import Any, Literal
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fedlightning.study.report.cells import Cell, Column, Missing, layout
+from fedlightning.study.report.styles import Style
+
+_PACKAGE = "fedlightning.study.report"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns.
+
+    Attributes:
+        name: unique on the page; caption: what it shows.
+        columns, rows: see :class:`~fedlightning.study.report.cells.Column`.
+        missing: says why a value is not there.
+        notes: lines below; across: the best of each row is bold, not that of each column.
+    """
+
+    name: str
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
+    missing: Missing | None = None
+    notes: Sequence[str] = ()
+    across: bool = False
+
+    @cached_property
+    def cells(self) -> list[list[Cell]]:
+        """What stands in the cells."""
+        return layout(self.columns, self.rows, self.missing, self.across)
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """Titles above several columns with how many they span; empty where no column has one."""
+        spans: list[tuple[str, int]] = []
+        for column in self.columns:
+            if spans and spans[-1][0] == column.group:
+                spans[-1] = (column.group, spans[-1][1] + 1)
+            else:
+                spans.append((column.group, 1))
+        return spans if any(title for title, _ in spans) else []
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn figure.
+
+    Attributes:
+        name: unique on the page, and its files' name; title: above it; alt: what it shows, with the main numbers.
+        svg: from :func:`~fedlightning.study.report.drawing.inline`.
+    """
+
+    name: str
+    title: str
+    alt: str
+    svg: Markup
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures with the numbers they are drawn from, and a line that says how to read them.
+
+    ``warning`` says what is missing in the pictures. The numbers are folded away, unless ``open``; those of a single
+    picture stand beside it where there is room.
+    """
+
+    pictures: Sequence[Picture]
+    table: Table
+    caption: str = ""
+    open: bool = False
+    warning: str = ""
+
+
+@dataclass(frozen=True)
+class Prose:
+    """Paragraphs, or a list of terms with their definitions, under a title of their own if they have one."""
+
+    paragraphs: Sequence[str] = ()
+    terms: Sequence[tuple[str, str]] = ()
+    tone: Literal["", "warn", "bad"] = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what is under it: tables, galleries, prose; ``short``: its title in the list of sections."""
+
+    name: str
+    title: str
+    short: str
+    lead: str = ""
+    parts: Sequence[Table | Gallery | Prose] = ()
+    level: int = 2
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A box at the top: a question, its answer in a few words, and the sentence with the numbers."""
+
+    question: str
+    answer: str
+    sentence: str
+    method: str | None = None
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What is wrong with a method's runs (or, without a ``method``, with all of them), in sentences."""
+
+    about: str
+    method: str | None
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Page:
+    """The whole report.
+
+    Attributes:
+        title, subtitle: the head; answers: at a glance, by data set (one, with an empty name, where there is one study).
+        problems: what takes numbers away; notes: what must be known to read them.
+        sections: the rest; styles: of every method on the page.
+    """
+
+    title: str
+    subtitle: str
+    answers: Mapping[str, Sequence[Answer]]
+    problems: Sequence[Trouble] = ()
+    notes: Sequence[Trouble] = ()
+    sections: Sequence[Section] = ()
+    styles: Mapping[str, Style] = field(default_factory=dict)
+
+
+def render(page: Page) -> str:
+    """The page as HTML. Every text is escaped; only figures are put in as they are."""
+    environment = Environment(
+        loader=PackageLoader(_PACKAGE, "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["breakable"] = breakable
+    environment.tests["table"] = lambda part: isinstance(part, Table)
+    environment.tests["gallery"] = lambda part: isinstance(part, Gallery)
+    files = resources.files(_PACKAGE)
+    return environment.get_template("template.html.jinja").render(
+        page=page,
+        css=Markup(files.joinpath("style.css").read_text()),
+        script=Markup(files.joinpath("sort.js").read_text()),
+        swatch=lambda method: swatch(page.styles[method]) if method in page.styles else "",
+    )
+
+
+def swatch(style: Style) -> Markup:
+    """A method's colour and marker as a small picture; the name beside it says the same in words."""
+    shape = _SHAPES.get(style.marker, _SHAPES["o"])
+    return Markup('<svg class="swatch" viewBox="-6 -6 12 12" aria-hidden="true"><path fill="{}" d="{}"/></svg>').format(
+        style.colour, shape
+    )
+
+
+def breakable(name: str) -> Markup:
+    """``name`` with places where a narrow column may break it: after signs, and before a capital within a word."""
+    parts = re.split(r"(?<=[_/+=,:])(?=\w)|(?<=\.)(?=[A-Za-z])|(?<=[a-z\d])(?=[A-Z])", name)
+    return Markup("<wbr>").join(parts)
+
+
+def slug(text: str, taken: Iterable[str] = ()) -> str:
+    """A name for ids and files: letters, digits and dashes, not one of ``taken``."""
+    base = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "x"
+    name, number, seen = base, 2, set(taken)
+    while name in seen:
+        name, number = f"{base}-{number}", number + 1
+    return name
+
+
+# Matplotlib's markers in a box of 12 by 12.
+_SHAPES = {
+    "o": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
+    "s": "M-4.2-4.2h8.4v8.4h-8.4z",
+    "^": "M0-5L5 4H-5z",
+    "v": "M0 5L5-4H-5z",
+    "<": "M-5 0L4-5V5z",
+    ">": "M5 0L-4-5V5z",
+    "D": "M0-5.5L5.5 0L0 5.5L-5.5 0z",
+    "d": "M0-5.5L3.6 0L0 5.5L-3.6 0z",
+    "P": "M-1.8-5h3.6v3.2H5v3.6H1.8V5h-3.6V1.8H-5v-3.6h3.2z",
+    "X": "M-5-2.5L-2.5-5L0-2.5L2.5-5L5-2.5L2.5 0L5 2.5L2.5 5L0 2.5L-2.5 5L-5 2.5L-2.5 0z",
+    "p": "M0-5L4.9-1.5L3 4.2H-3L-4.9-1.5z",
+    "h": "M0-5L4.4-2.5V2.5L0 5L-4.4 2.5V-2.5z",
+}

@@ -1,0 +1,179 @@
+"""Which client gets what, and how each model does on every other client's data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fedlightning.study.report.cells import Column, Kind, is_number, is_ranked
+from fedlightning.study.report.context import Context, summary
+from fedlightning.study.report.figures.clients import MANY, client_bars, heat_map, strips
+from fedlightning.study.report.html import Gallery, Section, Table
+
+SMALL = 16
+"""Up to this many clients, a matrix is written out; of more, each row's summary (and all of it as CSV)."""
+
+
+def clients(context: Context) -> Section | None:
+    """Every client's score with every method, and against its own siloed model."""
+    scores = context.by_client("score")
+    methods = list(scores)
+    if not methods:
+        return None
+    siloed = context.siloed
+    reference = scores.get(siloed) if siloed is not None else None
+    values = [value for of in scores.values() for value in of.values() if is_number(value) and value is not None]
+    top = 1.0 if context.higher and max(values, default=0) <= 1 else max(values, default=1.0) * 1.05
+    names = list(dict.fromkeys(client for of in scores.values() for client in of))
+    pictures = []
+    for method in methods:
+        if method == siloed:
+            continue
+        pictures.append(
+            context.picture(
+                f"clients-{context.slugs[method]}",
+                method,
+                f"Bars: test {context.metric} of {method} by client: {summary(list(scores[method].items()))}.",
+                partial(
+                    client_bars,
+                    scores[method],
+                    reference,
+                    context.styles[method],
+                    f"test {context.metric}",
+                    siloed or "",
+                    top,
+                ),
+            )
+        )
+    table = by_client_table(
+        context, "clients", f"Test {context.metric} of each client's deployed model, mean over seeds", scores, names
+    )
+    reading = f"Black lines: the same client's score with {siloed}." if reference is not None else ""
+    many = f" More than {MANY} clients stand in order of their score." if len(names) > MANY else ""
+    return context.section(
+        "clients",
+        "Which client gets what",
+        "Clients",
+        [_gains(context, names), context.gallery(pictures, table, reading + many)],
+    )
+
+
+def by_client_table(
+    context: Context,
+    name: str,
+    caption: str,
+    values: Mapping[str, Mapping[str, float | None]],
+    clients: Sequence[str],
+    kind: Kind = "score",
+    better: Any = None,
+) -> Table:
+    """A row a client, a column a method; in each row the best of the methods with all seeds on the same data is bold.
+
+    Args:
+        context, name, caption: see :meth:`Context.table`; values: method -> client -> value; clients: the rows.
+        kind, better: of the columns; default: scores, the metric's better end.
+    """
+    rows = [{"client": c} | {f"@{m}": of.get(c) for m, of in values.items()} for c in clients]
+    ranked = [row["method"] for row in context.overview if row["method"] in values and is_ranked(row)]
+    end = better or context.better
+    columns = [Column("client", "client", "text")]
+    columns += [Column(f"@{method}", method, kind, better=end if method in ranked else None) for method in values]
+    if len(ranked) > 1:
+        caption += "; bold: the best of these methods for that client"
+    return context.table(name, caption, columns, rows, across=True)
+
+
+def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
+    """Each client against its own siloed model, where there is one."""
+    siloed = context.siloed
+    gains = {method: of for method, of in context.by_client("gain").items() if method != siloed}
+    if siloed is None or not gains:
+        return None
+    picture = context.picture(
+        "clients-gain",
+        f"Gain of each client over {siloed}",
+        "Marks: what each client gains over its score alone; medians: "
+        + summary([(m, _median(of)) for m, of in gains.items()]),
+        lambda: strips(gains, context.styles, f"{context.over(siloed)}, a mark a client"),
+    )
+    caption = f"{context.over(siloed)[:1].upper()}{context.over(siloed)[1:]}, by client, mean over seeds"
+    table = by_client_table(context, "clients-gain", caption, gains, clients, "difference", "high")
+    return context.gallery([picture], table, "Right of 0 (positive): better than alone. Lines: medians.")
+
+
+def matrices(context: Context) -> Section | None:
+    """Rows: whose model; columns: whose test data."""
+    found = {row["method"]: context.study.matrix(row["method"]) for row in context.overview if row["n_seeds"]}
+    found = {method: matrix for method, matrix in found.items() if matrix and _numbers(matrix)}
+    if not found:
+        return None
+    values = [value for matrix in found.values() for value in _numbers(matrix)]
+    limits = (min(values), max(values)) if max(values) > min(values) else (min(values) - 0.5, max(values) + 0.5)
+    pictures = [
+        context.picture(
+            f"matrix-{context.slugs[method]}",
+            method,
+            f"Heat map: {context.metric} of each client's {method} model (rows) on each client's test data (columns): "
+            + summary([("own data", _own(matrix)), ("others' data", _others(matrix))]),
+            partial(heat_map, matrix["clients"], matrix["values"], f"test {context.metric}", limits),
+        )
+        for method, matrix in found.items()
+    ]
+    return context.section(
+        "matrix",
+        "Every model on every client's data",
+        "Matrix",
+        [context.gallery(pictures, _matrix_table(context, found), "All maps share one scale of colours.")],
+        "How well a client's model generalises to the other clients. A bright diagonal on a dark ground is a model that "
+        "fits its own client only; an even map is one model for all.",
+    )
+
+
+def _matrix_table(context: Context, found: Mapping[str, Mapping[str, Any]]) -> Table:
+    names = next(iter(found.values()))["clients"]
+    rows: list[dict[str, Any]] = []
+    for method, matrix in found.items():
+        for source, line in zip(matrix["clients"], matrix["values"], strict=True):
+            place = matrix["clients"].index(source)
+            others = [value for i, value in enumerate(line) if i != place and is_number(value)]
+            rows.append(
+                {
+                    "method": method,
+                    "source": source,
+                    "own": line[place],
+                    "others": float(np.mean(others)) if others else None,
+                    "lowest": min(others, default=None),
+                    "highest": max(others, default=None),
+                }
+                | {f"on {client}": value for client, value in zip(matrix["clients"], line, strict=True)}
+            )
+    columns = [Column("method", "method", "method"), Column("source", "model of", "text")]
+    columns += [Column("own", "own data"), Column("others", "others, mean")]
+    if len(names) <= SMALL:
+        columns += [Column(f"on {name}", name, group="on the test data of client") for name in names]
+        return context.table("matrix", f"Test {context.metric}: whose model on whose data", columns, rows)
+    columns += [Column("lowest", "others, lowest"), Column("highest", "others, highest")]
+    notes = [f"All {len(names)} columns of each map are in comparison.json (data = client:NAME)."]
+    return context.table("matrix", f"Test {context.metric} of each model on other clients' data", columns, rows, notes)
+
+
+def _median(of: Mapping[str, float | None]) -> float | None:
+    values = [value for value in of.values() if value is not None and is_number(value)]
+    return float(np.median(values)) if values else None
+
+
+def _numbers(matrix: Mapping[str, Any]) -> list[float]:
+    return [value for line in matrix["values"] for value in line if is_number(value)]
+
+
+def _own(matrix: Mapping[str, Any]) -> float | None:
+    values = [line[i] for i, line in enumerate(matrix["values"]) if is_number(line[i])]
+    return float(np.mean(values)) if values else None
+
+
+def _others(matrix: Mapping[str, Any]) -> float | None:
+    values = [v for i, line in enumerate(matrix["values"]) for j, v in enumerate(line) if i != j and is_number(v)]
+    return float(np.mean(values)) if values else None

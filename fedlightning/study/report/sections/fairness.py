@@ -1,0 +1,108 @@
+"""Fairness over clients and incentives to take part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from fedlightning.study.report.cells import Column, is_number
+from fedlightning.study.report.context import METHOD, Context, Row, summary
+from fedlightning.study.report.figures.spread import against, distribution
+from fedlightning.study.report.html import Gallery, Prose, Section
+from fedlightning.study.report.sections.clients import by_client_table
+
+
+def fairness(context: Context) -> Section | None:
+    """Spread, worst clients, participation rate, opt-outs, and who is above a threshold."""
+    order = [row["method"] for row in context.overview]
+    rows = sorted(context.study.fairness(), key=lambda row: order.index(row["method"]))
+    better = context.better
+    scores = {m: _known(of.values()) for m, of in context.by_client("score").items() if m not in context.diverged}
+    appeal = _appeal(context)
+    points = {row["method"]: (row.get("mean"), row.get("worst")) for row in context.overview}
+    pictures = [
+        context.picture(
+            "fairness-worst",
+            "Mean against the worst-served client",
+            "Marks: mean and worst client of each method; worst: " + summary([(m, y) for m, (_, y) in points.items()]),
+            lambda: against(
+                points, context.styles, f"mean {context.metric}", f"worst client’s {context.metric}", equal=True
+            ),
+        ),
+        context.picture(
+            "fairness-scores",
+            f"How {context.metric} is spread over clients",
+            f"Lines: share of clients at or below a {context.metric}; medians: {_medians(scores)}.",
+            lambda: distribution(scores, context.styles, f"test {context.metric}", "share of clients"),
+        ),
+    ]
+    columns = [
+        METHOD,
+        Column("mean", "mean", better=better),
+        Column("weighted_mean", "weighted", better=better, help="mean weighted by test samples"),
+        Column("median", "median", better=better),
+        Column("std", "std", decimals=4, better="low", help="standard deviation over clients"),
+        Column("variance", "variance", decimals=5, better="low"),
+        Column("worst", "worst", better=better),
+        Column("tenth_percentile", "10th pct.", better=better),
+        Column("best", "best", better=better),
+        Column("ipr", "IPR", "percent", better="high", help="incentivised participation rate"),
+        Column("pma", "PMA mean", "difference", help="personal model appeal"),
+        Column("opt_outs", "opt out", "percent", better="low"),
+        Column(
+            "gma", "GMA", "amount", better="high", help="clients whom the global model serves better than their own"
+        ),
+        *_thresholds(rows),
+    ]
+    table = context.table("fairness", "Spread over clients, and incentives", columns, rows)
+    notes = ["PMA and opt-outs are empty: they need a FedAvg run on the same splits, seeds and rounds."]
+    return context.section(
+        "fairness",
+        "Fairness and incentives",
+        "Fairness",
+        [context.gallery(pictures, table), appeal or Prose(notes, tone="warn")],
+        "Is everybody served, and would everybody take part? A low variance alone is not fair: a uniformly bad model has "
+        "one too.",
+    )
+
+
+def _appeal(context: Context) -> Gallery | None:
+    """The distribution of PMA over clients, with each client's; ``None`` without a comparable FedAvg run."""
+    order = [row["method"] for row in context.overview]
+    by_client: dict[str, dict[str, float | None]] = {}
+    for row in sorted(context.study.appeal(), key=lambda row: order.index(row["method"])):
+        by_client.setdefault(row["method"], {})[row["client"]] = row["pma"]
+    known = {method: values for method, of in by_client.items() if (values := _known(of.values()))}
+    if not known:
+        return None
+    picture = context.picture(
+        "fairness-appeal",
+        "Personal model appeal (PMA)",
+        f"Lines: share of clients at or below an appeal; left of 0 FedAvg is better; medians: {_medians(known)}.",
+        lambda: distribution(known, context.styles, context.over("FedAvg"), "share of clients", zero=True),
+    )
+    clients = list(dict.fromkeys(client for method in known for client in by_client[method]))
+    shown = {method: by_client[method] for method in known}
+    caption = "Personal model appeal of each client, mean over seeds: positive where FedAvg’s global model is worse"
+    table = by_client_table(context, "appeal", caption, shown, clients, "difference", "high")
+    return context.gallery([picture], table, "Left of 0: clients that FedAvg’s global model serves better (opt-outs).")
+
+
+def _thresholds(rows: Sequence[Row]) -> list[Column]:
+    """Columns of FLIU's rho: clients strictly above, and strictly below, a threshold."""
+    keys = [key for key in (rows[0] if rows else {}) if key.startswith(("above_", "below_"))]
+    return [
+        Column(key, f"{sign} {level}", "amount", group=f"clients {side} (ρε)")
+        for side, sign in (("above", ">"), ("below", "<"))
+        for level in (key.removeprefix(f"{side}_") for key in keys if key.startswith(side))
+        for key in (f"{side}_{level}",)
+    ]
+
+
+def _medians(values: Mapping[str, Sequence[float]]) -> str:
+    return summary([(method, float(np.median(of))) for method, of in values.items()])
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and is_number(value)]

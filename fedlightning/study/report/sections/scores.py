@@ -1,0 +1,221 @@
+"""The overview, the stages of a round, and what choosing a checkpoint changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.study.report.cells import Column, is_number
+from fedlightning.study.report.context import LABELS, METHOD, Context, Row, interval_of, summary
+from fedlightning.study.report.figures.dots import Dot, Line, common_limits, dot_plot
+from fedlightning.study.report.figures.spread import against
+from fedlightning.study.report.html import Picture, Section
+
+STAGES = ("G", "L1", "L2")
+
+
+def overview(context: Context) -> Section | None:
+    """One row a method, best first, under a figure of means with their intervals."""
+    rows = context.overview
+    better: Any = context.better
+    pooled = "sum of the two scores" if context.higher else "the two scores added"
+    columns = [
+        METHOD,
+        Column("mean", "mean", radius="ci95_radius", group="own test data", better=better,
+               help="mean over seeds of the mean over clients, ± half the 95 % interval over seeds"),
+        Column("median", "median", group="own test data", better=better, help="median client"),
+        Column("tenth_percentile", "10th pct.", group="own test data", better=better, help="from the bad end"),
+        Column("worst", "worst", group="own test data", better=better, help="worst-served client"),
+        Column("pooled", "mean", group="all clients’ data", better=better, help="deployed models on all clients' test data"),
+        Column("sum", "sum", group="all clients’ data", better=better, help=pooled),
+        Column("global", "mean", group="global model", better=better, help="the server's model on each client's data"),
+        Column("gap", "difference", "difference", interval="gap_ci95", group="to the best mean", help="paired over seeds"),
+        Column("gap_p", "p", "p", group="to the best mean", help="paired t-test over seeds, not adjusted"),
+        Column("ipr", "IPR", "percent", group="incentives", better="high", help="incentivised participation rate"),
+        Column("opt_outs", "opt out", "percent", group="incentives", better="low", help="clients worse off than with FedAvg"),
+        Column("mb_total", "MB", "amount", group="price of a run", help="sent up and down"),
+        Column("local_steps", "steps", "count", group="price of a run", help="optimizer steps of all clients"),
+        Column("seconds", "s", "amount", group="price of a run", help="wall clock"),
+        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+    ]  # fmt: skip
+    lines = [
+        Line(
+            row["method"],
+            context.styles[row["method"]].colour,
+            [Dot(row["mean"], interval_of(row))],
+            context.styles[row["method"]].marker,
+            context.seed_means(row["method"]),
+        )
+        for row in rows
+    ]
+    seeds = max((row["n_seeds"] for row in rows), default=0)
+    alt = f"Dots: mean test {context.metric} of {summary([(row['method'], row['mean']) for row in rows])}."
+    picture = context.picture(
+        "overview",
+        f"Mean test {context.metric} of deployed models",
+        alt,
+        lambda: dot_plot(lines, f"test {context.metric}, mean over clients"),
+    )
+    pictures = [picture]
+    points = {row["method"]: (row["mb_total"], row["mean"]) for row in rows}
+    if any(is_number(x) and x for x, _ in points.values()):
+        pictures.append(
+            context.picture(
+                "overview-price",
+                "… and what was sent for it",
+                f"Marks: megabytes sent by {summary([(method, x) for method, (x, _) in points.items()], 1)}.",
+                lambda: against(points, context.styles, "MB up and down in a run", f"test {context.metric}"),
+            )
+        )
+    whiskers = (
+        "Bars: 95\u00a0% interval over seeds; ticks: single seeds." if seeds > 1 else "One seed, so no intervals."
+    )
+    table = context.table(
+        "overview", "All methods, best mean first", columns, rows, [_BOLD, *_not_asked(context), *_deployed(rows)]
+    )
+    return context.section(
+        "overview",
+        "Overview",
+        "Overview",
+        [context.gallery(pictures, table, whiskers, open=True)],
+        "Each client's deployed model on its own test data. The deployed model is chosen by a rule that is fixed before "
+        "test data are looked at: the client's checkpoint with the best validation score if the run keeps one, else the "
+        "last model received.",
+    )
+
+
+_BOLD_ONLY = "Bold: the best of the column, of methods with all seeds on the same test data."
+_BOLD = f"{_BOLD_ONLY} The difference to the best mean is paired over seeds; its p is not adjusted."
+
+
+def _not_asked(context: Context) -> list[str]:
+    """Why central training is never the best, where there is such a method; the reader sees it in the column of gaps."""
+    central = context.study.baselines.get("central")
+    if central is None:
+        return []
+    return [
+        f"{central} moves all data to one place, so it is not asked who is best: best is the best of the other methods."
+    ]
+
+
+def _deployed(rows: Sequence[Row]) -> list[str]:
+    """Which model each method deploys, in a line below the table."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["checkpoint"] is not None:
+            found.setdefault(f"{row['checkpoint']} ({row['stage']})", []).append(row["method"])
+    each = [f"{which} of {'all' if len(found) == 1 else ', '.join(methods)}" for which, methods in found.items()]
+    return [f"Deployed: {'; '.join(each)}."] if each else []
+
+
+def measured(context: Context) -> Section | None:
+    """Every other metric of the deployed models, calibration error among them."""
+    rows = _in_order(context, context.study.measured())
+    names = [key.removesuffix("_radius") for key in (rows[0] if rows else {}) if key.endswith("_radius")]
+    if len(names) < 2:
+        return None
+    columns = [METHOD]
+    columns += [
+        Column(name, LABELS.get(name, name.replace("_", " ")), radius=f"{name}_radius",
+               better="high" if higher_is_better(name) else "low")
+        for name in names
+    ]  # fmt: skip
+    table = context.table("measured", "Mean over clients, each on its own test data", columns, rows, [_BOLD_ONLY])
+    return context.section(
+        "measured",
+        "Everything that was measured",
+        "Metrics",
+        [table],
+        "The same deployed models by every metric of the runs; the calibration error is the expected one, over 15 bins.",
+    )
+
+
+def stages(context: Context) -> Section | None:
+    """G, L1 and L2 side by side, on local and on pooled data."""
+    rows = _in_order(context, context.study.stages())
+    pictures = [
+        _marked(
+            context,
+            f"stages-{data}",
+            f"On {words}",
+            [stage for stage in STAGES if any(row["stage"] == stage and is_number(row[data]) for row in rows)],
+            {
+                method: [
+                    Dot(row[data], interval_of(row, f"{data}_ci95"), row["stage"])
+                    for row in rows
+                    if row["method"] == method
+                ]
+                for method in dict.fromkeys(row["method"] for row in rows)
+            },
+        )
+        for data, words in (("local", "each client’s own data"), ("pooled", "all clients’ data"))
+        if any(is_number(row[data]) for row in rows)
+    ]
+    columns = [METHOD, Column("stage", "stage", "text")]
+    columns += [
+        Column(data, title, radius=f"{data}_radius", decimals=4)
+        for data, title in (("local", "own data"), ("pooled", "all clients’ data"), ("sum", "sum"))
+    ]
+    table = context.table(
+        "stages",
+        f"Test {context.metric} of the latest models by stage",
+        [*columns, Column("n_seeds", "seeds", "count")],
+        rows,
+    )
+    return context.section(
+        "stages",
+        "Before and after aggregation",
+        "Stages",
+        [context.gallery(pictures, table)],
+        "G: the server's model after aggregation. L1: what a client holds after receiving it. L2: the same after local "
+        "training. All of the last round, and never averaged with each other.",
+    )
+
+
+def checkpoints(context: Context) -> Section | None:
+    """The last model beside the one with the best global and the best local validation score."""
+    rows = _in_order(context, context.study.checkpoints())
+    kinds = {
+        "latest": "latest (L1)",
+        "latest_global": "latest (G)",
+        "best_global": "best global",
+        "best_local": "best local",
+    }
+    kinds = {kind: title for kind, title in kinds.items() if any(is_number(row[kind]) for row in rows)}
+    if len(kinds) < 2:
+        return None
+    picture = _marked(
+        context, "checkpoints", "On each client’s own data", list(kinds.values()),
+        {r["method"]: [Dot(r[k], interval_of(r, f"{k}_ci95"), title) for k, title in kinds.items()] for r in rows},
+    )  # fmt: skip
+    columns = [METHOD, *(Column(kind, title, radius=f"{kind}_radius", decimals=4) for kind, title in kinds.items())]
+    columns += [Column("deployed", "deployed", "text"), Column("n_seeds", "seeds", "count")]
+    table = context.table("checkpoints", f"Test {context.metric} by checkpoint", columns, rows)
+    return context.section(
+        "checkpoints",
+        "Which checkpoint to deploy",
+        "Checkpoints",
+        [context.gallery([picture], table)],
+        "Latest: after the last round. Best global: the round with the best validation score of the server's model. Best "
+        "local: each client's own best round. All are chosen on validation data and scored on test data.",
+    )
+
+
+def _marked(
+    context: Context, name: str, title: str, marks: Sequence[str], dots: Mapping[str, Sequence[Dot]]
+) -> Picture:
+    """A line a method, its dots told apart by their marks."""
+    lines = [Line(method, context.styles[method].colour, of) for method, of in dots.items()]
+    said = summary([(f"{line.label} {dot.mark}", dot.mean) for line in lines for dot in line.dots])
+    return context.picture(
+        name,
+        title,
+        f"Test {context.metric}: {said}.",
+        lambda: dot_plot(lines, f"test {context.metric}", marks=marks, limits=common_limits(lines)),
+    )
+
+
+def _in_order(context: Context, rows: Sequence[Row]) -> list[Row]:
+    order = {row["method"]: place for place, row in enumerate(context.overview)}
+    return sorted(rows, key=lambda row: order[row["method"]])

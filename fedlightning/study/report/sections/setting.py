@@ -1,0 +1,179 @@
+"""Who holds what, what the layers say, and how everything was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedlightning.datamodules.report import PartitionReport
+from fedlightning.study.report.cells import Column, number
+from fedlightning.study.report.context import Context
+from fedlightning.study.report.figures.partition import partition_bars
+from fedlightning.study.report.html import Prose, Section
+from fedlightning.study.runs import Run
+
+DEFINITIONS = (
+    (
+        "deployed model",
+        "Each client's model by a rule fixed before test data are seen: its checkpoint with the best validation "
+        "score (best_local) if the run keeps one, else the last one received (L1).",
+    ),
+    (
+        "stage G, L1, L2",
+        "The server's model after aggregation; a client's model as received; the same after local training.",
+    ),
+    (
+        "mean",
+        "Uniform mean over clients in a seed, then mean over seeds. A client whose model diverged leaves no mean.",
+    ),
+    (
+        "95 % interval",
+        "Student t over the seeds' means: mean ± t · s / √n. It speaks of what seeds vary (below), not of other "
+        "data sets.",
+    ),
+    (
+        "difference, p",
+        "Paired over seeds (same seed, same splits); p of the paired t-test. “Holm”: adjusted for all comparisons"
+        " with one reference.",
+    ),
+    (
+        "10th percentile, worst",
+        "Of the clients' scores, from the bad end, in a seed; then mean over seeds.",
+    ),
+    (
+        "others' data, sum",
+        "Deployed models on the union of all clients' test data (out of distribution), and its sum with the score"
+        " on own data.",
+    ),
+    (
+        "IPR",
+        "Incentivised participation rate: clients strictly better off than with both siloed training and FedAvg, "
+        "in percent (PLayer-FL, eq. A.6).",
+    ),
+    (
+        "PMA, opt out",
+        "Personal model appeal: a client's score minus what FedAvg gives it; opting out: clients with a negative "
+        "one (PI-FL, eqs. 14 and 15).",
+    ),
+    (
+        "GMA",
+        "Global model appeal: clients for whom the global model's loss is below that of their own siloed model (MaxFL, "
+        "on training losses; here on validation losses where a run recorded none of the global model in training).",
+    ),
+    (
+        "ρε",
+        "Clients with a score strictly above (below) the threshold ε (FLIU).",
+    ),
+    (
+        "MB",
+        "10⁶ bytes of everything that clients send up and the server sends down in the whole run.",
+    ),
+    (
+        "steps",
+        "Optimizer steps of all clients together in the whole run.",
+    ),
+)
+"""What each number means, in one line."""
+
+
+def partition(context: Context) -> Section | None:
+    """Training samples of each class at each client."""
+    held = context.study.partition()
+    rows = [row for row in held if row["split"] == "train"]
+    if not rows:
+        return None
+    sizes = {(row["client"], row["split"]): row["samples"] for row in held}
+    count = len(rows[0]["classes"] or ())
+    by_class = count > 1 and all(len(row["classes"] or ()) == count for row in rows)
+    names = [str(index) for index in range(count)] if by_class else ["samples"]
+    counts = np.array([row["classes"] if by_class else [row["samples"]] for row in rows], dtype=np.int64)
+    clients = [str(row["client"]) for row in rows]
+    found = PartitionReport(clients, names, counts)
+    lines = [
+        {
+            "client": client,
+            "train": int(of.sum()),
+            "val": sizes.get((client, "val")),
+            "test": sizes.get((client, "test")),
+        }
+        | ({"tv": float(tv)} | {f"class {name}": int(n) for name, n in zip(names, of, strict=True)} if by_class else {})
+        for client, of, tv in zip(clients, counts, found.total_variation, strict=True)
+    ]
+    columns = [Column("client", "client", "text")]
+    columns += [Column(split, split, "count", group="samples") for split in ("train", "val", "test")]
+    columns += [Column("tv", "distance", decimals=2, help="total variation distance to the labels of all clients")]
+    columns += [Column(f"class {name}", name, "count", group="training samples of class") for name in names if by_class]
+    told = f"{len(clients)} clients with {found.sizes.min()} to {found.sizes.max()} training samples"
+    if by_class:
+        told += (
+            f" of {count} classes; mean total variation distance to the labels of all {found.mean_total_variation:.2f}"
+        )
+    picture = context.picture(
+        "partition",
+        "Training samples by client",
+        f"Bars: {told}.",
+        lambda: partition_bars(clients, counts.tolist(), names),
+    )
+    table = context.table("partition", "Samples of each client", columns, lines, seeds=False)
+    return context.section("partition", "Who holds what", "Data", [context.gallery([picture], table, f"{told}.")])
+
+
+def made(context: Context, about: Mapping[str, Any]) -> Section | None:
+    """Command, versions, seeds, step budgets, and what each number means.
+
+    Args:
+        context: of the study; about: what its ``study.json`` says.
+    """
+    done = [run for run in context.study.runs if run.summary]
+    options: dict[str, str] = {}
+    for run in done:
+        options.setdefault(run.name, _callbacks(run.summary.get("callbacks", {})))
+    parts = [
+        Prose(terms=[(term, text) for term, text in _facts(context, about, done) if text], title="The runs"),
+        Prose(terms=[(name, text) for name, text in options.items() if text], title="The methods’ options"),
+        Prose(terms=DEFINITIONS, title="The numbers"),
+    ]
+    return context.section(
+        "made", "How this was made, and what each number means", "Method", [p for p in parts if p.terms]
+    )
+
+
+def _facts(context: Context, about: Mapping[str, Any], done: Sequence[Run]) -> list[tuple[str, str]]:
+    data = [run.summary["data"] for run in done if "data" in run.summary]
+    budgets = {run.name: run.summary.get("local_steps_total") for run in done}
+    steps = {name: number(count, 0) for name, count in budgets.items() if count is not None}
+    same = set(steps.values())
+    varies = f" Set by the seed: {', '.join(about['vary'])}." if about.get("vary") else ""
+    return [
+        ("command", str(about.get("command") or "")),
+        ("data", _distinct(f"{of.get('module', '')}, {of.get('partition', '')}" for of in data)),
+        ("seeds", context.study.seed_text + varies),
+        ("checkpoint rule", context.study.checkpoint),
+        ("rounds", _distinct(str(run.summary["rounds"]) for run in done if "rounds" in run.summary)),
+        (
+            "step budget",
+            f"{same.pop()} local steps in a run of every method"
+            if len(same) == 1
+            else "local steps in a run: " + ", ".join(f"{name} {count}" for name, count in steps.items())
+            if steps
+            else "",
+        ),
+        ("model", _distinct(str(run.summary.get("model", "")) for run in done)),
+        (
+            "versions",
+            _distinct(", ".join(f"{k} {v}" for k, v in run.summary.get("versions", {}).items()) for run in done),
+        ),
+    ]
+
+
+def _callbacks(given: Mapping[str, Mapping[str, Any]]) -> str:
+    return "; ".join(
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items() if value is not None)})"
+        for name, options in given.items()
+    )
+
+
+def _distinct(texts: Iterable[str]) -> str:
+    return " / ".join(dict.fromkeys(text for text in texts if text))

@@ -1,0 +1,146 @@
+"""Results for people: what a run found, as tables of at most 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+PREFERRED = ("accuracy", "balanced_accuracy", "f1_macro", "auroc", "loss")
+"""Metrics shown first, where a module has them; others follow in the module's order while there is room."""
+STAGES = {"G": "G: server's model", "L1": "L1: as received", "L2": "L2: after local training"}
+_LABEL_COLUMNS = ("checkpoint", "stage", "data")
+_CELL = len("0.0000 ± 0.0000")
+_ORDER = {"latest": 0, "best_global": 1, "best_local": 2}
+_LABELS = {"balanced_accuracy": "balanced acc.", "f1_macro": "macro F1", "auroc": "AUROC"}
+
+Result = dict[str, Any]
+"""A row of ``summary.json``: see :func:`fedlightning.scoring.results.summarise`."""
+
+
+def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:
+    """Metrics worth a column, best known first: without the split's prefix (``test_loss`` is ``loss``)."""
+    found = list(dict.fromkeys(bare(row) for row in results))
+    known = [name for name in PREFERRED if name in found]
+    return (known + [name for name in found if name not in known])[:limit]
+
+
+def bare(row: Result) -> str:
+    """The metric's name without its split."""
+    name: str = row["metric"]
+    return name.removeprefix(f"{row['split']}_")
+
+
+def results_table(results: Sequence[Result], split: str = "test", width: int = 80) -> Table:
+    """Models as rows and metrics as columns: mean ± standard deviation over clients.
+
+    Args:
+        results: rows of ``summary.json``.
+        split: ``"test"`` or ``"val"``.
+        width: columns of the terminal; as many metrics are shown as fit.
+    """
+    rows = [row for row in results if row["split"] == split and row["data"] in ("local", "pooled")]
+    groups: dict[tuple[str, str, str], dict[str, Result]] = {}
+    for row in rows:
+        groups.setdefault((row["checkpoint"], row["stage"], row["data"]), {})[bare(row)] = row
+    order = sorted(groups, key=lambda key: (*_rank(key), key[2]))
+    label_width = sum(3 + max(len(text), *(len(key[i]) for key in order)) for i, text in enumerate(_LABEL_COLUMNS))
+    metrics = important_metrics(rows, limit=max(1, (width - label_width) // (_CELL + 3)))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for column in _LABEL_COLUMNS:
+        table.add_column(column, no_wrap=True)
+    for metric in metrics:
+        table.add_column(_LABELS.get(metric, metric), justify="right", no_wrap=True)
+    for index, key in enumerate(order):
+        table.add_row(
+            *key,
+            *(_mean_std(groups[key].get(metric)) for metric in metrics),
+            end_section=index + 1 < len(order) and order[index + 1][0] != key[0],
+        )
+    return table
+
+
+def client_table(
+    results: Sequence[Result], split: str = "test", metric: str | None = None, width: int = 80
+) -> Table | None:
+    """Clients as rows and models as columns: one metric on each client's own data.
+
+    Args:
+        results: rows of ``summary.json``.
+        split: ``"test"`` or ``"val"``.
+        metric: which; default the most important one.
+        width: columns of the terminal.
+
+    Returns:
+        ``None`` where there is nothing by client.
+    """
+    rows = [row for row in results if row["split"] == split and row["data"] == "local"]
+    metric = metric or next(iter(important_metrics(rows)), None)
+    columns = {(row["checkpoint"], row["stage"]): row for row in rows if bare(row) == metric}
+    if not columns:
+        return None
+    order = sorted(columns, key=_rank)[: max(1, (width - 8) // 17)]
+    clients = list(dict.fromkeys(client for key in order for client in columns[key]["per_client"]))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    table.add_column("client", no_wrap=True)
+    for checkpoint, stage in order:
+        table.add_column(f"{checkpoint} {stage}", justify="right", no_wrap=True)
+    for client in clients:
+        table.add_row(client, *(_number(columns[key]["per_client"].get(client)) for key in order))
+    return table
+
+
+def print_results(
+    results: Sequence[Result], split: str = "test", console: Console | None = None, clients: int = 20
+) -> None:
+    """Print the results of a run, and those of each client where there are at most ``clients``.
+
+    Args:
+        results: rows of ``summary.json``.
+        split: ``"test"`` or ``"val"``.
+        console: where to; default the terminal.
+        clients: the most clients to list.
+    """
+    console = console or Console()
+    if not any(row["split"] == split for row in results):
+        console.print(f"There are no results on the '{split}' split.")
+        return
+    words = {"test": "test data", "val": "validation data"}[split]
+    console.print(f"Results on {words} (mean ± standard deviation over clients)", style="bold")
+    console.print(results_table(results, split, console.width))
+    console.print(_caption([row for row in results if row["split"] == split]), highlight=False)
+    ids = {
+        client for row in results if row["split"] == split and row["data"] == "local" for client in row["per_client"]
+    }
+    table = client_table(results, split, width=console.width)
+    if table is not None and 1 < len(ids) <= clients:
+        metric = important_metrics([row for row in results if row["split"] == split])[0]
+        console.print(f"\nEach client on its own {words}: {_LABELS.get(metric, metric)}", style="bold")
+        console.print(table)
+
+
+def _rank(key: tuple[str, ...]) -> tuple[int, str, int]:
+    checkpoint, stage = key[:2]
+    return (_ORDER.get(checkpoint, 9), checkpoint, list(STAGES).index(stage))
+
+
+def _caption(rows: Sequence[Result]) -> str:
+    stages = [text for stage, text in STAGES.items() if any(row["stage"] == stage for row in rows)]
+    pooled = "; pooled: all clients' data" if any(row["data"] == "pooled" for row in rows) else ""
+    return "; ".join(stages) + ". local: a client's own data" + pooled + "."
+
+
+def _mean_std(row: Result | None) -> str:
+    if row is None or row["mean"] is None:
+        return "-"
+    mean = _number(row["mean"])
+    return f"{mean} ± {_number(row['std'])}" if len(row["per_client"]) > 1 else f"{mean}{' ' * 9}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"

@@ -1,0 +1,276 @@
+"""The local loop ``fast``: what ``lightning.pytorch.Trainer.fit`` does on one device, and nothing else.
+
+It calls the hooks of the module and of the callbacks in the Trainer's order with the same arguments, under the same
+precision plugin, so the result is the same bit for bit at a fraction of the cost of a step. ``refusals.py`` says where it
+does not apply. The order within a batch:
+
+fetch, to device > on_train_batch_start > training_step > on_before_zero_grad, zero_grad > on_before_backward > backward >
+on_after_backward > on_before_optimizer_step > clipping > step > schedulers > on_train_batch_end
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerStatus
+from torch.optim import Optimizer
+
+from fedlightning.compat.quiet import without_warnings
+from fedlightning.datamodules.resident import resident_batches
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.visit.fast.hooks import Hooks
+from fedlightning.visit.fast.log import LogBook
+from fedlightning.visit.fast.refusals import num_batches
+from fedlightning.visit.fast.step import FastStep
+from fedlightning.visit.fast.trainer import FastTrainer, NotInFastLoop
+
+if TYPE_CHECKING:
+    from fedlightning.visit.client import Client
+    from fedlightning.visit.fit import VisitCallback
+
+
+def train_fast(
+    client: Client, visit: VisitCallback, callbacks: list[Callback], loader: Any, base: Trainer, detect_anomaly: bool
+) -> FastTrainer:
+    """Train ``client.module`` in place with ``callbacks`` (``visit`` among them); the stand-in that they saw.
+
+    Args:
+        client: whose module; visit: knows how much work there is; loader: training batches, addressed.
+        base: a Trainer made with the run's arguments.
+    """
+    module = client.module
+    precision = base.precision_plugin
+    if getattr(precision, "scaler", None) is not None:
+        precision = copy.deepcopy(precision)  # a scaler learns: each fit starts with a new one
+    book = LogBook(module, training=True)
+    in_epochs = visit.unit == "epochs"
+    trainer = FastTrainer(
+        base,
+        module,
+        callbacks,
+        precision,
+        book,
+        loader=loader,
+        num_batches=num_batches(loader, base.limit_train_batches),
+        max_epochs=visit.work if in_epochs else -1,
+        max_steps=-1 if in_epochs else visit.work,
+    )
+    client.scratch["trainer"] = trainer
+    with without_warnings():
+        FastFit(trainer, book, detect_anomaly).run()
+    return trainer
+
+
+class FastFit:
+    """One fit of one module.
+
+    Args:
+        trainer: the stand-in, with its loader and limits; book: where the module logs.
+        detect_anomaly: look for the backward function that makes a NaN.
+    """
+
+    def __init__(self, trainer: FastTrainer, book: LogBook, detect_anomaly: bool = False) -> None:
+        self.trainer, self.book, self.module = trainer, book, trainer.lightning_module
+        self.clock = vars(trainer)  # the loop's own counters; setting them as attributes is for nobody
+        self.detect_anomaly = detect_anomaly
+        self.precision = trainer.precision_plugin
+        self.scaler = getattr(self.precision, "scaler", None)
+        self.limits = (trainer.max_steps, trainer.max_epochs)
+        self.window_done = False
+
+    # -- the fit ---------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Train. An exception goes to ``on_exception`` and on to the caller, as in Lightning."""
+        module, trainer = self.module, self.trainer
+        module.trainer = trainer
+        self.hooks = hooks = Hooks(trainer, self.book)
+        self.book.attach()
+        for callback in trainer.callbacks:
+            vars(callback).update(log=module.log, log_dict=module.log_dict)
+        try:
+            self._set_up()
+            with self._anomalies():
+                torch.set_grad_enabled(True)
+                self._epochs()
+            if self.device.type != "cpu":
+                module.cpu()
+            hooks.run("on_fit_end")
+            hooks.run("teardown", stage="fit")
+            trainer.state.status, trainer.state.stage = TrainerStatus.FINISHED, None
+        except BaseException as error:
+            for hook in hooks.callbacks("on_exception"):
+                hook(error)
+            if isinstance(error, KeyboardInterrupt):
+                raise SystemExit(1) from error  # as Lightning's Trainer does
+            raise
+        finally:
+            self.book.detach()
+
+    def _anomalies(self) -> AbstractContextManager[None]:
+        if torch.is_anomaly_enabled() == self.detect_anomaly:
+            return nullcontext()
+        return torch.autograd.set_detect_anomaly(self.detect_anomaly)
+
+    def _set_up(self) -> None:
+        module, hooks, base = self.module, self.hooks, self.trainer._base.strategy
+        self.device = base.root_device
+        hooks.run("setup", stage="fit")
+        if hooks.overridden("configure_model"):
+            with base.tensor_init_context(), self.precision.module_init_context():
+                module.configure_model()
+        self.precision.convert_module(module)
+        if self.device.type != "cpu":
+            module.to(self.device)
+        self._make_optimizers()
+        hooks.run("on_fit_start")
+        module.zero_grad()
+        self.trainer.set_up_data()
+        self.batches = resident_batches(self.trainer.train_dataloader, self.device) or self.trainer.train_dataloader
+        self.is_resident = self.batches is not self.trainer.train_dataloader
+        self._bind()
+
+    def _make_optimizers(self) -> None:
+        """``configure_optimizers`` in any of its forms; Lightning reads all but the simplest."""
+        trainer, module = self.trainer, self.module
+        self.book.enter("configure_optimizers")
+        configured = module.configure_optimizers()
+        self.book.enter(None)
+        if isinstance(configured, Optimizer) and self.clock["_strategy"] is None:
+            self.clock["optimizers"] = [configured]
+            return
+        attributes = vars(module)
+        own = attributes.get("configure_optimizers")
+        attributes["configure_optimizers"] = lambda: configured  # it has been called; Lightning would call it again
+        try:
+            trainer.strategy.setup_optimizers(trainer)  # type: ignore[arg-type]
+        finally:
+            del attributes["configure_optimizers"]
+            if own is not None:
+                attributes["configure_optimizers"] = own
+        self.clock["optimizers"] = trainer.strategy.optimizers
+        self.clock["lr_scheduler_configs"] = trainer.strategy.lr_scheduler_configs
+
+    def _bind(self) -> None:
+        """Look up once what every batch needs."""
+        module, hooks, trainer = self.module, self.hooks, self.trainer
+        self.batch_start, self.batch_end = hooks.find("on_train_batch_start"), hooks.find("on_train_batch_end")
+        self.moves = not self.is_resident or any(
+            hooks.overridden(name)
+            for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        )
+        self.converts = type(self.precision).convert_input is not Precision.convert_input
+        self.schedules = bool(trainer.lr_scheduler_configs) and module.automatic_optimization
+        self.one_step = FastStep(trainer, self.book, hooks, reports=self.batch_end is not None)
+
+    # -- epochs ----------------------------------------------------------------------------------------------------
+    @property
+    def _done(self) -> bool:
+        steps, epochs = self.limits
+        clock = self.clock
+        return 0 <= steps <= clock["global_step"] or 0 <= epochs <= clock["current_epoch"] or bool(clock["should_stop"])
+
+    def _epochs(self) -> None:
+        hooks, clock, book = self.hooks, self.clock, self.book
+        loader = self.trainer.train_dataloader
+        epoch_start, epoch_end = hooks.find("on_train_epoch_start"), hooks.epoch_end()
+        batches: Iterator[Any] = iter(self.batches)  # Lightning makes the first epoch's before on_train_start
+        hooks.run("on_train_start")
+        while not self._done:
+            epoch = clock["current_epoch"]
+            if self.is_resident and type(loader.sampler) is AddressedSampler:
+                loader.sampler.go_to(epoch)
+            else:
+                set_epoch(loader, epoch)
+            if epoch_start is not None:
+                epoch_start()
+            if epoch > 0 or self.is_resident:
+                batches = iter(self.batches)
+            whole = self._epoch(batches)
+            book.end_batches()
+            if epoch_end is not None:
+                epoch_end()
+            book.end_epoch()
+            if whole and self.schedules:
+                self._schedule("epoch", plateau=True)
+            book.clear()
+            clock["current_epoch"] = epoch + 1
+        hooks.run("on_train_end")
+
+    def _epoch(self, batches: Iterator[Any]) -> bool:
+        """One epoch, perhaps cut short; whether it reached its last batch."""
+        clock, book, module = self.clock, self.book, self.module
+        last, max_steps = clock["num_training_batches"] - 1, self.limits[0]
+        one_step = self.one_step.automatic if module.automatic_optimization else self.one_step.manual
+        clock["is_last_batch"] = False
+        index = -1
+        while index < last and not (0 <= max_steps <= clock["global_step"]) and not clock["should_stop"]:
+            batch = next(batches)
+            index += 1
+            self.index = index
+            clock["is_last_batch"] = index == last
+            if self.converts or self.moves:
+                batch = self._to_device(batch)
+            book.begin_batch(batch)
+            if self.batch_start is not None and self.batch_start(batch, index) == -1:
+                clock["is_last_batch"] = True
+                self._after_skipped()
+                break
+            window = clock["accumulate_grad_batches"]
+            self.window_done = (index + 1) % window == 0 or index == last
+            outputs = one_step(batch, index, self.window_done)
+            if self.schedules:
+                if self.window_done:
+                    self._schedule("step", plateau=False)
+                if index == last:
+                    self._schedule("epoch", plateau=False)
+            if self.batch_end is not None:
+                self.batch_end(outputs, batch, index)
+            book.end_batch()
+            if self.schedules and self.window_done:
+                self._schedule("step", plateau=True)
+        return bool(clock["is_last_batch"])
+
+    def _after_skipped(self) -> None:
+        """``on_train_batch_start`` returned -1: the rest of the epoch is skipped, and it counts as finished."""
+        if self.schedules:
+            self._schedule("step", plateau=False)
+            self._schedule("epoch", plateau=False)
+
+    def _to_device(self, batch: Any) -> Any:
+        if batch is None:
+            raise NotInFastLoop("a training loader yields None")
+        batch = self.precision.convert_input(batch)
+        if not self.moves:
+            return batch
+        batch = self.module.on_before_batch_transfer(batch, 0)
+        batch = self.module.transfer_batch_to_device(batch, self.device, 0)
+        return self.module.on_after_batch_transfer(batch, 0)
+
+    # -- schedulers ------------------------------------------------------------------------------------------------
+    def _schedule(self, interval: str, plateau: bool) -> None:
+        for config in self.trainer.lr_scheduler_configs:
+            if bool(config.reduce_on_plateau) != plateau or config.interval != interval:
+                continue
+            count = 1 + (self.index if interval == "step" else self.clock["current_epoch"])
+            if count % config.frequency != 0:
+                continue
+            metric = self.trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
+            if config.reduce_on_plateau and metric is None:
+                raise NotInFastLoop(f"a scheduler monitors {config.monitor!r}, which is not logged")
+            self.book.enter("lr_scheduler_step")
+            self.module.lr_scheduler_step(config.scheduler, metric)
+            self.book.enter(None)
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the loader's samplers which epoch it is, those that want to know."""
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    for sampler in {id(sampler): sampler for sampler in samplers}.values():
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)  # type: ignore[union-attr]

@@ -1,0 +1,122 @@
+"""Who overrides which hook: the fast loop calls those and no others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, TypeVar
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+
+from fedlightning.visit.fast.log import LogBook
+from fedlightning.visit.fast.trainer import FastTrainer
+
+Hook = Callable[..., Any]
+Answer = TypeVar("Answer")
+
+
+def per_class(function: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
+    """Ask ``function`` once for every class."""
+    return cache(function)
+
+
+CALLBACK_HOOKS = frozenset(
+    name for name, value in vars(Callback).items() if not name.startswith("_") and inspect.isfunction(value)
+)
+MODULE_METHODS = frozenset(
+    name for name in dir(LightningModule) if not name.startswith("__") and callable(getattr(LightningModule, name))
+)
+
+
+@per_class
+def of_callback(kind: type) -> frozenset[str]:
+    """The hooks that a class of callbacks overrides."""
+    return frozenset(name for name in CALLBACK_HOOKS if getattr(kind, name) is not getattr(Callback, name))
+
+
+@per_class
+def of_module(kind: type) -> frozenset[str]:
+    """The methods of ``LightningModule`` that a class overrides."""
+    return frozenset(name for name in MODULE_METHODS if getattr(kind, name, None) is not getattr(LightningModule, name))
+
+
+class Hooks:
+    """Calls hooks in Lightning's order: callbacks as listed, then the module.
+
+    Args:
+        trainer: what callbacks get; its callbacks and module are called. The book is told which hook runs.
+    """
+
+    def __init__(self, trainer: FastTrainer, book: LogBook) -> None:
+        self._trainer, self._book = trainer, book
+        module, callbacks = trainer.lightning_module, trainer.callbacks
+        self._module, self._of_module = module, of_module(type(module)) | (vars(module).keys() & MODULE_METHODS)
+        self._of_callbacks = [
+            (callback, of_callback(type(callback)) | (vars(callback).keys() & CALLBACK_HOOKS)) for callback in callbacks
+        ]
+        self._of_anybody = self._of_module.union(*(own for _, own in self._of_callbacks))
+
+    def overridden(self, name: str) -> bool:
+        """Whether the module has its own ``name``."""
+        return name in self._of_module
+
+    def callbacks(self, name: str, only: Callable[[Callback], bool] = lambda callback: True) -> list[Hook]:
+        """The callbacks' own ``name``, bound to what comes first in every call."""
+        module = self._module
+        return [
+            partial(getattr(callback, name), self._trainer, module)
+            for callback, own in self._of_callbacks
+            if name in own and only(callback)
+        ]
+
+    def find(self, name: str) -> Hook | None:
+        """All that is overridden under ``name`` as one function; ``None`` where nothing is.
+
+        The function returns what the module's own hook returns.
+        """
+        if name not in self._of_anybody:
+            return None
+        return self._joined(name, [*self.callbacks(name), *self.own(name)])
+
+    def own(self, name: str) -> list[Hook]:
+        """The module's own ``name``, where it has one."""
+        return [getattr(self._module, name)] if self.overridden(name) else []
+
+    def epoch_end(self) -> Hook | None:
+        """``on_train_epoch_end``: callbacks that monitor come after the module, which may log what they monitor."""
+        name = "on_train_epoch_end"
+        first = self.callbacks(name, lambda callback: not isinstance(callback, EarlyStopping | Checkpoint))
+        last = self.callbacks(name, lambda callback: isinstance(callback, EarlyStopping | Checkpoint))
+        return self._joined(name, [*first, *self.own(name), *last])
+
+    def run(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a hook that is called once."""
+        hook = self.find(name)
+        if hook is not None:
+            hook(*args, **kwargs)
+
+    def _joined(self, name: str, hooks: Sequence[Hook]) -> Hook | None:
+        if not hooks:
+            return None
+        if len(hooks) == 1 and not self.overridden(name) and getattr(_owner(hooks[0]), "never_logs", False):
+            return hooks[0]
+        module_last = self.overridden(name)
+        enter, names = self._book.enter, vars(self._module)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = names["_current_fx_name"]
+            enter(name)
+            result = None
+            for hook in hooks:
+                result = hook(*args, **kwargs)
+            enter(before)
+            return result if module_last else None
+
+        return call
+
+
+def _owner(hook: Hook) -> Any:
+    """The object whose method ``hook`` is."""
+    return getattr(getattr(hook, "func", hook), "__self__", None)

@@ -1,0 +1,306 @@
+"""What ``self.log`` writes to under the fast loop: Lightning's rules and arithmetic, without its cost per call.
+
+Lightning builds a torchmetrics object per name and reduces after every call, some 0.4 ms each. Here a call keeps the
+value; the reduction is done once an epoch, in the same order and precision, so that the numbers are the same bits.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torchmetrics import Metric
+
+from fedlightning.visit.fast.trainer import NotInFastLoop
+
+REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
+REDUCTIONS_OF: dict[Any, str] = {
+    torch.mean: "mean", torch.sum: "sum", sum: "sum", torch.min: "min", min: "min", torch.max: "max", max: "max",
+}  # fmt: skip
+
+
+def logging_levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
+    """Whether a value logged in ``hook`` is kept by step and by epoch, and whether it may be logged there at all.
+
+    Lightning has this table in one place only, a private one; a copy of it would grow old.
+    """
+    from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
+
+    return _FxValidator.check_logging_and_get_default_levels(hook, on_step=on_step, on_epoch=on_epoch)
+
+
+@dataclass
+class Entry:
+    """One name logged in one hook."""
+
+    hook: str
+    name: str
+    on_step: bool
+    on_epoch: bool
+    reduction: str
+    given: tuple[Any, ...]
+    logger: bool
+    dtype: torch.dtype
+    values: list[Tensor] = field(default_factory=list)
+    sizes: list[Any] = field(default_factory=list)
+    last: Any = None
+    metric: Metric | None = None
+    empty: bool = True
+
+    def reset(self) -> None:
+        """Start a new epoch."""
+        if self.metric is not None:
+            self.metric.reset()
+        self.values.clear()
+        self.sizes.clear()
+        self.empty = True
+
+    def of_epoch(self) -> Any:
+        """The value of the epoch so far."""
+        if self.metric is not None:
+            return self.metric.compute()
+        return reduce(self.reduction, self.values, self.sizes, self.dtype)
+
+
+def wide_dtype() -> torch.dtype:
+    """The default dtype, but no lower than float32: the type in which Lightning adds up."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.dtype) -> Tensor:
+    """Lightning's running reduction of scalars, one after the other, in ``start`` or the wider type of the values."""
+    kinds = {value.dtype for value in values}
+    if kinds == {start} and (reduction != "mean" or all(type(size) is int for size in sizes)):
+        rows = torch.stack(values).cpu().numpy()
+        if reduction in ("min", "max"):
+            result = (np.minimum if reduction == "min" else np.maximum).reduce(rows)
+        else:
+            terms = rows * np.array(sizes, dtype=rows.dtype) if reduction == "mean" else rows
+            result = np.add.accumulate(terms, dtype=rows.dtype)[-1] + rows.dtype.type(0)  # never -0.0
+            if reduction == "mean":
+                result = result / rows.dtype.type(sum(sizes))
+        return torch.tensor(result, device=values[0].device)
+    default = {"min": float("inf"), "max": float("-inf")}.get(reduction, 0.0)
+    total, count = torch.tensor(default, dtype=start, device=values[0].device), torch.tensor(0)
+    for value, size in zip(values, sizes, strict=True):
+        if reduction == "mean":
+            total, count = total + value * size, count + size
+        elif reduction == "sum":
+            total = total + value
+        else:
+            total = (torch.min if reduction == "min" else torch.max)(total, value)
+    return total / count.to(total.device) if reduction == "mean" else total
+
+
+class LogBook:
+    """All that one module logs during one fit or one evaluation.
+
+    Args:
+        module: who logs; ``training``: Lightning shows step values to callbacks in training only.
+
+    Attributes:
+        callback_metrics, logged_metrics: as a Lightning Trainer has them, brought up to date by the loop.
+        batch: the batch of the running step, for batch sizes that the module does not name.
+    """
+
+    def __init__(self, module: LightningModule, training: bool) -> None:
+        self._module = module
+        self._names = vars(module)
+        self._training = training
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self._callback_metrics: dict[str, Tensor] = {}
+        self._logged_metrics: dict[str, Tensor] = {}
+        self.batch: Any = None
+        self._batch_size: int | None = None
+        self._last_hook: str | None = None
+        self._first: bool | None = None  # None: between epochs; True: in the first batch; False: in a later one
+        self._by_step = False
+
+    # -- the module's side -----------------------------------------------------------------------------------------
+    def attach(self) -> None:
+        """Put :meth:`log` in the place of the module's own ``log``; ``log_dict`` then comes here too."""
+        self._names["log"] = _Log(self)
+
+    def detach(self) -> None:
+        """Give the module its own ``log`` back."""
+        self._names.pop("log", None)
+        self._names["_current_fx_name"] = None
+
+    def enter(self, hook: str | None) -> None:
+        """Tell in which hook the module is. Lightning's own code reads (and sets) the same private attribute."""
+        self._names["_current_fx_name"] = hook
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[Any], Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """``LightningModule.log``. Whatever Lightning would refuse, or this loop cannot repeat, is left to Lightning.
+
+        Raises:
+            NotInFastLoop: then the visit is done by Lightning's Trainer, which has the right sentence.
+        """
+        hook = self._names["_current_fx_name"]
+        given = (on_step, on_epoch, reduce_fx, prog_bar, logger, add_dataloader_idx, metric_attribute)
+        entry = self._entries.get((hook, name))
+        if entry is None or entry.given != given:
+            entry = self._entry(hook, name, given, value, enable_graph)
+        if self._last_hook != hook:
+            if self._first is not False:
+                for other in self._entries.values():
+                    if other.hook == hook and other.metric is None:
+                        other.reset()
+            self._last_hook = hook
+        if entry.metric is not None:
+            if value is not entry.metric:
+                raise NotInFastLoop(f"self.log({name!r}) gets another metric than before")
+            entry.last, entry.empty = value._forward_cache, False
+            return
+        value = self._scalar(name, value)
+        entry.empty = False
+        if entry.on_step:
+            entry.last = value
+        if entry.on_epoch:
+            entry.values.append(value)
+            entry.sizes.append(self._size() if batch_size is None and entry.reduction == "mean" else batch_size)
+
+    def _entry(self, hook: str | None, name: str, given: tuple[Any, ...], value: Any, enable_graph: bool) -> Entry:
+        on_step, on_epoch, reduce_fx, _, logger, add_dataloader_idx, metric_attribute = given
+        if hook is None or enable_graph or (add_dataloader_idx and "/dataloader_idx_" in name):
+            raise NotInFastLoop(f"self.log({name!r}) is called with enable_graph, outside a hook, or for a dataloader")
+        if isinstance(value, Metric) and metric_attribute is None:
+            if not any(child is value for child in self._module.modules()):
+                raise NotInFastLoop(f"the metric logged as {name!r} is no attribute of the module")
+        on_step, on_epoch = logging_levels(hook, on_step, on_epoch)
+        reduction = REDUCTIONS.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else REDUCTIONS_OF.get(reduce_fx)
+        if reduction is None or not (on_step or on_epoch):
+            raise NotInFastLoop(f"self.log({name!r}) asks for reduce_fx={reduce_fx!r}")
+        if (hook, name) in self._entries:
+            raise NotInFastLoop(f"self.log({name!r}) is called twice in {hook} with different arguments")
+        entry = Entry(hook, name, on_step, on_epoch, reduction, given, logger is not False, wide_dtype())
+        entry.metric = value if isinstance(value, Metric) else None
+        self._entries[hook, name] = entry
+        self._by_step = self._by_step or on_step
+        return entry
+
+    def _scalar(self, name: str, value: Any) -> Tensor:
+        default = wide_dtype()
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+        elif isinstance(value, numbers.Number):
+            value = torch.tensor(value, device=self._module.device, dtype=default)
+        else:
+            raise NotInFastLoop(f"self.log({name!r}) gets a {type(value).__name__}")
+        if value.numel() != 1:
+            raise NotInFastLoop(f"self.log({name!r}) gets a tensor of {value.numel()} elements")
+        if value.dtype not in (torch.float32, torch.float64):
+            value = value.to(default)
+        return value.squeeze() if value.ndim else value
+
+    def _size(self) -> int:
+        if self._batch_size is None:
+            self._batch_size = 1 if self.batch is None else extract_batch_size(self.batch)
+        return self._batch_size
+
+    # -- the loop's side -------------------------------------------------------------------------------------------
+    def begin_batch(self, batch: Any) -> None:
+        """A batch is on the device; its hooks come next."""
+        self.batch, self._batch_size = batch, None
+        self._first = self._first is None
+
+    def end_batch(self) -> None:
+        """The batch's last hook has run."""
+        if self._by_step:
+            self._update()
+        self.batch = self._batch_size = None
+
+    def end_batches(self) -> None:
+        """The epoch's last batch is over: from now on values are those of the epoch."""
+        self._first = None
+
+    def end_epoch(self) -> None:
+        """The epoch's last hook has run."""
+        self._update()
+        self._last_hook = None
+
+    def clear(self) -> None:
+        """Forget the epoch's values; the metrics of the loop stay."""
+        for entry in self._entries.values():
+            entry.reset()
+        self._first = self._last_hook = None
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """What callbacks and plateau schedulers may monitor."""
+        self._update()
+        return self._callback_metrics
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """What a logger would get."""
+        self._update()
+        return self._logged_metrics
+
+    def epoch_values(self) -> dict[str, Tensor]:
+        """What was logged for the epoch, by the names a logger sees: an evaluation's result."""
+        return self._collect()[1]
+
+    def _update(self) -> None:
+        callback, logged = self._collect()
+        self._callback_metrics.update(callback)
+        self._logged_metrics.update(logged)
+
+    def _collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        callback: dict[str, Tensor] = {}
+        logged: dict[str, Tensor] = {}
+        on_step = self._first is not None
+        for entry in self._entries.values():
+            if entry.empty or not (entry.on_step if on_step else entry.on_epoch):
+                continue
+            value = entry.last if on_step else entry.of_epoch()
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise NotInFastLoop(f"the metric logged as {entry.name!r} does not compute a tensor")
+            value, name = value.detach(), entry.name
+            if entry.on_step and entry.on_epoch:
+                name += "_step" if on_step else "_epoch"
+            if entry.logger:
+                logged[name] = value
+            if self._training or not on_step:
+                callback[entry.name] = callback[name] = value
+        return callback, logged
+
+
+class _Log:
+    """The attribute ``log`` of a module that logs to a book. A deep copy of the module logs as its class does."""
+
+    def __init__(self, book: LogBook) -> None:
+        self._book, self._call = book, book.log
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self._book._module))
+        return self if copy is None else MethodType(type(copy).log, copy)

@@ -1,0 +1,181 @@
+"""What a module and its callbacks see as their ``trainer`` under the fast loop.
+
+It offers the part of ``lightning.pytorch.Trainer`` that training code reads: clocks, limits, optimizers, metrics, flags.
+Anything else raises :class:`NotInFastLoop`, never a guess: ``auto`` then repeats the visit with Lightning's own Trainer,
+which is safe because a visit changes nothing before it has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+
+if TYPE_CHECKING:
+    from fedlightning.visit.fast.log import LogBook
+
+AS_GIVEN = frozenset((
+    "accelerator", "check_val_every_n_epoch", "default_root_dir", "fast_dev_run", "global_rank",
+    "is_global_zero", "limit_predict_batches", "limit_test_batches", "limit_train_batches", "local_rank", "log_dir",
+    "log_every_n_steps", "logger", "loggers", "node_rank", "num_devices", "num_nodes",
+    "overfit_batches", "precision", "profiler", "reload_dataloaders_every_n_epochs",
+    "val_check_interval", "world_size", "barebones", "progress_bar_callback", "datamodule", "received_sigterm",
+    "interrupted", "device_ids", "distributed_sampler_kwargs",
+))  # fmt: skip
+"""Attributes that are those of a Lightning Trainer made with the run's arguments and never run."""
+
+SETTABLE = frozenset(
+    ["should_stop", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "callbacks", "profiler"]
+)
+"""Attributes of a Trainer that a module or callback may set, with the effect that it has there."""
+
+
+class NotInFastLoop(BaseException):
+    """The fast loop met what it cannot repeat; the message says what.
+
+    No ``Exception``: ``hasattr`` and a user's ``except`` must not swallow it and go on with something else.
+    """
+
+
+class FastTrainer:
+    """Stands where a ``lightning.pytorch.Trainer`` would, for one fit or one evaluation of one module.
+
+    Args:
+        base: a Trainer made with the run's arguments: the source of the settings.
+        module: the module; callbacks: in Lightning's order; precision: the plugin of this fit.
+        book: where the module logs.
+        stage: what is being done.
+        loader, num_batches: training batches and how many of them an epoch has.
+        max_epochs, max_steps: the limits; -1: none.
+    """
+
+    def __init__(
+        self,
+        base: Trainer,
+        module: LightningModule,
+        callbacks: list[Callback],
+        precision: Any,
+        book: LogBook,
+        stage: RunningStage = RunningStage.TRAINING,
+        loader: Any = None,
+        num_batches: int = 0,
+        max_epochs: int = 1,
+        max_steps: int = -1,
+    ) -> None:
+        state = TrainerState(TrainerStatus.RUNNING, FUNCTION_OF[stage], stage)
+        values: dict[str, Any] = {
+            "_base": base, "_book": book, "_strategy": None, "_data": (loader, num_batches),
+            "lightning_module": module, "model": module,
+            "callbacks": callbacks, "precision_plugin": precision, "state": state, "optimizers": [],
+            "lr_scheduler_configs": [], "current_epoch": 0, "global_step": 0, "is_last_batch": False,
+            "should_stop": False, "train_dataloader": None, "val_dataloaders": None, "test_dataloaders": None,
+            "num_training_batches": math.inf, "max_epochs": max_epochs, "max_steps": max_steps, "min_epochs": None,
+            "min_steps": None, "sanity_checking": False, "predicting": False, "enable_validation": False,
+            "checkpoint_callback": None, "checkpoint_callbacks": [], "ckpt_path": None, "num_val_batches": [],
+            "limit_val_batches": 0 if stage == RunningStage.TRAINING else base.limit_val_batches,
+            "num_sanity_val_steps": 0, "accumulate_grad_batches": base.accumulate_grad_batches,
+            "gradient_clip_val": base.gradient_clip_val, "gradient_clip_algorithm": base.gradient_clip_algorithm,
+        }  # fmt: skip
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in AS_GIVEN:
+            return getattr(self._base, name)
+        if name.startswith("__") or not (name.startswith("_") or hasattr(Trainer, name) or hasattr(self._base, name)):
+            raise AttributeError(f"'Trainer' object has no attribute '{name}'")
+        raise NotInFastLoop(f"trainer.{name} is used, which the fast loop does not have")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in SETTABLE and (name in self.__dict__ or hasattr(Trainer, name) or hasattr(self._base, name)):
+            raise NotInFastLoop(f"trainer.{name} is set, which the fast loop does not have")
+        self.__dict__[name] = value
+
+    @property
+    def strategy(self) -> SingleDeviceStrategy:
+        """Lightning's strategy for one device, made when first asked for: most modules never do."""
+        if self._strategy is None:
+            base = self._base.strategy
+            strategy = SingleDeviceStrategy(base.root_device, base.accelerator, precision_plugin=self.precision_plugin)
+            strategy.connect(self.lightning_module)
+            strategy.optimizers, strategy.lr_scheduler_configs = self.optimizers, self.lr_scheduler_configs
+            self.__dict__["_strategy"] = strategy
+        return self._strategy
+
+    def set_up_data(self) -> None:
+        """From now on the training batches are known: before the first epoch, or when somebody asks for their number."""
+        self.__dict__["train_dataloader"], self.__dict__["num_training_batches"] = self._data
+
+    def release(self) -> None:
+        """After the fit: let go of the module and of what refers back to it, so that its memory is free at once."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+        self.callbacks.clear()
+        gone: dict[str, Any] = {
+            "_strategy": None,
+            "_book": None,
+            "lightning_module": None,
+            "model": None,
+            "optimizers": [],
+        }
+        self.__dict__.update(gone, lr_scheduler_configs=[])
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole fit, as Lightning estimates them."""
+        if self.max_epochs == -1:
+            return math.inf if self.max_steps == -1 else self.max_steps
+        self.set_up_data()
+        steps = math.ceil(self.num_training_batches / self.accumulate_grad_batches) * max(self.max_epochs, 1)
+        return min(steps, self.max_steps) if self.max_steps != -1 else steps
+
+    @property
+    def callback_metrics(self) -> dict[str, Any]:
+        """What callbacks may monitor."""
+        return self._book.callback_metrics
+
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """What a logger would get."""
+        return self._book.logged_metrics
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """All of them."""
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def training(self) -> bool:
+        """Whether a fit is running."""
+        return self.state.stage == RunningStage.TRAINING
+
+    @property
+    def validating(self) -> bool:
+        """Whether validation data is being scored."""
+        return self.state.stage == RunningStage.VALIDATING
+
+    @property
+    def testing(self) -> bool:
+        """Whether test data is being scored."""
+        return self.state.stage == RunningStage.TESTING
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation or test data is being scored."""
+        return self.validating or self.testing
+
+
+FUNCTION_OF = {
+    RunningStage.TRAINING: TrainerFn.FITTING,
+    RunningStage.VALIDATING: TrainerFn.VALIDATING,
+    RunningStage.TESTING: TrainerFn.TESTING,
+}

@@ -1,0 +1,132 @@
+"""The local loop ``trainer``: one fit by a quiet Lightning Trainer of its own. Everything Lightning can do works here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from fedlightning.compat.quiet import quiet
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.hooks import Phase
+
+if TYPE_CHECKING:
+    from fedlightning.blueprint.settings import LocalSettings
+    from fedlightning.visit.client import Client
+    from fedlightning.visit.fit import VisitCallback
+
+UNLIMITED = -1
+
+
+class MemoryCheckpointIO(CheckpointIO):
+    """Lets Lightning's own save and resume carry a client's optimizers and clocks, without a file."""
+
+    def __init__(self, checkpoint: dict[str, Any] | None = None) -> None:
+        self.checkpoint = checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.checkpoint = checkpoint
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.checkpoint is not None
+        return self.checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.checkpoint = None
+
+
+def train_with_lightning(
+    client: Client,
+    visit: VisitCallback,
+    callbacks: list[Callback],
+    settings: LocalSettings,
+    loader: Any,
+    start_sampler: Callable[[int, int, int], None],
+    phase: Phase,
+    val_loader: Any = None,
+) -> Trainer:
+    """Train ``client.module`` in place with ``callbacks`` (``visit`` among them); the Trainer that did it.
+
+    Args:
+        client, settings, loader, start_sampler, phase, val_loader: see :func:`fedlightning.visit.fit.fit`.
+        visit: knows how much work there is.
+    """
+    record = client.record.lightning[phase.name]
+    keep = settings.optimizer_state == "keep"
+    arguments = {key: copy.deepcopy(value) for key, value in settings.trainer_arguments.items()}
+    memory = MemoryCheckpointIO(_resumable(record.get("checkpoint"), client.module) if keep else None)
+    plugins = arguments.pop("plugins", None) or []
+    plugins = [*plugins] if isinstance(plugins, list | tuple) else [plugins]
+    if keep:
+        plugins.append(memory)
+    in_epochs = visit.unit == "epochs"
+    epochs_before = int(record.get("epochs", 0)) if keep else 0
+    limit = visit.work
+    if keep:
+        horizon = settings.max_rounds * (settings.work if phase.work is None else phase.work)
+        limit = max(horizon, int(record.get("epochs" if in_epochs else "steps", 0)) + visit.work)
+    if val_loader is None:
+        arguments["limit_val_batches"] = 0  # Lightning would take the module's own val_dataloader
+    if isinstance(getattr(loader, "sampler", None), AddressedSampler):
+        arguments["use_distributed_sampler"] = False  # it shares the batches among ranks itself
+    with quiet():
+        trainer = Trainer(
+            **arguments,
+            max_epochs=limit if in_epochs else UNLIMITED,
+            max_steps=UNLIMITED if in_epochs else limit,
+            plugins=plugins,
+            callbacks=callbacks,
+            logger=settings.logger,
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        # A visit ends its last epoch, if need be early. With a step limit Lightning would go on inside that epoch.
+        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+        start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
+        client.scratch["trainer"] = trainer
+        trainer.fit(
+            client.module,
+            train_dataloaders=loader,
+            val_dataloaders=val_loader,
+            ckpt_path="memory" if keep and memory.checkpoint is not None else None,
+        )
+        if keep:
+            trainer.save_checkpoint("memory")
+            record["epochs"], record["steps"] = trainer.current_epoch, trainer.global_step
+            record["checkpoint"] = {k: v for k, v in (memory.checkpoint or {}).items() if k != "state_dict"}
+    left = vars(client.module).get("forward")
+    if getattr(left, "__func__", None) is type(client.module).forward:
+        del client.module.forward  # under DDP Lightning leaves the bound method on the instance
+    return trainer
+
+
+def release(trainer: Trainer) -> None:
+    """Cut what a finished Trainer holds of the client's model.
+
+    A Trainer is full of reference cycles: without this, the models of many clients stay in memory until Python's
+    collector comes by.
+    """
+    for optimizer in trainer.optimizers:
+        optimizer.state.clear()
+        optimizer.param_groups.clear()
+    strategy, fit_loop = trainer.strategy, trainer.fit_loop
+    strategy.optimizers, strategy.lr_scheduler_configs = [], []
+    strategy.model = strategy._lightning_module = None
+    loops = (fit_loop, fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops:
+        loop._data_source.instance = None
+    trainer._data_connector._datahook_selector = None
+    getattr(trainer, "callbacks", []).clear()
+
+
+def _resumable(checkpoint: dict[str, Any] | None, module: LightningModule) -> dict[str, Any] | None:
+    """The kept checkpoint with the module's present weights; copied, since optimizers edit their state in place."""
+    if checkpoint is None:
+        return None
+    return copy.deepcopy(checkpoint) | {"state_dict": module.state_dict()}

@@ -1,0 +1,19 @@
+"""How many batches of a loader are used: Lightning's `limit_*_batches`."""
+
+from __future__ import annotations
+
+
+def limited(batches: int, limit: int | float | None) -> int:
+    """Return how many of `batches` a limit leaves.
+
+    Args:
+        batches: Batches of the loader.
+        limit: `limit_train_batches` and the like: a number of batches (int), a share (float) or `None` for all.
+
+    Example:
+        >>> limited(10, 3), limited(10, 0.25), limited(10, None)
+        (3, 2, 10)
+    """
+    if limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)

@@ -1,0 +1,64 @@
+"""Which local loop a visit uses, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from fedlightning.visit.fast import refusals as fast_refusals
+
+if TYPE_CHECKING:
+    from fedlightning.blueprint.blueprint import Blueprint
+
+
+class LoopChoice:
+    """Chooses between the loops ``fast`` and ``trainer`` before training; ``auto`` says once why it is not fast.
+
+    Args:
+        blueprint: Settings and callbacks of the run, and a Trainer made with its arguments.
+    """
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._blueprint, self._settings = blueprint, blueprint.settings
+        self._of_run: str | None = None
+        self._asked = False
+        self.reason: str | None = "local_loop='trainer'" if self._settings.local_loop == "trainer" else None
+
+    def fast_trainer(self, module: LightningModule, loader: Any) -> Trainer | None:
+        """What the fast loop needs for a fit of ``module`` on ``loader``; ``None``: use Lightning's Trainer.
+
+        Raises:
+            ValueError: where ``local_loop="fast"`` does not apply; it says why.
+        """
+        settings = self._settings
+        if settings.local_loop == "trainer":
+            return None
+        if not self._asked:
+            everything = [*self._blueprint.callbacks, *settings.callbacks]
+            self._of_run = fast_refusals.of_run(settings.trainer_arguments, everything, self._blueprint.trainer)
+            self._asked = True
+        limit, keeps = settings.trainer_arguments.get("limit_train_batches"), settings.optimizer_state == "keep"
+        reason = self._of_run or fast_refusals.of_visit(module, loader, limit, keeps)
+        if reason is None:
+            return self._blueprint.trainer
+        self._explain(reason)
+        return None
+
+    def give_up(self, reason: str) -> None:
+        """The fast loop met ``reason`` while it ran: the rest of the run does without it."""
+        self._of_run, self._asked = reason, True
+        self._explain(reason)
+
+    @property
+    def used(self) -> str:
+        """For a run's summary: the loop that trained, and why it was not the fast one."""
+        return "fast" if self.reason is None else f"trainer ({self.reason})"
+
+    def _explain(self, reason: str) -> None:
+        if self._settings.local_loop == "fast":
+            raise ValueError(f"local_loop='fast' cannot be used: {reason}. Use local_loop='auto' or 'trainer'.")
+        if self.reason is None:
+            rank_zero_info(f"Local training uses Lightning's Trainer, not the fast loop: {reason}.")
+            self.reason = reason

@@ -1,0 +1,71 @@
+"""Loss-form terms: what callbacks add to the loss that a module's ``training_step`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedlightning.hooks import FederatedCallback
+from fedlightning.wrappers.mixing import Mixin, mix
+
+if TYPE_CHECKING:
+    from fedlightning.visit.client import Client
+
+
+class LossTermMixin(Mixin):
+    """On a client's module for the time of a fit: runs the step with taps attached, then the callbacks' terms."""
+
+    wraps = ("training_step",)
+
+    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The step's output with its loss replaced; a skipped batch (``None``) stays skipped."""
+        client: Client = vars(self)["loss_client"]
+        module = cast(LightningModule, self)
+        callbacks: Sequence[FederatedCallback] = vars(self)["loss_callbacks"]
+        batch = args[0] if args else kwargs["batch"]
+        taps = {callback.key: callback.feature_taps(module) for callback in callbacks}
+        with ExitStack() as stack:
+            for of_callback in taps.values():
+                for tap in of_callback.values():
+                    stack.enter_context(tap)
+            output = call(*args, **kwargs)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if not isinstance(loss, Tensor):
+                return output
+            for callback in callbacks:
+                features = {label: tap.features for label, tap in taps[callback.key].items()}
+                loss = callback.training_loss(client, module, batch, loss, features)
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+
+@contextmanager
+def loss_terms(client: Client, callbacks: Sequence[FederatedCallback]) -> Iterator[None]:
+    """Within the block the steps of the client's module return the loss with every callback's term.
+
+    The module's class is swapped and put back, so its logging, hooks and names stay what they are.
+
+    Raises:
+        ValueError: if the module optimizes manually: its loss never comes back from ``training_step``.
+    """
+    module: LightningModule = client.module
+    if not callbacks:
+        yield
+        return
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{callbacks[0].key} adds a term to the loss that training_step returns, but {type(module).__name__} "
+            "optimizes manually. Use automatic optimization."
+        )
+    own_class = module.__class__
+    mix(module, LossTermMixin)
+    vars(module).update(loss_client=client, loss_callbacks=tuple(callbacks))
+    try:
+        yield
+    finally:
+        module.__class__ = own_class
+        for name in ("loss_client", "loss_callbacks"):
+            del vars(module)[name]

@@ -1,0 +1,163 @@
+"""Looks at a module that leave no trace: losses and gradients at given parameters, outside the optimizer's loop.
+
+Every probe mutes the module's logging and metrics, restores its buffers and draws its randomness from an address of its
+own, so that a run with a probe and one without train the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedlightning.compat.signatures import takes_index
+from fedlightning.seeding import isolated
+from fedlightning.tensors import State
+from fedlightning.wrappers.muting import frozen_buffers, muted
+
+
+class NoLossError(ValueError):
+    """A ``training_step`` that returned no loss."""
+
+
+def move_batch(module: LightningModule, batch: Any) -> Any:
+    """Bring a batch to the module's device through its own transfer hooks."""
+    batch = module.on_before_batch_transfer(batch, 0)
+    batch = module.transfer_batch_to_device(batch, module.device, 0)
+    return module.on_after_batch_transfer(batch, 0)
+
+
+def training_loss(module: LightningModule, batch: Any, batch_idx: int = 0) -> Tensor:
+    """The loss that ``module.training_step`` returns for ``batch``.
+
+    Raises:
+        NoLossError: if the step returns no loss (manual optimization, or a skipped batch).
+    """
+    output = module.training_step(batch, *((batch_idx,) if takes_index(module.training_step) else ()))
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise NoLossError(
+            f"{type(module).__name__}.training_step returned {type(output).__name__}, not a loss. "
+            "This algorithm needs a training_step that returns the loss (automatic optimization)."
+        )
+    return loss
+
+
+@contextmanager
+def probing(
+    module: LightningModule, precision: Precision, *seed: object, update_buffers: bool = False
+) -> Iterator[None]:
+    """A block in which the module may be run without a trace: muted, buffers restored, randomness addressed.
+
+    With ``update_buffers`` running statistics do move: for a module that really trains beside the client's own.
+    """
+    buffers = nullcontext() if update_buffers else frozen_buffers(module)
+    with isolated(*seed), muted(module), buffers, precision.train_step_context():
+        yield
+
+
+def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> float:
+    """Sample-weighted mean training loss over ``batches``, in eval mode and without gradients; NaN without a batch."""
+    total, count = 0.0, 0
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), probing(module, precision, *seed):
+            for index, batch in enumerate(batches):
+                size = extract_batch_size(batch) or 1
+                total += float(training_loss(module, move_batch(module, precision.convert_input(batch)), index)) * size
+                count += size
+    finally:
+        module.train(was_training)
+    return total / count if count else float("nan")
+
+
+def loss_scale(precision: Precision) -> float:
+    """The gradient scaler's present factor; 1 where there is none."""
+    scaler = getattr(precision, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
+
+
+def batch_gradient(
+    module: LightningModule,
+    batch: Any,
+    precision: Precision,
+    *seed: object,
+    update_buffers: bool = False,
+    batch_idx: int = 0,
+) -> tuple[Tensor, State]:
+    """Loss and gradient of one batch (already on the device) at the module's present parameters, by name.
+
+    Gradients are unscaled and in the parameter's dtype; ``.grad`` fields are not touched. Parameters that the loss
+    does not reach are left out. Under fp16 the loss is scaled for the backward pass as the run's scaler does.
+    """
+    trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    with torch.enable_grad(), probing(module, precision, *seed, update_buffers=update_buffers):
+        loss = training_loss(module, batch, batch_idx)
+        factor = loss_scale(precision)
+        gradients = torch.autograd.grad(loss * factor, list(trainable.values()), allow_unused=True)
+    return loss.detach(), {
+        name: gradient / factor if factor != 1.0 else gradient
+        for name, gradient in zip(trainable, gradients, strict=True)
+        if gradient is not None
+    }
+
+
+def mean_gradient(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> State:
+    """Sample-weighted mean gradient over ``batches`` at the module's present parameters, in fp32 at least."""
+    total: State = {}
+    count = 0
+    for index, batch in enumerate(batches):
+        size = extract_batch_size(batch) or 1
+        batch = move_batch(module, precision.convert_input(batch))
+        _, gradients = batch_gradient(module, batch, precision, *seed, index, batch_idx=index)
+        for name, gradient in gradients.items():
+            term = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * size
+            total[name] = total[name] + term if name in total else term
+        count += size
+    return {name: value / count for name, value in total.items()}
+
+
+def normalisation_statistics(
+    module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object
+) -> tuple[State, int]:
+    """Means over ``batches`` of every BatchNorm layer's batch mean and variance, by buffer name, and how many batches.
+
+    All but those layers is in eval mode. A batch of one sample has no variance and is left out. No trace.
+    """
+    layers = {
+        path: layer
+        for path, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.running_mean is not None
+    }
+    if not layers:
+        return {}, 0
+    modes = {child: child.training for child in module.modules()}
+    momenta = {path: layer.momentum for path, layer in layers.items()}
+    count = 0
+    try:
+        module.eval()
+        with frozen_buffers(module), torch.no_grad():
+            for layer in layers.values():
+                layer.train()
+                layer.reset_running_stats()
+                layer.momentum = None  # cumulative
+            for index, batch in enumerate(batches):
+                if extract_batch_size(batch) > 1:
+                    with probing(module, precision, *seed, index, update_buffers=True):
+                        training_loss(module, move_batch(module, precision.convert_input(batch)), index)
+                    count += 1
+            names = ("running_mean", "running_var")
+            return {f"{path}.{name}": getattr(layers[path], name).cpu() for path in layers for name in names}, count
+    finally:
+        for path, layer in layers.items():
+            layer.momentum = momenta[path]
+        for child, mode in modes.items():
+            child.training = mode

@@ -1,0 +1,162 @@
+"""What a visit and a scoring task ask of the engine that carries them out: to fit a client, and to score models.
+
+Both are generators. They yield a request, wait for its result, and end with their answer. So one engine can serve one
+request after another, and another can serve the requests of many clients at once, without a second way to write them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from fedlightning.hooks import Phase
+from fedlightning.messages import Message, Update
+from fedlightning.seeding import isolated
+from fedlightning.visit.client import Client
+from fedlightning.visit.record import ClientRecord
+
+if TYPE_CHECKING:
+    from fedlightning.visit.runner import LocalRunner
+
+Scores = dict[str, float]
+"""Value of each metric that a module logged."""
+Answer = TypeVar("Answer")
+Answer_co = TypeVar("Answer_co", covariant=True)
+
+
+# -- of a visit --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Evaluate:
+    """What to score during a visit: the trained model (stage L2).
+
+    Attributes:
+        splits: `"val"`, `"test"`.
+        data: `"local"`, `"pooled"`; for scoring tasks also `"clients"`.
+    """
+
+    splits: tuple[str, ...] = ()
+    data: tuple[str, ...] = ("local",)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Request for one fit of the client's module as it stands.
+
+    Attributes:
+        client: Whose module.
+        message: What the server sent.
+        phase: Which part trains, and for how long.
+        work: Epochs or steps.
+        loader: Training batches that nobody has iterated yet; `None`: make a loader.
+    """
+
+    client: Client
+    message: Message
+    phase: Phase
+    work: int
+    loader: DataLoader[Any] | None = None
+
+
+class FitResult(Protocol):
+    """What a fit did."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps really taken."""
+
+    @property
+    def attempts(self) -> int:
+        """Steps attempted; the gradient scaler may have skipped some."""
+
+    @property
+    def lr_sums(self) -> Mapping[str, float]:
+        """Per parameter name the sum of its learning rate over the real steps."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """Request for the scores of a client's trained model.
+
+    Attributes:
+        client: Whose model.
+        requests: What to score, in this order.
+    """
+
+    client: Client
+    requests: Sequence[ScoreRequest]
+
+
+VisitSteps = Generator[Fit | Score, Any, tuple[Update, ClientRecord]]
+"""A visit in progress: yields a :class:`Fit` and waits for a :class:`FitResult`, yields a :class:`Score` and waits for a
+list of :data:`Scores`, and ends with the update and the client's new record."""
+
+
+# -- of scoring --------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ScoreRequest:
+    """Request for the scores of one module on one loader.
+
+    Attributes:
+        module: Scored as it is, and not changed.
+        loader: All of its batches count.
+        split: `"val"` or `"test"`.
+        seed: Address of the randomness that loader and module may draw.
+    """
+
+    module: LightningModule
+    loader: DataLoader[Any]
+    split: str
+    seed: tuple[object, ...]
+
+
+Scoring = Generator[Iterable[ScoreRequest], list[Scores], Answer]
+"""A scoring task in progress: yields all its requests at once (they may be drawn lazily), waits for their scores in that
+order, and ends with its answer."""
+
+
+class ScoringTask(Protocol[Answer_co]):
+    """A task that only waits for scores, so that an engine may score several of them together."""
+
+    @property
+    def client(self) -> str | None:
+        """The client whose record goes in, or `None`."""
+
+    def scoring(
+        self, runner: LocalRunner, record: ClientRecord
+    ) -> Generator[Iterable[ScoreRequest], list[Scores], tuple[Answer_co, ClientRecord | None]]:
+        """Yield the requests; end with the answer and the client's new record (`None`: unchanged)."""
+
+
+def score_one(runner: LocalRunner, request: ScoreRequest) -> Scores:
+    """Score one module alone; every global random generator is left as it was."""
+    with isolated(*request.seed):
+        return runner.scorer.score(request.module, request.loader, request.split)
+
+
+def score_in_turn(runner: LocalRunner, scoring: Scoring[Answer]) -> Answer:
+    """Carry out one scoring task, one request after another."""
+
+    def scores() -> Iterator[Scores]:
+        for request in next(scoring):
+            yield score_one(runner, request)
+
+    try:
+        found = list(scores())
+    except BaseException as error:  # it may have a client open
+        scoring.throw(error)
+        raise
+    return finish(scoring, found)
+
+
+def finish(scoring: Scoring[Answer], scores: list[Scores]) -> Answer:
+    """Send a scoring task its scores and return its answer."""
+    try:
+        scoring.send(scores)
+    except StopIteration as end:
+        answer: Answer = end.value
+        return answer
+    raise RuntimeError("A scoring task asked for scores twice; it has to ask for all at once.")

@@ -1,0 +1,189 @@
+"""What happens at a client: :class:`LocalRunner` opens clients, finds their batches, fits and scores them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.compat.attached import detached
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.hooks import POOLED, CallbackList, Stage
+from fedlightning.messages import Message
+from fedlightning.seeding import address
+from fedlightning.tensors import load_state
+from fedlightning.visit import fit as local_fit
+from fedlightning.visit.client import Client
+from fedlightning.visit.fit import VisitCallback, address_of
+from fedlightning.visit.freezing import only_training
+from fedlightning.visit.limits import limited
+from fedlightning.visit.loop_choice import LoopChoice
+from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.requests import Fit, Score, Scores
+from fedlightning.visit.scorer import Scorer
+
+EPOCHS_OF_A_VISIT = 2**31
+"""More than any visit has: its epochs never get the address of another round's."""
+
+
+@dataclass
+class LocalRunner:
+    """The client side of a federation: blueprint and data. An engine decides where it runs.
+
+    One visit is told in :mod:`fedlightning.visit.visit`; what it needs is here.
+
+    Attributes:
+        blueprint: What clients' modules are built from.
+        data: Who has which samples.
+        scorer: Scores modules.
+        loop: Which local loop trains, and why.
+    """
+
+    blueprint: Blueprint
+    data: FederatedDataModule
+    scorer: Scorer = field(init=False)
+    loop: LoopChoice = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scorer = Scorer(self.blueprint)
+        self.loop = LoopChoice(self.blueprint)
+
+    @property
+    def callbacks(self) -> CallbackList:
+        """The federated callbacks."""
+        return self.blueprint.callbacks
+
+    @property
+    def settings(self) -> LocalSettings:
+        """How every client trains."""
+        return self.blueprint.settings
+
+    # -- clients -----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def client(self, message: Message, record: ClientRecord, evaluating: bool = False) -> Iterator[Client]:
+        """Open a client with its merged model (stage L1), on a copy of its record, bound to every callback."""
+        entries = self.blueprint.plain_entries(record.personal | message.state)
+        module = self.blueprint.build(message.client) if entries is None else None
+        client = Client(self, copy.copy(message), record.copy(), module, entries)
+        client.evaluating = evaluating
+        client.received = dict(message.state)
+        client.message.state = dict(message.state)
+        self.bind(client)
+        try:
+            if entries is None:
+                self.callbacks.event("on_build", client, client.message)
+                if client.record.personal:
+                    load_state(client.module, client.record.personal)
+                self.callbacks.event("on_receive", client, client.message)
+                load_state(client.module, client.message.state)
+            yield client
+        finally:
+            for callback in self.callbacks:
+                for name in ("_client", "log", "log_dict"):  # Lightning leaves the last two on every callback
+                    callback.__dict__.pop(name, None)
+            if not client.is_unbuilt:
+                detached(client.module)
+
+    def bind(self, client: Client) -> None:
+        """Let every callback see this client as its own. An engine that has several open binds the one it goes on with."""
+        for callback in self.callbacks:
+            callback._client = client
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """Return the model that the client deploys at `stage`."""
+        owner = self.callbacks.role("personal_module")
+        return client.module if owner is None else owner.personal_module(client, stage)
+
+    # -- batches -----------------------------------------------------------------------------------------------------
+    def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
+        """Return the loader that a job works on: the client's own, or the pooled one."""
+        if message.data == POOLED or message.client == POOLED:
+            return self.data.pooled_dataloader(split)
+        return self.data.client_dataloader(message.client, split)
+
+    def used_samples(self, loader: DataLoader[Any] | None) -> int:
+        """Count the samples that one epoch really uses: `drop_last` and `limit_train_batches` are counted."""
+        if loader is None or len(loader) == 0:
+            return 0
+        samples = len(loader.dataset)  # type: ignore[arg-type]
+        size = loader.batch_size or math.ceil(samples / len(loader))
+        batches = limited(len(loader), self.settings.trainer_arguments.get("limit_train_batches"))
+        return min(samples, batches * size)
+
+    def start_sampler(
+        self,
+        loader: Any,
+        message: Message,
+        purpose: str = "",
+        epoch_offset: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        """Address the batch order: a function of (seed, client, round, epoch), whoever runs the visit."""
+        sampler = getattr(loader, "sampler", None)
+        if isinstance(sampler, AddressedSampler):
+            seed = self.settings.seed
+            sampler.start(
+                seed=address(seed, purpose) if purpose else seed,
+                round=message.round,
+                epochs_per_round=EPOCHS_OF_A_VISIT,
+                epoch_offset=epoch_offset,
+                rank=rank,
+                world_size=world_size,
+            )
+
+    def start_fit(self, fit: Fit, loader: Any, offset: int = 0, rank: int = 0, world_size: int = 1) -> None:
+        """Address the batch order of a fit on its `loader`."""
+        own = address_of(fit.phase)
+        purpose = "" if own == "fit" else f"phase-{own}"
+        self.start_sampler(loader, fit.message, purpose, epoch_offset=offset, rank=rank, world_size=world_size)
+
+    def first_batch(self) -> Any:
+        """Return one training batch of the first client that has one; for checks at start."""
+        for client in self.data.client_ids:
+            loader = self.data.client_dataloader(client, "train")
+            if loader is not None and len(loader) > 0:
+                dataset, size = loader.dataset, loader.batch_size or 1
+                count = min(size, len(dataset))  # type: ignore[arg-type]
+                return self.blueprint.precision.convert_input(
+                    loader.collate_fn([dataset[index] for index in range(count)])
+                )
+        return None
+
+    def has_pooled(self, split: str) -> bool:
+        """Return True if there is a loader over the union of the clients' data of a split."""
+        return self.data.pooled_dataloader(split) is not None
+
+    # -- what a visit asks for ---------------------------------------------------------------------------------------
+    def fit(self, request: Fit) -> VisitCallback:
+        """Fit one client."""
+        client, message, phase = request.client, request.message, request.phase
+        loader = self.loader(message, "train") if request.loader is None else request.loader
+        fast_trainer = self.loop.fast_trainer(client.module, loader)
+        wants_validation = self.settings.trainer_arguments.get("check_val_every_n_epoch") is not None
+        with only_training(client.module, phase.train):
+            return local_fit.fit(
+                client,
+                self.callbacks,
+                self.settings,
+                loader,
+                partial(self.start_fit, request, loader),
+                phase=phase,
+                work=request.work,
+                val_loader=self.loader(message, "val") if wants_validation else None,
+                fast_trainer=fast_trainer,
+            )
+
+    def score(self, request: Score) -> list[Scores]:
+        """Score a client's trained model, one request after another; what is drawn goes on from the fit's randomness."""
+        return [self.scorer.score(one.module, one.loader, one.split) for one in request.requests]

@@ -1,0 +1,83 @@
+"""Scores of one module on one loader, by the module's own `validation_step` and `test_step`."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.compat.attached import detached_copy, trainer_of
+from fedlightning.compat.quiet import quiet
+from fedlightning.visit.fast.evaluation import evaluate, refusal
+from fedlightning.visit.fast.trainer import NotInFastLoop
+
+
+class Scorer:
+    """Runs `Trainer.validate` and `Trainer.test` quietly; the blueprint's one Trainer serves every model.
+
+    Every process scores the whole loader on one device (no distributed sampler, hence no padding), so a score is the
+    same on any number of devices.
+
+    Args:
+        blueprint: Has the evaluating Trainer.
+
+    Attributes:
+        fast: Go round the Trainer where the scores are provably the same (unless `local_loop="trainer"`).
+    """
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._blueprint = blueprint
+        self.fast = blueprint.settings.local_loop != "trainer"
+        self._refused: WeakSet[Any] = WeakSet()
+        self._tried: set[tuple[Any, bool]] = set()
+
+    def score(self, module: LightningModule, loader: DataLoader[Any], split: str) -> dict[str, float]:
+        """Return what `module` logs on `loader`; afterwards its parameters, modes and device are as before.
+
+        `split="test"` runs `test_step` where the module has one, else `validation_step`. A module that logs nothing but
+        returns a loss (or a single tensor) from its step is scored by its sample-weighted mean under `loss`. A module
+        with neither step has no scores.
+        """
+        testing = split == "test" and is_overridden("test_step", module)
+        if not testing and not is_overridden("validation_step", module):
+            return {}
+        home = module.device
+        before = trainer_of(module)
+        losses = self._blueprint.losses
+        logged = self._fast(module, loader, testing)
+        if logged is None:
+            losses.reset()
+            trainer = self._blueprint.trainer
+            with quiet():
+                run = trainer.test if testing else trainer.validate
+                results = run(module, dataloaders=loader, verbose=False)
+            logged = {name: value for result in results for name, value in result.items()}
+        module.to(home)
+        module.trainer = before
+        return {name: float(value) for name, value in logged.items()} or losses.result()
+
+    def _fast(self, module: LightningModule, loader: Any, testing: bool) -> dict[str, Any] | None:
+        """Return the same scores at a fraction of the cost; `None` where only Lightning's Trainer can find them."""
+        kind, trainer = type(module), self._blueprint.trainer
+        if not self.fast or kind in self._refused or refusal(module, loader, trainer, testing) is not None:
+            return None
+        # The first of its class is a copy: should it turn out to need the Trainer, its metrics hold nothing yet.
+        scored = module if (kind, testing) in self._tried else detached_copy(module)
+        losses = self._blueprint.losses
+        losses.reset()
+        try:
+            mode = bool(self._blueprint.settings.trainer_arguments.get("inference_mode", True))
+            logged = evaluate(scored, loader, trainer, testing, losses.add, mode)
+        except NotInFastLoop:
+            self._refused.add(kind)
+            for child in module.modules():
+                if isinstance(child, Metric):
+                    child.reset()
+            return None
+        self._tried.add((kind, testing))
+        return logged

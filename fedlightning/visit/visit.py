@@ -1,0 +1,236 @@
+"""One visit: a message and the client's record in, an update and a new record out.
+
+Read from the top: :func:`carry_out` runs a visit, :func:`visit_steps` is the visit, and below it stand its parts in the
+order in which they happen. A visit stops where it needs a fit or scores (:mod:`~fedlightning.visit.requests`) and leaves
+these to whoever runs it: :func:`carry_out`, or an engine that does them for several clients at once.
+
+The record that came in is never changed, so a visit that fails leaves the client as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from fedlightning.hooks import POOLED, Phase, Stage
+from fedlightning.messages import Message, Update, check_extras
+from fedlightning.seeding import seed_all
+from fedlightning.tensors import State, first_nonfinite, load_state, pack
+from fedlightning.visit.client import Client
+from fedlightning.visit.fast.trainer import NotInFastLoop
+from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.requests import Evaluate, Fit, FitResult, Score, ScoreRequest, Scores, VisitSteps
+
+if TYPE_CHECKING:
+    from fedlightning.visit.runner import LocalRunner
+
+Evaluation = tuple[str, str, str, str, float, int]
+"""One score of an update: stage, data, split, metric, value, samples."""
+
+
+def carry_out(
+    runner: LocalRunner, message: Message, record: ClientRecord, evaluate: Evaluate
+) -> tuple[Update, ClientRecord]:
+    """Carry out one visit, alone.
+
+    A client without samples, with a NaN, or whose code raises, answers with `update.error` and its old record.
+
+    Args:
+        runner: Builds the client, fits and scores it.
+        message: What the server sends.
+        record: What the client keeps; not changed.
+        evaluate: What to score at stage L2.
+    """
+    try:
+        return _drive(runner, visit_steps(runner, message, record, evaluate))
+    except NotInFastLoop as reason:  # neither the record nor the message has changed: begin again with the Trainer
+        runner.loop.give_up(str(reason))
+        return _drive(runner, visit_steps(runner, message, record, evaluate))
+
+
+def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord]:
+    """Serve a visit's requests, one after another, until it ends."""
+    try:
+        request = next(steps)
+        while True:
+            try:
+                result = runner.fit(request) if isinstance(request, Fit) else runner.score(request)
+            except BaseException as error:  # an interrupt too: the visit closes its client
+                request = steps.throw(error)
+            else:
+                request = steps.send(result)
+    except StopIteration as end:
+        answer: tuple[Update, ClientRecord] = end.value
+        return answer
+
+
+def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, evaluate: Evaluate) -> VisitSteps:
+    """One visit as a generator of requests; ends with the update and the client's new record."""
+    seed_all(runner.settings.seed, message.round, message.client, "visit")
+    update = Update(message.round, message.client, model=message.model, tag=message.tag)
+    loader = runner.loader(message, "train")
+    update.num_samples = runner.used_samples(loader)
+    if message.work != 0 and update.num_samples == 0:
+        update.error = f"client '{message.client}' has no training samples"
+        return same_on_all_ranks(update, record)
+    try:
+        with runner.client(message, record) as client:  # stage L1: what came, merged with what stayed
+            client.num_samples = update.num_samples
+            before = client.entries if client.is_unbuilt else _buffers(client.module)
+            if message.work != 0:
+                yield from _train(runner, client, loader)
+            _note_work(client, update)
+            kept = _take_apart(client, update, before)
+            _send(runner, client, update, kept)
+            if message.work != 0 or message.returns:
+                client.record.personal = kept
+            if message.work != 0 and message.client != POOLED:
+                update.evaluations = yield from _evaluate(runner, client, "L2", evaluate)
+            answer = update, client.record
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except Exception as error:  # one client's failure must not take the round with it; the loop reports it
+        failed = Update(message.round, message.client, model=message.model, tag=message.tag)  # nothing of it leaves
+        failed.num_samples, failed.cause = update.num_samples, error
+        failed.error = f"client '{message.client}' failed: {type(error).__name__}: {error}"
+        answer = failed, record
+    return same_on_all_ranks(*answer)
+
+
+def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, Any, None]:
+    """The visit's fits: one, unless a callback splits it into phases."""
+    runner.callbacks.event("on_visit_start", client)
+    owner = runner.callbacks.role("local_phases")
+    phases = [Phase()] if owner is None else owner.local_phases(client)
+    for phase in phases:
+        client.phase = phase
+        before = client.model_state() if phase.keep_as is not None else None
+        if phase.start is not None:
+            load_state(client.module, phase.start)
+        message = client.message
+        given = (phase.work, message.work, runner.settings.work)
+        work = next(amount for amount in given if amount is not None)
+        fitted: FitResult = yield Fit(client, message, phase, work, loader)
+        loader = None  # each of the other phases begins with a new one
+        if phase.keep_as is not None:
+            phase.keep_as(client)
+            assert before is not None
+            load_state(client.module, before)
+        if phase.federated:
+            client.steps += fitted.steps
+            client.skipped += fitted.attempts - fitted.steps
+            for name, lr_sum in fitted.lr_sums.items():
+                client.lr_sums[name] = client.lr_sums.get(name, 0.0) + lr_sum
+    client.lr_sum = max(client.lr_sums.values(), default=0.0)
+
+
+def _note_work(client: Client, update: Update) -> None:
+    """Write down what the client did; a job that only collects reports the work of the client's last fit."""
+    record, message = client.record, client.message
+    if message.work != 0:
+        record.visits += 1
+        record.last_round = message.round
+        record.num_samples = update.num_samples
+        record.steps, record.lr_sum = client.steps, client.lr_sum
+    elif message.returns:
+        update.num_samples = record.num_samples
+    update.steps, update.skipped, update.lr_sum = record.steps, client.skipped, record.lr_sum
+    update.metrics = client.metrics
+
+
+def _take_apart(client: Client, update: Update, before: State) -> State:
+    """Put the entries that were asked for into the update; return those that stay with the client.
+
+    Raises:
+        FloatingPointError: If training has left a NaN or an infinite value.
+    """
+    message, state = client.message, client.entries
+    sent = {name: state[name] for name in message.returns}
+    if message.work == 0 or not client.is_unbuilt:  # what an unbuilt client has trained is its own already
+        sent = pack(sent)
+    kept = pack({name: value for name, value in state.items() if name not in sent})
+    state = {name: sent[name] if name in sent else kept[name] for name in state}
+    bad = first_nonfinite(state)
+    bad = bad and _first_diverged(client.module, state, before)
+    if bad is not None:
+        raise FloatingPointError(
+            f"'{bad}' holds NaN or infinite values after training. Lower the learning rate, clip gradients "
+            "(gradient_clip_val) or check the data; its update is left out"
+        )
+    update.state = sent
+    return kept
+
+
+def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> None:
+    """Let the callbacks see the update, then check that nothing private or undeclared leaves.
+
+    Raises:
+        ValueError: If something does.
+    """
+    entries = update.state | kept
+    runner.callbacks.event("on_send", client, update)
+    shapes = {name: value.shape for name, value in entries.items()} if update.extras else {}
+    private = sorted(set(update.state) - set(client.message.returns))
+    if private:
+        raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
+    for callback in runner.callbacks:
+        extras = update.extras.get(callback.key)
+        if extras:
+            check_extras(callback.key, extras, callback.wire(client.module).up, shapes)
+
+
+def _evaluate(
+    runner: LocalRunner, client: Client, stage: Stage, evaluate: Evaluate
+) -> Generator[Score, Any, list[Evaluation]]:
+    """Scores of the model that the client deploys now, on its own and on the pooled data."""
+    if not evaluate.splits:
+        return []
+    module = runner.personal_module(client, stage)
+    places: list[tuple[str, str]] = []
+    requests: list[ScoreRequest] = []
+    for split in evaluate.splits:
+        for data in evaluate.data:
+            loader = runner.loader(client.message, split) if data == "local" else runner.data.pooled_dataloader(split)
+            if loader is not None and len(loader) > 0:
+                places.append((data, split))
+                seed = (runner.settings.seed, client.round, client.id, "score", stage, split, data)
+                requests.append(ScoreRequest(module, loader, split, seed))
+    found: list[Scores] = (yield Score(client, requests)) if requests else []
+    rows: list[Evaluation] = []
+    for (data, split), request, scores in zip(places, requests, found, strict=True):
+        size = len(request.loader.dataset)  # type: ignore[arg-type]
+        rows += [(stage, data, split, metric, value, size) for metric, value in scores.items()]
+        if data == "local":
+            runner.callbacks.event("on_client_evaluated", client, stage, split, scores, module)
+    return rows
+
+
+def _buffers(module: LightningModule) -> State:
+    """Copy the buffers."""
+    return {name: value.detach().clone() for name, value in module.named_buffers(remove_duplicate=False)}
+
+
+def _first_diverged(module: LightningModule, state: State, before: State) -> str | None:
+    """Return the first entry of `state` that training has left with a NaN or an infinity.
+
+    Frozen parameters are not training's work, nor buffers that were so `before`: a mask of infinities may stay one.
+    """
+    frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    masks = {name for name in buffers & before.keys() if first_nonfinite({name: before[name]}) is not None}
+    return first_nonfinite({name: value for name, value in state.items() if name not in frozen | masks})
+
+
+def same_on_all_ranks(update: Update, record: ClientRecord) -> tuple[Update, ClientRecord]:
+    """Under DDP within a client, give every rank what rank 0 has; other ranks never send updates."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return update, record
+    if torch.distributed.get_world_size() == 1:
+        return update, record
+    answer = [(replace(update, cause=None), record)]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    return answer[0]

@@ -1,0 +1,69 @@
+"""What a finished run leaves to use: one file for the server, one for every client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedlightning
+
+# isort: split
+from fedlightning.callbacks import FedAvg, FedPer
+from fedlightning.run.checkpoints import Exporter, link
+from fedlightning.tensors import equal, module_state
+from tests.helpers import Toy, federate, global_state, toy_data
+
+CLIENTS = ["0", "1", "2"]
+
+
+def test_clients_of_the_global_model_share_its_file(tmp_path: Path) -> None:
+    trainer = federate(Toy(), toy_data(), [FedAvg()], tmp_path)
+    folder = next(tmp_path.rglob("checkpoints"))
+    whole = folder / "global.ckpt"
+    files = sorted((folder / "clients").iterdir())
+    assert [file.stem for file in files] == CLIENTS
+    assert all(file.samefile(whole) for file in files)
+    opened = fedlightning.load(files[0], Toy())
+    assert equal(module_state(opened), global_state(trainer))
+
+
+def test_clients_with_a_part_of_their_own_have_files_of_their_own(tmp_path: Path) -> None:
+    trainer = federate(Toy(), toy_data(), [FedPer()], tmp_path)
+    files = sorted((next(tmp_path.rglob("checkpoints")) / "clients").iterdir())
+    assert len({file.stat().st_ino for file in files}) == len(files) == len(CLIENTS)
+    for file, client in zip(files, CLIENTS, strict=True):
+        own = torch.load(file, weights_only=False)
+        assert own["fedlightning"]["client"] == client
+        assert equal(own["state_dict"], module_state(trainer.client(client).module))
+
+
+def test_a_link_replaces_what_was_there_and_works_without_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same, path = tmp_path / "same", tmp_path / "path"
+    same.write_text("new")
+    path.write_text("old")
+    link(path, same)
+    assert path.samefile(same)
+
+    def refuse(*args: object) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr("os.link", refuse)
+    path.unlink()
+    link(path, same)
+    assert path.read_text() == "new"
+    assert not path.samefile(same)
+
+
+def test_what_an_interrupted_link_left_is_not_written_through(tmp_path: Path) -> None:
+    whole, client = tmp_path / "global.ckpt", tmp_path / "client.ckpt"
+    exporter = Exporter(Toy())
+    exporter.save(whole, Toy(), {})
+    before = whole.read_bytes()
+    (tmp_path / "client.ckpt.tmp").hardlink_to(whole)
+    exporter.save(client, Toy(), {"client": "0"})
+    assert whole.read_bytes() == before
+    assert not client.samefile(whole)
