@@ -292,10 +292,8 @@ def test_a_probe_leaves_no_trace():
             assert torch.equal(run.server.model[name], value), name
 
 
-def test_needs_all_gets_every_update_and_its_result_counts():
+def test_reduce_gets_every_update_and_its_result_counts():
     class Median(FederatedCallback):
-        needs_all = True
-
         def reduce(self, server, updates):
             assert [update.client for update in updates] == server.clients
             return {n: torch.stack([u.state[n] for u in updates]).median(0).values for n in updates[0].state}

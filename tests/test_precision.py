@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import FLIU, SCAFFOLD, FedAdam, FedAvg, FedProx
+from fedlightning.callbacks import FLIU, SCAFFOLD, Ditto, FedAdam, FedALA, FedAMP, FedAvg, FedAvgM, FedProx, FedYogi
 from fedlightning.federation.loops.synchronous import FederationError
 from fedlightning.tensors import first_nonfinite
 from tests.helpers import NormNet, Toy, close, federate, plain_fit, same, spied, toy_data
@@ -235,3 +235,58 @@ def test_true_double_precision_is_double_everywhere():
         assert {value.dtype for value in item.state.values()} == {torch.float64}
     assert trainer.module("0").net[0].weight.dtype == torch.float64
     assert isinstance(copy.deepcopy(trainer.module()), Toy)
+
+
+# -- bf16-true: parameters and gradients are in half precision, what corrects and accumulates them is not ----------------
+@pytest.mark.parametrize(
+    "algorithm", [FedProx(mu=0.3), FedAMP(lam=0.3, alpha=1.0), Ditto(lam=0.3)], ids=lambda c: c.key
+)
+def test_a_pull_to_an_anchor_is_computed_in_fp32(algorithm, monkeypatch):
+    """``g + mu (w - anchor)`` of half-precision ``g``, ``w`` and ``anchor``, rounded only when all is added up."""
+    kind, pulls = type(algorithm), []
+    correct = kind.correct_gradient
+
+    def watched(self, ctx, name, parameter, gradient):
+        found = correct(self, ctx, name, parameter, gradient)
+        if found is not gradient:  # Ditto pulls the personal model only
+            pulls.append((ctx.client, name, parameter.clone(), gradient.clone(), found))
+        return found
+
+    monkeypatch.setattr(kind, "correct_gradient", watched)
+    _, spy = spied(Toy("sgd"), toy_data(), [algorithm], max_rounds=1, precision="bf16-true")
+    sent = {message.client: message.state for message in spy.messages}
+    for client, name, w, g, found in pulls:
+        anchor = sent[client][name]
+        assert {w.dtype, g.dtype, anchor.dtype} == {torch.bfloat16}
+        assert found.dtype == torch.float32
+        assert torch.equal(found, g.float() + 0.3 * (w.float() - anchor.float()))
+    assert sum(not torch.equal(found, g.float()) for *_, g, found in pulls) > 8
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [SCAFFOLD(option=1), SCAFFOLD(option=2), FedAdam(), FedYogi(), FedAvgM(), FedALA(num_layers=2)],
+    ids=lambda c: f"{c.key}{getattr(c, 'option', '')}",
+)
+def test_what_accumulates_over_rounds_is_kept_in_fp32(algorithm):
+    """Control variates, moments, velocities, merging weights; models alone are in the run's precision."""
+    trainer, spy = spied(Toy("sgd"), toy_data(), [algorithm], max_rounds=3, precision="bf16-true")
+    assert {value.dtype for value in trainer.server.model.values()} == {torch.bfloat16}
+    found = {}
+    for place, state in [("server", spy.states[-1]), *((c, r.state) for c, r in spy.records[-1].items())]:
+        for entry, value in state.get(algorithm.key, {}).items():
+            if isinstance(value, dict) and entry != "th":
+                found |= {f"{place}/{entry}/{name}": tensor for name, tensor in value.items()}
+    assert found
+    assert {name for name, value in found.items() if value.dtype not in (torch.float32, torch.float64)} == set()
+    extras = [x for m in (*spy.messages, *spy.updates) for tree in m.extras.values() for x in tree.values()]
+    assert {value.dtype for tree in extras for value in tree.values()} <= {torch.float32}
+
+
+def test_control_variates_lose_nothing_on_their_way():
+    """``c`` is the mean of the ``c_i`` to fp32's accuracy, although every one of them stems from half-precision models."""
+    _, spy = spied(Toy("sgd"), toy_data(), [SCAFFOLD()], max_rounds=4, precision="bf16-true")
+    for state, records in zip(spy.states, spy.records, strict=True):
+        own = [record.state["SCAFFOLD"]["c"] for record in records.values()]
+        mean = {name: sum(c[name].double() for c in own) / len(own) for name in own[0]}
+        close(state["SCAFFOLD"]["c"], mean, atol=1e-6)

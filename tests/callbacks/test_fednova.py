@@ -255,8 +255,6 @@ def test_only_a_number_more_travels():
 
 def test_wrong_use_is_refused():
     class Median(FederatedCallback):
-        needs_all = True
-
         def reduce(self, server, updates):
             return updates[0].state
 

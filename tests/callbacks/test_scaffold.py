@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedPer
 from fedlightning.tensors import module_state, select
+from tests.callbacks.common import batches
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -91,6 +92,61 @@ def test_option_2_is_the_mean_of_the_rounds_raw_gradients(make):
             mean = {name: sum(rate * g[name] for rate, g in steps) / total for name in steps[0][1]}
             close(variates(records)[client], mean, atol=2e-5)
             assert records[client].steps == len(steps) == spy.of_round(number)[client].steps
+
+
+class TwoRates(Toy):
+    """The body's learning rate falls in every step, the head's is another and stays."""
+
+    def configure_optimizers(self):
+        optimizer, schedule = two_rates(self, self.lr)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def two_rates(module, lr):
+    groups = [{"params": module.net[0].parameters()}, {"params": module.net[3].parameters(), "lr": lr / 5}]
+    optimizer = torch.optim.SGD(groups, lr)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.7**step, lambda step: 1.0])
+
+
+def by_hand(module, data, clients, rounds):
+    """SCAFFOLD in plain torch: ``x``, ``c`` and every ``c_i``, whose new value is the mean of the visit's raw gradients."""
+    x = {name: p.detach().clone() for name, p in module.named_parameters()}
+    c = {name: torch.zeros_like(p) for name, p in x.items()}
+    own = dict.fromkeys(clients, c)
+    for number in range(rounds):
+        ends, new = [], {}
+        for client in clients:
+            model = copy.deepcopy(module)
+            model.load_state_dict(x)
+            optimizer, schedule = two_rates(model, module.lr)
+            total, rates = dict.fromkeys(x, 0.0), dict.fromkeys(x, 0.0)
+            for inputs, labels in batches(data, client, round=number, epochs=2):
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                body, head = (group["lr"] for group in optimizer.param_groups)
+                for name, p in model.named_parameters():
+                    lr = body if name.startswith("net.0") else head
+                    total[name], rates[name] = total[name] + lr * p.grad, rates[name] + lr
+                    p.grad += c[name] - own[client][name]
+                optimizer.step()
+                schedule.step()
+            new[client] = {name: total[name] / rates[name] for name in x}
+            ends.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        x, c = ({name: sum(s[name] for s in states) / len(clients) for name in x} for states in (ends, [*new.values()]))
+        own = new
+    return x, c, own
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_option_2_where_parameters_have_different_learning_rates(engine):
+    """Each parameter's movement is divided by the sum of its own learning rates."""
+    module, data = TwoRates(), toy_data()
+    trainer, spy = spied(module, data, [SCAFFOLD()], max_rounds=3, local_epochs=2, engine=engine)
+    x, c, own = by_hand(module, data, "012", rounds=3)
+    close(global_state(trainer), x, atol=1e-5)
+    close(spy.states[-1]["SCAFFOLD"]["c"], c, atol=2e-5)
+    for client, found in variates(spy.records[-1]).items():
+        close(found, own[client], atol=2e-5)
 
 
 def test_option_1_is_the_gradient_at_the_received_model():

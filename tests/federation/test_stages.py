@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from torch.nn import functional as F
 from torchmetrics import Accuracy
 
-from fedlightning.callbacks import FLIU, FedPer
+from fedlightning.callbacks import FLIU, FedAvg, FedPer
 from fedlightning.scoring.results import COLUMNS, Row, read_rows, summarise, write_rows
 from fedlightning.tensors import module_state
 from fedlightning.visit.scorer import Scorer
@@ -30,6 +30,11 @@ def score_by_hand(state, data, client, split, kind=Toy):
             f"{split}_loss": F.cross_entropy(logits, y).item(),
             f"{split}_acc": (logits.argmax(-1) == y).float().mean().item(),
         }
+
+
+def union_of(data):
+    """All clients' validation data as that of one client ``u``."""
+    return type(data)({"u": {"val": tuple(torch.cat([data.tensors[c]["val"][i] for c in "012"]) for i in (0, 1))}})
 
 
 def values(rows, **wanted):
@@ -63,16 +68,32 @@ def test_what_training_logged_is_kept_apart():
 def test_pooled_scores_are_of_the_union():
     data = toy_data()
     trainer = federate(Toy("adam"), data, [FLIU(gamma=0.5)], max_rounds=1, evaluate_every=1, evaluate_data=["pooled"])
-    union = {"u": {"val": tuple(torch.cat([data.tensors[c]["val"][i] for c in "012"]) for i in (0, 1))}}
-    shadow = type(data)(union)
+    union = union_of(data)
     pooled = values(trainer.rows, stage="G", split="val", data="pooled")
-    for metric, value in score_by_hand(trainer.server.model, shadow, "u", "val").items():
+    for metric, value in score_by_hand(trainer.server.model, union, "u", "val").items():
         assert pooled["all", metric] == pytest.approx(value, abs=1e-5)
     own = values(trainer.rows, stage="L1", split="val", data="pooled")
     for client in "012":
-        expected = score_by_hand(module_state(trainer.module(client)), shadow, "u", "val")
+        expected = score_by_hand(module_state(trainer.module(client)), union, "u", "val")
         assert own[client, "val_loss"] == pytest.approx(expected["val_loss"], abs=1e-5)
     assert not values(trainer.rows, data="local", split="val")
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+def test_a_client_that_holds_the_global_model_has_its_pooled_scores(engine):
+    """Its local scores are taken over from stage G; those on everybody's data are others."""
+    data = toy_data()
+    options = {"evaluate_every": 1, "evaluate_data": ["local", "pooled"], "engine": engine}
+    trainer = federate(Toy("adam"), data, [FedAvg()], max_rounds=1, **options)
+    union = score_by_hand(trainer.server.model, union_of(data), "u", "val")
+    for kind in ("local", "pooled"):
+        found = values(trainer.rows, stage="L1", split="val", data=kind)
+        assert len(found) == 6
+        for client in "012":
+            own = score_by_hand(trainer.server.model, data, client, "val")
+            assert abs(own["val_loss"] - union["val_loss"]) > 1e-2
+            for metric, value in (own if kind == "local" else union).items():
+                assert found[client, metric] == pytest.approx(value, abs=1e-5)
 
 
 @pytest.mark.parametrize(

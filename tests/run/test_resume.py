@@ -26,6 +26,7 @@ from fedlightning.callbacks import (
     FedProx,
     GlobalCheckpoint,
     Local,
+    LocalAdaptation,
     LocalCheckpoint,
 )
 from fedlightning.run import persistence
@@ -251,6 +252,31 @@ def test_killed_while_saving(tmp_path, monkeypatch, failing):
     assert json.loads((last / "manifest.json").read_text())["rounds_done"] == 2
     equal_trees(everything(whole(tmp_path)), everything(resumed(tmp_path)))
     assert not list(last.glob("*.tmp"))
+
+
+def test_killed_while_saving_the_visits_after_the_last_round(tmp_path, monkeypatch):
+    """The state before them stays whole until the one after them is; that one is not taken for the one before."""
+
+    def trainer_in(folder):
+        return make_trainer(tmp_path / folder, [LocalAdaptation()], optimizer_state="keep", name="run")
+
+    module, data, replace = Toy("momentum"), toy_data(), os.replace
+
+    def dies(source, target):
+        if Path(target).name == "manifest.json" and json.loads(Path(source).read_text())["extra"]["final"]:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", dies)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_in("cut").fit(module, datamodule=data)
+    monkeypatch.undo()
+    whole, again, once_more = trainer_in("whole"), trainer_in("cut"), trainer_in("cut")
+    whole.fit(module, datamodule=data)
+    assert all(whole.store.get(client).state["LocalAdaptation"] for client in whole.server.clients)
+    for resumed in (again, once_more):  # from before the visits, and from after them
+        resumed.fit(module, datamodule=data, resume="last")
+        equal_trees(everything(whole), everything(resumed))
 
 
 def test_killed_while_writing_metrics(tmp_path):
