@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
+from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, Update
 from fedlightning.callbacks.apfl_mixtures import LogitMixture, ParameterMixture
-from fedlightning.hooks import FederatedCallback, Setup, Stage
-from fedlightning.messages import Update
-from fedlightning.visit.client import Client
 from fedlightning.wrappers import uses_forward
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.apfl_stacked import StackedMixtures
-    from fedlightning.engines.stacked.fit import StackedFit
 
 
 class APFL(FederatedCallback):
@@ -117,7 +114,7 @@ class APFL(FederatedCallback):
         """A stack mixes parameters only."""
         return self.mix == "params"
 
-    def stack_hooks(self, fit: StackedFit) -> StackedMixtures:
+    def stack_hooks(self, fit: Any) -> StackedMixtures:
         """The same for a stack of clients."""
         from fedlightning.callbacks.apfl_stacked import StackedMixtures
 

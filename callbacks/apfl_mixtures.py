@@ -11,10 +11,18 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedlightning.blueprint.optimizers import optimizers_in
-from fedlightning.tensors import clone, entry_kinds, first_nonfinite, interpolate, load_state, module_state
-from fedlightning.visit.client import Client
-from fedlightning.visit.probes import NoLossError, training_loss
+from fedlightning.algorithm import (
+    Client,
+    NoLossError,
+    clone,
+    entry_kinds,
+    first_nonfinite,
+    interpolate,
+    load_state,
+    module_state,
+    optimizers_in,
+    training_loss,
+)
 from fedlightning.wrappers import mix_logits, personal_gradients
 from fedlightning.wrappers.follow import follow
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedlightning.algorithm import address
 from fedlightning.callbacks.apfl_mixtures import ParameterMixture
 from fedlightning.engines.stacked.hooks import StackHooks, Turn
 from fedlightning.engines.stacked.stack import Stack, column, put, side_by_side, take
 from fedlightning.engines.stacked.step import clip, gradients
-from fedlightning.seeding import address
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.apfl import APFL

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import POOLED, FederatedCallback, Job, Plan, Setup
+from fedlightning.algorithm import POOLED, FederatedCallback, Job, Plan, Server, Setup
 
 
 class Central(FederatedCallback):

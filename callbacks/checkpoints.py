@@ -8,10 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Stage
-from fedlightning.tensors import clone, module_state
-from fedlightning.visit.client import Client
+from fedlightning.algorithm import Client, FederatedCallback, Server, Stage, clone, module_state
 
 
 class LocalCheckpoint(FederatedCallback):

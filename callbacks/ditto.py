@@ -6,10 +6,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from fedlightning.algorithm import Client, GradientContext, Phase, Setup, clone, module_state
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.hooks import GradientContext, Phase, Setup
-from fedlightning.tensors import clone, module_state
-from fedlightning.visit.client import Client
 
 
 class Ditto(KeepsModel):

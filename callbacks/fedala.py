@@ -9,12 +9,21 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Setup
-from fedlightning.layers import head_names
-from fedlightning.messages import Message, Update
-from fedlightning.tensors import State, clone, equal, load_state, module_state, select
-from fedlightning.visit.client import Client
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Message,
+    Server,
+    Setup,
+    State,
+    Update,
+    clone,
+    equal,
+    head_names,
+    load_state,
+    module_state,
+    select,
+)
 
 
 class FedALA(FederatedCallback):

@@ -9,12 +9,24 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fedlightning.algorithm import (
+    Client,
+    GradientContext,
+    Job,
+    Message,
+    Server,
+    Setup,
+    Stage,
+    State,
+    Update,
+    Wire,
+    clone,
+    distance,
+    load_state,
+    module_state,
+    select,
+)
 from fedlightning.callbacks.shared.server_models import ClientModels, combine, parameter_names
-from fedlightning.federation.server import Server
-from fedlightning.hooks import GradientContext, Job, Setup, Stage
-from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import State, clone, distance, load_state, module_state, select
-from fedlightning.visit.client import Client
 
 
 class FedAMP(ClientModels):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.hooks import FederatedCallback, Setup
+from fedlightning.algorithm import FederatedCallback, Setup
 
 
 class FedAvg(FederatedCallback):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback
-from fedlightning.tensors import State
+from fedlightning.algorithm import FederatedCallback, Server, State
 
 
 class FedAvgM(FederatedCallback):

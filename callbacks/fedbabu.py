@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from fedlightning.algorithm import Client, Phase, Server, Setup
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd, Part
 from fedlightning.callbacks.partial import other_names, part_names, refuse_no_body
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Phase, Setup
-from fedlightning.visit.client import Client
 
 
 class FedBABU(AdaptsAtEnd):

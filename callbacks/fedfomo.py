@@ -9,12 +9,21 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fedlightning.algorithm import (
+    Client,
+    Job,
+    Message,
+    Server,
+    Setup,
+    State,
+    Update,
+    Wire,
+    clone,
+    distance,
+    module_state,
+    select,
+)
 from fedlightning.callbacks.shared.server_models import ClientModels, combine, sent_models
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Job, Setup
-from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import State, clone, distance, module_state, select
-from fedlightning.visit.client import Client
 
 ITSELF = "itself"
 

@@ -8,12 +8,19 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from fedlightning.algorithm import (
+    FederatedCallback,
+    Job,
+    Message,
+    Plan,
+    Server,
+    State,
+    Update,
+    distance,
+    partition,
+    select,
+)
 from fedlightning.callbacks.shared.server_models import parameter_names
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Job, Plan
-from fedlightning.layers import partition
-from fedlightning.messages import Message, Update
-from fedlightning.tensors import State, distance, select
 
 
 class FedLAMA(FederatedCallback):

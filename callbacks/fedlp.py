@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedlightning.hooks import POOLED, FederatedCallback, Setup
-from fedlightning.layers import partition
-from fedlightning.messages import Update
-from fedlightning.visit.client import Client
+from fedlightning.algorithm import POOLED, Client, FederatedCallback, Setup, Update, partition
 
 
 class FedLP(FederatedCallback):

@@ -9,12 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
+from fedlightning.algorithm import GLOBAL, Client, FederatedCallback, Job, Message, Server, Setup, State, Update, Wire
 from fedlightning.callbacks.fedprox import FedProx
-from fedlightning.federation.server import GLOBAL, Server
-from fedlightning.hooks import FederatedCallback, Job, Setup
-from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import State
-from fedlightning.visit.client import Client
 
 
 class FedNova(FederatedCallback):

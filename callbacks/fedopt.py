@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback
-from fedlightning.tensors import State
+from fedlightning.algorithm import FederatedCallback, Server, State
 
 
 class FedOpt(FederatedCallback):

@@ -9,12 +9,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Plan, Server, Setup, Stage, Update, Wire
 from fedlightning.callbacks.shared.prototypes import ClassMeans, fill_head, pack, unpack
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Job, Plan, Setup, Stage
-from fedlightning.messages import Message, Update, Wire
-from fedlightning.visit.client import Client
 from fedlightning.wrappers import FeatureTap
 
 

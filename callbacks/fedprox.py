@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedlightning.hooks import FederatedCallback, GradientContext
+from fedlightning.algorithm import FederatedCallback, GradientContext
 
 
 class FedProx(FederatedCallback):

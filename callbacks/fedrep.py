@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fedlightning.algorithm import Client, Job, Phase, Server
 from fedlightning.callbacks.partial import FedPer, other_names, part_names
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Job, Phase
-from fedlightning.visit.client import Client
 
 FINAL = "head"
 

@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback
+from fedlightning.algorithm import FederatedCallback, Server
 from fedlightning.wrappers.dual import DualExtractor, dual_by_head, global_names
 from fedlightning.wrappers.mixing import user_class
 

@@ -6,11 +6,18 @@ from typing import Literal
 
 from torch import nn
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Job
-from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import clone, interpolate, module_state
-from fedlightning.visit.client import Client
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Server,
+    Update,
+    Wire,
+    clone,
+    interpolate,
+    module_state,
+)
 
 
 class FLIU(FederatedCallback):

@@ -8,15 +8,25 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+from fedlightning.algorithm import (
+    POOLED,
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    Stage,
+    State,
+    Update,
+    Wire,
+    load_state,
+    training_loss,
+)
 from fedlightning.callbacks.checkpoints import LocalCheckpoint
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
-from fedlightning.federation.server import Server
-from fedlightning.hooks import POOLED, FederatedCallback, Job, Plan, Setup, Stage
-from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import State, load_state
-from fedlightning.visit.client import Client
-from fedlightning.visit.probes import training_loss
 from fedlightning.wrappers.slices import ElementMean, Slices, take
 from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink
 from fedlightning.wrappers.submodel_check import verify

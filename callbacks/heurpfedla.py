@@ -7,13 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedlightning.algorithm import Client, Job, Message, Server, Setup, Update, clone, module_state, partition
 from fedlightning.callbacks.pfedla import PFedLA, layers_of
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Job, Setup
-from fedlightning.layers import partition
-from fedlightning.messages import Message, Update
-from fedlightning.tensors import clone, module_state
-from fedlightning.visit.client import Client
 
 
 class HeurpFedLA(PFedLA):

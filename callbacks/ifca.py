@@ -8,12 +8,26 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from fedlightning.algorithm import (
+    GLOBAL,
+    WEIGHTINGS,
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    State,
+    Update,
+    Wire,
+    add,
+    equal,
+    first_nonfinite,
+    module_state,
+    select,
+)
 from fedlightning.callbacks.shared.server_models import another_start, refuse_global_steps
-from fedlightning.federation.server import GLOBAL, Server
-from fedlightning.hooks import WEIGHTINGS, FederatedCallback, Job, Plan, Setup
-from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import State, add, equal, first_nonfinite, module_state, select
-from fedlightning.visit.client import Client
 
 GRADIENT = "gradient at the chosen centre"
 

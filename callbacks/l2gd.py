@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Job, Plan, Setup
-from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import entry_kinds, interpolate, select
-from fedlightning.visit.client import Client
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    Update,
+    Wire,
+    entry_kinds,
+    interpolate,
+    select,
+)
 
 
 class L2GD(FederatedCallback):

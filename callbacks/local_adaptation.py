@@ -7,14 +7,10 @@ from typing import Literal
 
 from torch import nn
 
+from fedlightning.algorithm import Client, Job, Message, Phase, Server, Setup, select
 from fedlightning.callbacks.checkpoints import _better, _monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Job, Phase, Setup
-from fedlightning.messages import Message
-from fedlightning.tensors import select
-from fedlightning.visit.client import Client
 
 Part = Literal["all", "head", "body"]
 

@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback
-from fedlightning.layers import expand
+from fedlightning.algorithm import FederatedCallback, Server, expand
 from fedlightning.wrappers.adapters import adapter_names, add_adapters
 
 

@@ -12,10 +12,21 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fedlightning.algorithm import (
+    Client,
+    GradientContext,
+    Phase,
+    Setup,
+    Stage,
+    State,
+    clone,
+    entry_kinds,
+    interpolate,
+    load_state,
+    module_state,
+    select,
+)
 from fedlightning.callbacks.own_models import KeepsModel
-from fedlightning.hooks import GradientContext, Phase, Setup, Stage
-from fedlightning.tensors import State, clone, entry_kinds, interpolate, load_state, module_state, select
-from fedlightning.visit.client import Client
 
 
 class MAPPER(KeepsModel):

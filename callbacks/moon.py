@@ -8,10 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedlightning.algorithm import Client, FederatedCallback, Setup, Update
 from fedlightning.callbacks.shared.representations import contrastive_loss, features_at_start, head_path
-from fedlightning.hooks import FederatedCallback, Setup
-from fedlightning.messages import Update
-from fedlightning.visit.client import Client
 from fedlightning.wrappers import FeatureTap
 
 

@@ -6,10 +6,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.errors import warn
-from fedlightning.hooks import FederatedCallback, Stage
-from fedlightning.tensors import State, entry_kinds, first_nonfinite, load_state, select
-from fedlightning.visit.client import Client
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Stage,
+    State,
+    entry_kinds,
+    first_nonfinite,
+    load_state,
+    select,
+    warn,
+)
 
 
 class KeepsModel(FederatedCallback):

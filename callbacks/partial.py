@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Setup
-from fedlightning.layers import expand, head_names, ordered_layers
+from fedlightning.algorithm import FederatedCallback, Server, Setup, expand, head_names, ordered_layers
 
 
 class FedPer(FederatedCallback):

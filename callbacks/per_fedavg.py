@@ -8,10 +8,18 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from fedlightning.hooks import FederatedCallback, Setup, Stage
-from fedlightning.tensors import State, add, clone, load_state, module_state
-from fedlightning.visit.client import Client
-from fedlightning.visit.probes import training_loss
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Setup,
+    Stage,
+    State,
+    add,
+    clone,
+    load_state,
+    module_state,
+    training_loss,
+)
 
 
 class PerFedAvg(FederatedCallback):

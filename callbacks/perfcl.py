@@ -8,12 +8,9 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fedlightning.algorithm import Client, Setup, Update, clone, module_state
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.shared.representations import contrastive_loss, features_at_start
-from fedlightning.hooks import Setup
-from fedlightning.messages import Update
-from fedlightning.tensors import clone, module_state
-from fedlightning.visit.client import Client
 from fedlightning.wrappers import FeatureTap, feature_taps, global_names
 
 

@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from fedlightning.algorithm import Job, Message, Server, State, Update, clone, isolated, module_state, partition, select
 from fedlightning.callbacks.hypernetwork import HyperNetwork
 from fedlightning.callbacks.shared.server_models import ClientModels, combine, parameter_names
-from fedlightning.federation.server import Server
-from fedlightning.hooks import Job
-from fedlightning.layers import partition
-from fedlightning.messages import Message, Update
-from fedlightning.seeding import isolated
-from fedlightning.tensors import State, clone, module_state, select
 
 
 class PFedLA(ClientModels):

@@ -8,11 +8,22 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Job, Plan, Setup, Stage
-from fedlightning.messages import Update
-from fedlightning.tensors import State, clone, interpolate, load_state, module_state, select
-from fedlightning.visit.client import Client
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Job,
+    Plan,
+    Server,
+    Setup,
+    Stage,
+    State,
+    Update,
+    clone,
+    interpolate,
+    load_state,
+    module_state,
+    select,
+)
 
 
 class PFedMe(FederatedCallback):

@@ -13,6 +13,20 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Job,
+    Layer,
+    Plan,
+    Server,
+    Setup,
+    Update,
+    Wire,
+    ordered_layers,
+    pieces,
+    state_names,
+)
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint
 from fedlightning.callbacks.diagnostics.sensitivity import (
     Sensitivity,
@@ -20,15 +34,9 @@ from fedlightning.callbacks.diagnostics.sensitivity import (
     counted_parameters,
     scale_of,
 )
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Job, Plan, Setup
-from fedlightning.layers import Layer, ordered_layers, pieces, state_names
-from fedlightning.messages import Update, Wire
-from fedlightning.visit.client import Client
 
 if TYPE_CHECKING:
-    from fedlightning.engines.stacked.fit import StackedFit
-    from fedlightning.engines.stacked.hooks import StackHooks
+    from fedlightning.callbacks.player_fl_stacked import StackedSensitivities
 
 PROBE, COLLECT = "sensitivity", "federated layers"
 
@@ -152,7 +160,7 @@ class PLayerFL(FederatedCallback):
         """Clients in a stack are probed as others are."""
         return True
 
-    def stack_hooks(self, fit: StackedFit) -> StackHooks:
+    def stack_hooks(self, fit: Any) -> StackedSensitivities:
         """The same for clients that train in a stack."""
         from fedlightning.callbacks.player_fl_stacked import StackedSensitivities
 

@@ -6,11 +6,23 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, GradientContext, Job, Setup
-from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import State, add, interpolate, module_state, select, zeros_like
-from fedlightning.visit.client import Client
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    GradientContext,
+    Job,
+    Message,
+    Server,
+    Setup,
+    State,
+    Update,
+    Wire,
+    add,
+    interpolate,
+    module_state,
+    select,
+    zeros_like,
+)
 
 
 class SCAFFOLD(FederatedCallback):

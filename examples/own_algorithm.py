@@ -19,16 +19,23 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.optim import SGD
 
+from fedlightning.algorithm import (
+    Client,
+    GradientContext,
+    Server,
+    Setup,
+    State,
+    Update,
+    add,
+    select,
+    subtract,
+    zeros_like,
+)
 from fedlightning.callbacks import FedAvg, GlobalCheckpoint
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
-from fedlightning.federation.server import Server
-from fedlightning.hooks import GradientContext, Setup
-from fedlightning.messages import Update
 from fedlightning.models import Classifier, DigitsCNN
 from fedlightning.study.comparison import Comparison
-from fedlightning.tensors import State, add, select, subtract, zeros_like
 from fedlightning.testing import check_algorithm
-from fedlightning.visit.client import Client
 
 
 # [algorithm]

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from fedlightning.algorithm import Layer, State, ordered_layers, probes
 from fedlightning.callbacks.diagnostics.layer_values import (
     LayerRecorder,
     LayerValues,
@@ -23,9 +24,6 @@ from fedlightning.callbacks.diagnostics.layer_values import (
     wide,
 )
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
-from fedlightning.layers import Layer, ordered_layers
-from fedlightning.tensors import State
-from fedlightning.visit import probes
 
 Definition = Literal["grad_var_samples", "grad_var_params"]
 

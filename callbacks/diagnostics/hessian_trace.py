@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fedlightning.algorithm import Layer, generator, ordered_layers, probes
 from fedlightning.callbacks.diagnostics.layer_values import (
     LayerRecorder,
     LayerValues,
@@ -24,9 +25,6 @@ from fedlightning.callbacks.diagnostics.layer_values import (
     wide,
 )
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
-from fedlightning.layers import Layer, ordered_layers
-from fedlightning.seeding import generator
-from fedlightning.visit import probes
 
 
 class HessianTrace(LayerRecorder):

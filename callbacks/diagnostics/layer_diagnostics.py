@@ -11,6 +11,18 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Server,
+    Setup,
+    Update,
+    Wire,
+    isolated,
+    move_batch,
+    ordered_layers,
+    pieces,
+)
 from fedlightning.callbacks.diagnostics.gradient_variance import gradient_moments
 from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_and_error
 from fedlightning.callbacks.diagnostics.layer_rows import ALL, cut_layers, read_layers, write_layers
@@ -18,13 +30,6 @@ from fedlightning.callbacks.diagnostics.layer_similarity import common_samples, 
 from fedlightning.callbacks.diagnostics.layer_tables import METHODS, StageTable, round_rows
 from fedlightning.callbacks.diagnostics.layer_values import counts_of, full_precision, layer_order, refuse_module
 from fedlightning.callbacks.diagnostics.sensitivity import SensitivityAccumulator, counted_parameters, scale_of
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Setup
-from fedlightning.layers import ordered_layers, pieces
-from fedlightning.messages import Update, Wire
-from fedlightning.seeding import isolated
-from fedlightning.visit.client import Client
-from fedlightning.visit.probes import move_batch
 
 Quantity = Literal["sensitivity_online", "sensitivity", "grad_var_samples", "grad_var_params", "hessian_trace", "cka"]
 MeasuredStage = Literal["L1", "L2"]
@@ -40,7 +45,7 @@ class LayerDiagnostics(FederatedCallback):
     """Records what each layer of each client's model is like, next to any algorithm, and does not change the run.
 
     Every row goes to ``layers.csv`` in the run's folder; ``figures/layers.png`` and ``figures/transition.png`` are
-    drawn at the end. ``fedlightning.study.layers`` reads the table. Per layer, in the order of a forward pass:
+    drawn at the end. ``callbacks.diagnostics.layers`` reads the table. Per layer, in the order of a forward pass:
 
     * ``sensitivity_online``: PLayer-FL's ``I``, from the gradients that training computes anyway in the first epoch of
       the visit's first federated fit; no extra pass. ``sensitivity``: the same formula with the mean gradient at the
@@ -270,7 +275,7 @@ class LayerDiagnostics(FederatedCallback):
         rows = read_layers(server.run_dir) if server.run_dir is not None else []
         if not rows or server.run_dir is None:
             return
-        from fedlightning.study.layer_figures import layer_numbers, plot_layers, plot_transition
+        from fedlightning.callbacks.diagnostics.layer_figures import layer_numbers, plot_layers, plot_transition
 
         figures, stage = server.run_dir / "figures", self.stages[-1]
         if not layer_numbers(rows, stage=stage):  # CKA of a single client, say

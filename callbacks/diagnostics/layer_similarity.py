@@ -12,12 +12,9 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fedlightning.algorithm import Client, Layer, isolated, probes
 from fedlightning.callbacks.diagnostics.layer_values import at_rest
 from fedlightning.callbacks.diagnostics.similarity import unit_gram
-from fedlightning.layers import Layer
-from fedlightning.seeding import isolated
-from fedlightning.visit import probes
-from fedlightning.visit.client import Client
 
 
 def common_samples(client: Client, count: int) -> tuple[Any, int]:

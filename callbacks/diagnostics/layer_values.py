@@ -17,11 +17,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
+from fedlightning.algorithm import ForwardOrder, Layer, isolated, probes
 from fedlightning.callbacks.diagnostics.layer_rows import LayerRow
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
-from fedlightning.layers import ForwardOrder, Layer
-from fedlightning.seeding import isolated
-from fedlightning.visit import probes
 
 Reduce = Callable[[Tensor], Tensor]
 """Mean of a tensor over the processes that share the batches."""

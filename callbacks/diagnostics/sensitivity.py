@@ -13,10 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
 
+from fedlightning.algorithm import State, isolated, probes
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity, SensitivityAccumulator, counted_parameters
-from fedlightning.seeding import isolated
-from fedlightning.tensors import State
-from fedlightning.visit import probes
 
 Method = Literal["online", "mean_gradient", "one_batch"]
 

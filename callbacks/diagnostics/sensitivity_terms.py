@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.layers import ForwardOrder, Layer, ordered_layers, pieces
+from fedlightning.algorithm import ForwardOrder, Layer, ordered_layers, pieces
 
 
 @dataclass

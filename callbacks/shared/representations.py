@@ -11,10 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.hooks import Setup
-from fedlightning.layers import ordered_layers
-from fedlightning.seeding import isolated
-from fedlightning.visit.probes import training_loss
+from fedlightning.algorithm import Setup, isolated, ordered_layers, training_loss
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")

@@ -9,12 +9,20 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.compat.attached import detached_copy
-from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Setup
-from fedlightning.messages import Update
-from fedlightning.seeding import isolated
-from fedlightning.tensors import State, WeightedMean, clone, entry_kinds, module_state, select
+from fedlightning.algorithm import (
+    FederatedCallback,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightedMean,
+    clone,
+    detached_copy,
+    entry_kinds,
+    isolated,
+    module_state,
+    select,
+)
 
 
 class ClientModels(FederatedCallback):

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.tensors import State
+from fedlightning.algorithm import State
 from fedlightning.wrappers import Mixin, mix
 from fedlightning.wrappers.heads import Convolution
 from fedlightning.wrappers.slices import Slices

@@ -23,10 +23,11 @@ ROOMS = {
     "federation.loops": "loops.synchronous",
     "callbacks.diagnostics": "callbacks.gradient_variance callbacks.hessian_trace callbacks.layer_diagnostics "
     "callbacks.layer_similarity callbacks.layer_tables callbacks.layer_values callbacks.sensitivity "
-    "callbacks.sensitivity_figure callbacks.sensitivity_terms evaluation.layer_rows evaluation.similarity",
+    "callbacks.sensitivity_figure callbacks.sensitivity_terms evaluation.layer_figures evaluation.layer_rows "
+    "evaluation.layers evaluation.similarity",
     "callbacks.shared": "callbacks.prototypes callbacks.representations callbacks.server_models callbacks.submodels",
     "study": "evaluation.baselines evaluation.comparison evaluation.costs evaluation.curves evaluation.differences "
-    "evaluation.export evaluation.fairness evaluation.incentives evaluation.layer_figures evaluation.layers "
+    "evaluation.export evaluation.fairness evaluation.incentives "
     "evaluation.measures evaluation.overview evaluation.problems evaluation.ranks evaluation.report evaluation.roles "
     "evaluation.runs evaluation.scores evaluation.statistics evaluation.study evaluation.table",
     "config": "commands.errors commands.parsing",

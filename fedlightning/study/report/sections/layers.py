@@ -14,7 +14,7 @@ from fedlightning.study.report.figures.curves import Point, curves
 from fedlightning.study.report.html import Gallery, Section, Table
 
 if TYPE_CHECKING:
-    from fedlightning.study.layers import LayerRow
+    from fedlightning.callbacks.diagnostics.layers import LayerRow
 
 STAGE = "L2"
 
@@ -24,7 +24,7 @@ def layers(context: Context) -> Section | None:
 
     ``None`` where no run has a ``layers.csv``.
     """
-    from fedlightning.study.layers import correlation_rows, read_layers, transition_ranges
+    from fedlightning.callbacks.diagnostics.layers import correlation_rows, read_layers, transition_ranges
 
     order = [row["method"] for row in context.overview]
     tables: dict[tuple[str, int], list[LayerRow]] = {}
@@ -48,7 +48,7 @@ def layers(context: Context) -> Section | None:
 
 
 def _over_layers(context: Context, tables: dict[tuple[str, int], list[LayerRow]]) -> Gallery | None:
-    from fedlightning.study.layer_figures import PANELS, layer_numbers
+    from fedlightning.callbacks.diagnostics.layer_figures import PANELS, layer_numbers
 
     lines: list[dict[str, Any]] = []
     methods = list(dict.fromkeys(method for method, _ in tables))

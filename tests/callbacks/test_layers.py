@@ -9,9 +9,8 @@ import pytest
 from scipy import stats
 
 from fedlightning.callbacks import Sensitivity
-from fedlightning.callbacks.diagnostics import layer_rows
+from fedlightning.callbacks.diagnostics import layer_figures, layer_rows, layers
 from fedlightning.callbacks.diagnostics.layer_rows import LayerRow
-from fedlightning.study import layer_figures, layers
 
 EXAMPLE = (1.0, 0.2, 0.1, 2.7, 1.0)  # F = 1, 1.2, 1.3, 4, 5: the sheet's example
 NAMES = [f"net.l{k}" for k in range(1, 6)]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedlightning.callbacks.diagnostics.layer_rows import ALL, LayerRow
+from fedlightning.callbacks.diagnostics.layers import Runs, ratio_rows, sensitivities, transition_ranges
 from fedlightning.callbacks.diagnostics.sensitivity_figure import BLUE, GREEN, RED, SMALLEST, _threshold_axis, short
-from fedlightning.study.layers import Runs, ratio_rows, sensitivities, transition_ranges
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,8 +141,8 @@ def plot_transition(
     """Per run the ratio of every gap over the rounds, and p as a function of round and threshold.
 
     A colour that goes straight up through the second panel is a transition that does not move, and its width is the
-    range of thresholds that give it. Numbers: :func:`~fedlightning.study.layers.ratio_rows` and
-    :func:`~fedlightning.study.layers.transition_ranges`.
+    range of thresholds that give it. Numbers: :func:`~fedlightning.callbacks.diagnostics.layers.ratio_rows` and
+    :func:`~fedlightning.callbacks.diagnostics.layers.transition_ranges`.
 
     Args:
         runs: tables by run.

@@ -2,7 +2,7 @@
 
 The tables are what ``LayerDiagnostics`` writes (``read_layers(run)``). Several runs, seeds say, are a mapping from a
 name to a table. Every answer is a list of plain rows, so that it can be shown beside its figure
-(``fedlightning.study.layer_figures``).
+(``fedlightning.callbacks.diagnostics.layer_figures``).
 """
 
 from __future__ import annotations

@@ -1,0 +1,112 @@
+"""Everything that an algorithm is written with, in one import.
+
+>>> from fedlightning.algorithm import Client, FederatedCallback, Message, Server, State, Update
+
+The contract and its words (:mod:`fedlightning.hooks`), the two roles, what travels, arithmetic over named tensors, a
+module as layers, addressed randomness, and losses and gradients that leave no trace. `docs/write-an-algorithm.md` takes one
+method from its pseudocode to a checked callback. Wrapped modules are in :mod:`fedlightning.wrappers`.
+"""
+
+from fedlightning.blueprint.optimizers import optimizers_in
+from fedlightning.compat.attached import detached_copy
+from fedlightning.errors import warn
+from fedlightning.federation.server import GLOBAL, Server
+from fedlightning.hooks import (
+    POOLED,
+    WEIGHTINGS,
+    FederatedCallback,
+    GradientContext,
+    Job,
+    Phase,
+    Plan,
+    Setup,
+    Stage,
+)
+from fedlightning.layers import (
+    ForwardOrder,
+    Layer,
+    expand,
+    head_names,
+    ordered_layers,
+    partition,
+    pieces,
+    state_names,
+)
+from fedlightning.messages import Message, Update, Wire
+from fedlightning.seeding import address, generator, isolated
+from fedlightning.tensors import (
+    State,
+    WeightedMean,
+    add,
+    clone,
+    distance,
+    entry_kinds,
+    equal,
+    first_nonfinite,
+    interpolate,
+    load_state,
+    module_state,
+    select,
+    subtract,
+    zeros_like,
+)
+from fedlightning.visit import probes
+from fedlightning.visit.client import Client
+from fedlightning.visit.probes import NoLossError, move_batch, training_loss
+
+__all__ = [
+    # the contract
+    "FederatedCallback",
+    "Setup",
+    "Job",
+    "Plan",
+    "Phase",
+    "GradientContext",
+    "Stage",
+    "GLOBAL",
+    "POOLED",
+    "WEIGHTINGS",
+    # the two roles, and what travels between them
+    "Server",
+    "Client",
+    "Message",
+    "Update",
+    "Wire",
+    # named tensors
+    "State",
+    "WeightedMean",
+    "add",
+    "clone",
+    "distance",
+    "entry_kinds",
+    "equal",
+    "first_nonfinite",
+    "interpolate",
+    "load_state",
+    "module_state",
+    "select",
+    "subtract",
+    "zeros_like",
+    # a module as layers
+    "ForwardOrder",
+    "Layer",
+    "expand",
+    "head_names",
+    "ordered_layers",
+    "partition",
+    "pieces",
+    "state_names",
+    # randomness
+    "address",
+    "generator",
+    "isolated",
+    # looks at a module that leave no trace
+    "NoLossError",
+    "move_batch",
+    "probes",
+    "training_loss",
+    # small things
+    "detached_copy",
+    "optimizers_in",
+    "warn",
+]

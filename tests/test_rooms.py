@@ -1,0 +1,96 @@
+"""The rule of the rooms: imports run one way. Lazy and type-only ones count."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ORDER = (
+    ("errors", "seeding", "tensors", "compat"),
+    ("layers", "messages", "datamodules"),
+    ("wrappers", "models"),
+    ("hooks",),
+    ("blueprint",),
+    ("visit",),
+    ("scoring",),
+    ("run",),
+    ("federation",),
+    ("engines", "arguments", "algorithm"),
+    ("trainer", "callbacks"),
+    ("catalogue",),
+    ("study", "config", "testing"),
+    ("experiments",),
+    ("commands",),
+    ("cli",),
+)
+"""A room imports rooms of the lines above it, and itself."""
+RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
+ALONE = {"datamodules": {"seeding"}, "callbacks": {"algorithm", "wrappers"}, "models": set()}
+"""Rooms that stand on less than what is above them."""
+EXCEPTIONS = {
+    # the contract names the two roles in its annotations
+    ("hooks", "visit.client"),
+    ("hooks", "federation.server"),
+    # callbacks that bring their own work for a stack of clients
+    ("callbacks.apfl_stacked", "engines.stacked"),
+    ("callbacks.player_fl_stacked", "engines.stacked"),
+}
+"""Imports that break the rule, by name. This list may only shrink."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by its name without `fedlightning.`."""
+    found = {}
+    for top in ("fedlightning", "callbacks", "datamodules"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT if top != "fedlightning" else ROOT / top).with_suffix("").parts
+            if top != "fedlightning" or parts[0] not in ("callbacks", "datamodules"):  # these are links
+                found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imported(path: Path, known: dict[str, Path]) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}".removeprefix("fedlightning.")
+                names.add(f"fedlightning.{inner}" if inner in known else node.module)
+    return {name.removeprefix("fedlightning.") for name in names if name.startswith("fedlightning.")}
+
+
+def edges() -> list[tuple[str, str]]:
+    known = modules()
+    return [(module, name) for module, path in known.items() if module for name in sorted(imported(path, known))]
+
+
+def breaks(module: str, name: str) -> bool:
+    here, there = module.partition(".")[0], name.partition(".")[0]
+    if here == there:
+        return False
+    return RANK[there] >= RANK[here] or there not in ALONE.get(here, {there})
+
+
+def is_exception(module: str, name: str) -> bool:
+    return any(module == one and (name == other or name.startswith(f"{other}.")) for one, other in EXCEPTIONS)
+
+
+def test_imports_run_one_way():
+    broken = [
+        f"{module} -> {name}" for module, name in edges() if breaks(module, name) and not is_exception(module, name)
+    ]
+    assert not broken, "The rule of the rooms (ORDER) is broken by: " + "; ".join(broken)
+
+
+def test_every_exception_is_still_needed():
+    used = {(module, name) for module, name in edges() if breaks(module, name)}
+    idle = {e for e in EXCEPTIONS if not any(m == e[0] and (n == e[1] or n.startswith(f"{e[1]}.")) for m, n in used)}
+    assert not idle, f"Take out of EXCEPTIONS: {sorted(idle)}"
+
+
+def test_every_room_has_a_place():
+    rooms = {module.partition(".")[0] for module in modules() if module}
+    assert rooms == set(RANK), "Give a new room its place in ORDER."
