@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 
-from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, Update
+from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, Update, WeightingName
 from fedlightning.callbacks.apfl_mixtures import LogitMixture, ParameterMixture
 from fedlightning.wrappers import uses_forward
 
@@ -54,7 +54,7 @@ class APFL(FederatedCallback):
         alpha_decay: float = 0.0,
         mix: Literal["params", "logits"] = "params",
         personal: LightningModule | None = None,
-        weighting: str | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"APFL got alpha={alpha}; a share of the local model must be in [0, 1].")

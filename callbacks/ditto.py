@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from fedlightning.algorithm import Client, GradientContext, Phase, Setup, clone, module_state
+from fedlightning.algorithm import Client, GradientContext, Phase, Setup, WeightingName, clone, module_state
 from fedlightning.callbacks.own_models import KeepsModel
 
 
@@ -32,7 +32,7 @@ class Ditto(KeepsModel):
         weighting: of the ``w_i``: ``"samples"`` or ``"uniform"`` (authors, who then sample clients by size).
     """
 
-    def __init__(self, lam: float = 1.0, work: int | None = None, weighting: str | None = None) -> None:
+    def __init__(self, lam: float = 1.0, work: int | None = None, weighting: WeightingName | None = None) -> None:
         if not 0.0 <= lam < float("inf"):
             raise ValueError(f"Ditto got lam={lam}; a strength is a finite number from 0. Use 0 for training alone.")
         if work is not None and work < 0:

@@ -17,6 +17,7 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
+    WeightingName,
     clone,
     equal,
     head_names,
@@ -60,7 +61,7 @@ class FedALA(FederatedCallback):
         weight_lr: float = 1.0,
         start: float = 1.0,
         max_passes: int = 50,
-        weighting: str | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         if num_layers < 1:
             raise ValueError(f"FedALA got num_layers={num_layers}. Merge at least the last layer, or use FedAvg().")

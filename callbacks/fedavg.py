@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import FederatedCallback, Setup
+from fedlightning.algorithm import FederatedCallback, Setup, WeightingName
 
 
 class FedAvg(FederatedCallback):
@@ -18,7 +18,7 @@ class FedAvg(FederatedCallback):
         weighting: ``"samples"`` (the paper's ``p_i``), ``"uniform"`` or ``"log"``.
     """
 
-    def __init__(self, weighting: str = "samples") -> None:
+    def __init__(self, weighting: WeightingName = "samples") -> None:
         self.weighting = weighting
 
 
@@ -34,7 +34,7 @@ class FedSGD(FederatedCallback):
         weighting: as in :class:`FedAvg`.
     """
 
-    def __init__(self, weighting: str = "samples") -> None:
+    def __init__(self, weighting: WeightingName = "samples") -> None:
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import FederatedCallback, Server, State
+from fedlightning.algorithm import FederatedCallback, Server, State, WeightingName
 
 
 class FedAvgM(FederatedCallback):
@@ -27,7 +27,7 @@ class FedAvgM(FederatedCallback):
         weighting: ``"samples"`` (paper) or ``"uniform"``.
     """
 
-    def __init__(self, beta: float = 0.9, server_lr: float = 1.0, weighting: str | None = None) -> None:
+    def __init__(self, beta: float = 0.9, server_lr: float = 1.0, weighting: WeightingName | None = None) -> None:
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"FedAvgM got beta={beta}; a momentum must be in [0, 1). Use 0 for FedAvg.")
         if server_lr <= 0:

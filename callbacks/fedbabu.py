@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import Client, Phase, Server, Setup
+from fedlightning.algorithm import Client, Phase, Server, Setup, WeightingName
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd, Part
 from fedlightning.callbacks.partial import other_names, part_names, refuse_no_body
 
@@ -39,7 +39,7 @@ class FedBABU(AdaptsAtEnd):
         epochs: int = 5,
         part: Part = "all",
         lr_factor: float = 0.01,
-        weighting: str = "uniform",
+        weighting: WeightingName = "uniform",
     ) -> None:
         self._set(epochs, part, head, num_layers, lr_factor)
         self.weighting = weighting

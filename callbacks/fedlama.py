@@ -16,6 +16,7 @@ from fedlightning.algorithm import (
     Server,
     State,
     Update,
+    WeightingName,
     distance,
     partition,
     select,
@@ -53,7 +54,7 @@ class FedLAMA(FederatedCallback):
         phi: int = 2,
         tau: int = 1,
         cut: Literal["crossing", "nearest"] = "crossing",
-        weighting: str | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         for name, value in (("phi", phi), ("tau", tau)):
             if not isinstance(value, int) or value < 1:

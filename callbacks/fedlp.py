@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedlightning.algorithm import POOLED, Client, FederatedCallback, Setup, Update, partition
+from fedlightning.algorithm import POOLED, Client, FederatedCallback, Setup, Update, WeightingName, partition
 
 
 class FedLP(FederatedCallback):
@@ -23,7 +23,7 @@ class FedLP(FederatedCallback):
         weighting: ``"samples"`` (paper) or ``"uniform"`` (the authors' code).
     """
 
-    def __init__(self, q: float | dict[str, float] = 0.7, weighting: str | None = None) -> None:
+    def __init__(self, q: float | dict[str, float] = 0.7, weighting: WeightingName | None = None) -> None:
         for value in q.values() if isinstance(q, dict) else [q]:
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"FedLP got q={q}; the probability that a layer is sent must be in [0, 1].")

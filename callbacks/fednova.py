@@ -9,7 +9,19 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import GLOBAL, Client, FederatedCallback, Job, Message, Server, Setup, State, Update, Wire
+from fedlightning.algorithm import (
+    GLOBAL,
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightingName,
+    Wire,
+)
 from fedlightning.callbacks.fedprox import FedProx
 
 
@@ -37,7 +49,7 @@ class FedNova(FederatedCallback):
         weighting: ``"samples"`` (the paper's ``p_i``) or ``"uniform"``.
     """
 
-    def __init__(self, weighting: str | None = None) -> None:
+    def __init__(self, weighting: WeightingName | None = None) -> None:
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import FederatedCallback, Server, State
+from fedlightning.algorithm import FederatedCallback, Server, State, WeightingName
 
 
 class FedOpt(FederatedCallback):
@@ -40,7 +40,7 @@ class FedOpt(FederatedCallback):
         tau: float = 1e-3,
         bias_correction: bool = False,
         v_init: float | None = None,
-        weighting: str | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         for name, value in (("beta1", beta1), ("beta2", beta2)):
             if not 0.0 <= value < 1.0:
@@ -117,7 +117,7 @@ class FedAdagrad(FedOpt):
         beta1: float = 0.0,
         tau: float = 1e-3,
         v_init: float | None = None,
-        weighting: str | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         super().__init__(server_lr, beta1, tau=tau, v_init=v_init, weighting=weighting)
 

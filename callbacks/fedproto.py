@@ -9,7 +9,19 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Plan, Server, Setup, Stage, Update, Wire
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    Stage,
+    Update,
+    WeightingName,
+    Wire,
+)
 from fedlightning.callbacks.shared.prototypes import ClassMeans, fill_head, pack, unpack
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
 from fedlightning.wrappers import FeatureTap
@@ -48,7 +60,7 @@ class FedProto(FederatedCallback):
         proto_pass: Literal["after", "during"] = "after",
         predictor: Literal["head", "nearest"] = "head",
         restrict: bool = True,
-        weighting: str = "uniform",
+        weighting: WeightingName = "uniform",
     ) -> None:
         if lam < 0:
             raise ValueError(

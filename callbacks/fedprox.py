@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedlightning.algorithm import FederatedCallback, GradientContext
+from fedlightning.algorithm import FederatedCallback, GradientContext, WeightingName
 
 
 class FedProx(FederatedCallback):
@@ -22,7 +22,7 @@ class FedProx(FederatedCallback):
         weighting: ``"samples"`` (the authors' code) or ``"uniform"`` (the paper, which then samples clients by size).
     """
 
-    def __init__(self, mu: float = 0.1, weighting: str | None = None) -> None:
+    def __init__(self, mu: float = 0.1, weighting: WeightingName | None = None) -> None:
         if mu < 0:
             raise ValueError(f"FedProx got mu={mu}; a proximal strength cannot be negative. Use 0 for FedAvg.")
         self.mu = mu

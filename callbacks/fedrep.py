@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fedlightning.algorithm import Client, Job, Phase, Server
+from fedlightning.algorithm import Client, Job, Phase, Server, WeightingName
 from fedlightning.callbacks.partial import FedPer, other_names, part_names
 
 FINAL = "head"
@@ -41,7 +41,7 @@ class FedRep(FedPer):
         head_epochs: int = 10,
         body_epochs: int | None = None,
         final_head: bool = True,
-        weighting: str = "uniform",
+        weighting: WeightingName = "uniform",
     ) -> None:
         super().__init__(personal, num_layers, weighting)
         if head_epochs < 0 or (body_epochs is not None and body_epochs < 0):

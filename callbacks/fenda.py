@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import FederatedCallback, Server
+from fedlightning.algorithm import FederatedCallback, Server, WeightingName
 from fedlightning.wrappers.dual import DualExtractor, dual_by_head, global_names
 from fedlightning.wrappers.mixing import user_class
 
@@ -53,7 +53,7 @@ class FENDA(FederatedCallback):
         order: Literal["global_first", "local_first"] = "global_first",
         init: Literal["copy", "fresh"] = "copy",
         local_features: int | None = None,
-        weighting: str | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         self.head = head
         self.local_extractor = local_extractor

@@ -13,6 +13,7 @@ from fedlightning.algorithm import (
     Message,
     Server,
     Update,
+    WeightingName,
     Wire,
     clone,
     interpolate,
@@ -37,7 +38,7 @@ class FLIU(FederatedCallback):
         weighting: ``"uniform"`` (the pseudocode) or ``"samples"`` (objectives (1)-(2)).
     """
 
-    def __init__(self, gamma: float | Literal["adaptive"] = "adaptive", weighting: str = "uniform") -> None:
+    def __init__(self, gamma: float | Literal["adaptive"] = "adaptive", weighting: WeightingName = "uniform") -> None:
         if gamma != "adaptive" and not (isinstance(gamma, int | float) and 0.0 <= gamma <= 1.0):
             raise ValueError(f"FLIU got gamma={gamma!r}. Use a number in [0, 1] or 'adaptive'.")
         self.gamma = gamma

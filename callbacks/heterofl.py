@@ -20,6 +20,7 @@ from fedlightning.algorithm import (
     Stage,
     State,
     Update,
+    WeightingName,
     Wire,
     load_state,
     training_loss,
@@ -66,8 +67,6 @@ class HeteroFL(FederatedCallback):
         weighting: ``"uniform"`` (paper) or ``"samples"``.
     """
 
-    needs_all = True
-
     def __init__(
         self,
         rates: Sequence[float] | dict[str, float] = (1.0, 0.5, 0.25),
@@ -76,7 +75,7 @@ class HeteroFL(FederatedCallback):
         masked_loss: bool = True,
         static_bn: bool = True,
         head: str | None = None,
-        weighting: str = "uniform",
+        weighting: WeightingName = "uniform",
     ) -> None:
         values = list(rates.values()) if isinstance(rates, dict) else list(rates)
         if not values or not all(0.0 < rate <= 1.0 for rate in values):

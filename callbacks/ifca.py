@@ -20,6 +20,7 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
+    WeightingName,
     Wire,
     add,
     equal,
@@ -70,7 +71,7 @@ class IFCA(FederatedCallback):
         server_lr: float = 0.1,
         init: float | Literal["random"] = "random",
         deploy_split: Literal["train", "val"] = "train",
-        weighting: str = "uniform",
+        weighting: WeightingName = "uniform",
     ) -> None:
         if num_clusters < 1:
             raise ValueError(f"{self.key} got num_clusters={num_clusters}. Use 1 (FedAvg) or more centres.")
@@ -199,7 +200,7 @@ class HypCluster(IFCA):
         num_clusters: int = 2,
         init: float | Literal["random"] = "random",
         deploy_split: Literal["train", "val"] = "val",
-        weighting: str = "samples",
+        weighting: WeightingName = "samples",
     ) -> None:
         super().__init__(num_clusters, 2, init=init, deploy_split=deploy_split, weighting=weighting)
 

@@ -14,6 +14,7 @@ from fedlightning.algorithm import (
     Server,
     Setup,
     Update,
+    WeightingName,
     Wire,
     entry_kinds,
     interpolate,
@@ -51,7 +52,7 @@ class L2GD(FederatedCallback):
         weighting: ``"uniform"`` (paper): it alone keeps ``xbar`` the mean of the ``x_i``.
     """
 
-    def __init__(self, lam: float = 1.0, p: float = 0.1, weighting: str = "uniform") -> None:
+    def __init__(self, lam: float = 1.0, p: float = 0.1, weighting: WeightingName = "uniform") -> None:
         if lam < 0:
             raise ValueError(f"L2GD got lam={lam}; a penalty cannot be negative. Use 0 for training alone.")
         if not 0.0 < p < 1.0:

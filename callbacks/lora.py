@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import FederatedCallback, Server, expand
+from fedlightning.algorithm import FederatedCallback, Server, WeightingName, expand
 from fedlightning.wrappers.adapters import adapter_names, add_adapters
 
 
@@ -45,7 +45,7 @@ class FedIT(FederatedCallback):
         dropout: float = 0.05,
         target_modules: list[str] | None = None,
         head: list[str] | None = None,
-        weighting: str | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         if r < 1 or alpha <= 0 or not 0.0 <= dropout < 1.0:
             raise ValueError(

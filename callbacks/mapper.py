@@ -19,6 +19,7 @@ from fedlightning.algorithm import (
     Setup,
     Stage,
     State,
+    WeightingName,
     clone,
     entry_kinds,
     interpolate,
@@ -63,7 +64,7 @@ class MAPPER(KeepsModel):
         grid: Sequence[float] = (0.25, 0.5, 0.75),
         global_steps: int | None = None,
         choose_on: str = "train",
-        weighting: str = "uniform",
+        weighting: WeightingName = "uniform",
     ) -> None:
         if not grid or not all(0.0 <= lam <= 1.0 for lam in grid) or len(set(grid)) < len(grid):
             raise ValueError(

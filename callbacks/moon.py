@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import Client, FederatedCallback, Setup, Update
+from fedlightning.algorithm import Client, FederatedCallback, Setup, Update, WeightingName
 from fedlightning.callbacks.shared.representations import contrastive_loss, features_at_start, head_path
 from fedlightning.wrappers import FeatureTap
 
@@ -37,7 +37,7 @@ class MOON(FederatedCallback):
     """
 
     def __init__(
-        self, mu: float = 1.0, temperature: float = 0.5, head: str | None = None, weighting: str | None = None
+        self, mu: float = 1.0, temperature: float = 0.5, head: str | None = None, weighting: WeightingName | None = None
     ) -> None:
         if mu < 0:
             raise ValueError(f"MOON got mu={mu}; the weight of a loss cannot be negative. Use 0 for FedAvg.")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedlightning.algorithm import FederatedCallback, Server, Setup, expand, head_names, ordered_layers
+from fedlightning.algorithm import FederatedCallback, Server, Setup, WeightingName, expand, head_names, ordered_layers
 
 
 class FedPer(FederatedCallback):
@@ -24,7 +24,9 @@ class FedPer(FederatedCallback):
         weighting: ``"samples"`` or ``"uniform"``.
     """
 
-    def __init__(self, personal: list[str] | None = None, num_layers: int = 1, weighting: str | None = None) -> None:
+    def __init__(
+        self, personal: list[str] | None = None, num_layers: int = 1, weighting: WeightingName | None = None
+    ) -> None:
         self.personal = personal
         self.num_layers = num_layers
         self.weighting = weighting
@@ -55,7 +57,9 @@ class LGFedAvg(FederatedCallback):
         weighting: ``"samples"``, or ``"uniform"`` (the authors' code).
     """
 
-    def __init__(self, shared: list[str] | None = None, num_layers: int = 2, weighting: str | None = None) -> None:
+    def __init__(
+        self, shared: list[str] | None = None, num_layers: int = 2, weighting: WeightingName | None = None
+    ) -> None:
         self.shared = shared
         self.num_layers = num_layers
         self.weighting = weighting
@@ -89,7 +93,7 @@ class FedBN(FederatedCallback):
         weighting: ``"samples"`` or ``"uniform"`` (the authors' code).
     """
 
-    def __init__(self, weighting: str | None = None) -> None:
+    def __init__(self, weighting: WeightingName | None = None) -> None:
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:

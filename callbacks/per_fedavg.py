@@ -14,6 +14,7 @@ from fedlightning.algorithm import (
     Setup,
     Stage,
     State,
+    WeightingName,
     add,
     clone,
     load_state,
@@ -58,7 +59,7 @@ class PerFedAvg(FederatedCallback):
         variant: Literal["HF", "FO", "exact"] = "HF",
         delta: float = 1e-3,
         adaptation_steps: int = 1,
-        weighting: str = "uniform",
+        weighting: WeightingName = "uniform",
     ) -> None:
         if variant not in ("HF", "FO", "exact"):
             raise ValueError(f"PerFedAvg got variant={variant!r}. Use 'HF', 'FO' (first order) or 'exact'.")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Client, Setup, Update, clone, module_state
+from fedlightning.algorithm import Client, Setup, Update, WeightingName, clone, module_state
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.shared.representations import contrastive_loss, features_at_start
 from fedlightning.wrappers import FeatureTap, feature_taps, global_names
@@ -50,7 +50,7 @@ class PerFCL(FENDA):
         order: Literal["global_first", "local_first"] = "global_first",
         init: Literal["copy", "fresh"] = "copy",
         local_features: int | None = None,
-        weighting: str | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         if mu < 0 or gamma < 0:
             raise ValueError(

@@ -18,6 +18,7 @@ from fedlightning.algorithm import (
     Stage,
     State,
     Update,
+    WeightingName,
     clone,
     interpolate,
     load_state,
@@ -62,7 +63,7 @@ class PFedMe(FederatedCallback):
         personal_lr: float = 0.09,
         server_rate: float = 1.0,
         all_clients: bool = False,
-        weighting: str = "uniform",
+        weighting: WeightingName = "uniform",
     ) -> None:
         if lam <= 0 or inner_steps < 1 or server_rate < 0:
             raise ValueError(

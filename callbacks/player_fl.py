@@ -22,6 +22,7 @@ from fedlightning.algorithm import (
     Server,
     Setup,
     Update,
+    WeightingName,
     Wire,
     ordered_layers,
     pieces,
@@ -80,7 +81,7 @@ class PLayerFL(FederatedCallback):
         clamp: bool = False,
         weights_only: bool = False,
         order: list[str] | None = None,
-        weighting: str | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         if not threshold > 1.0:
             raise ValueError(

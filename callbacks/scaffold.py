@@ -16,6 +16,7 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
+    WeightingName,
     Wire,
     add,
     interpolate,
@@ -48,7 +49,7 @@ class SCAFFOLD(FederatedCallback):
         weighting: ``"uniform"`` (paper). Other weightings weight ``x`` only.
     """
 
-    def __init__(self, option: Literal[1, 2] = 2, server_lr: float = 1.0, weighting: str = "uniform") -> None:
+    def __init__(self, option: Literal[1, 2] = 2, server_lr: float = 1.0, weighting: WeightingName = "uniform") -> None:
         if option not in (1, 2):
             raise ValueError(
                 f"SCAFFOLD got option={option!r}. Option 1 is the gradient at x, option 2 re-uses the steps."

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset
 
@@ -260,9 +259,3 @@ class IndexedFederatedDataModule(FederatedDataModule):
     def __getstate__(self) -> dict[str, Any]:
         # A Trainer is not part of the data, and cannot be sent to another process.
         return self.__dict__ | {"trainer": None}
-
-
-def pooled_view(split: Split) -> IndexView:
-    """All samples of a split as one dataset, in client order."""
-    held = [np.asarray(part) for part in split.indices]
-    return IndexView(split.dataset, np.concatenate(held) if held else torch.zeros(0, dtype=torch.int64))

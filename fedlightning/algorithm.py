@@ -9,6 +9,7 @@ method from its pseudocode to a checked callback. Wrapped modules are in :mod:`f
 
 from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.renamed import renamed_arguments
 from fedlightning.errors import warn
 from fedlightning.federation.server import GLOBAL, Server
 from fedlightning.hooks import (
@@ -21,10 +22,13 @@ from fedlightning.hooks import (
     Plan,
     Setup,
     Stage,
+    Weighting,
+    WeightingName,
 )
 from fedlightning.layers import (
     ForwardOrder,
     Layer,
+    as_names,
     expand,
     head_names,
     ordered_layers,
@@ -66,6 +70,8 @@ __all__ = [
     "GLOBAL",
     "POOLED",
     "WEIGHTINGS",
+    "Weighting",
+    "WeightingName",
     # the two roles, and what travels between them
     "Server",
     "Client",
@@ -90,6 +96,7 @@ __all__ = [
     # a module as layers
     "ForwardOrder",
     "Layer",
+    "as_names",
     "expand",
     "head_names",
     "ordered_layers",
@@ -108,5 +115,6 @@ __all__ = [
     # small things
     "detached_copy",
     "optimizers_in",
+    "renamed_arguments",
     "warn",
 ]

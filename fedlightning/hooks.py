@@ -32,6 +32,10 @@ Owner = str
 """Whose module is being built: ``"server"`` or a client's id."""
 
 Stage = Literal["G", "L1", "L2"]
+WeightingName = Literal["samples", "uniform", "log"]
+"""Weight of an update by its training samples n: n, 1 or log(1 + n)."""
+Weighting = WeightingName | Callable[["Server", Update], float]
+"""Weight of an update before normalisation over the participants: by name, or a function of the server and the update."""
 POOLED = "pooled"
 """Id of the virtual client that trains on the union of all clients' data (central baselines)."""
 
@@ -150,17 +154,20 @@ class Setup:
 class FederatedCallback(Callback):
     """Base of every algorithm, checkpoint and diagnostic that takes part in a federation."""
 
-    weighting: str | None = None
-    """``"samples"``, ``"uniform"`` or ``"log"``; ``None`` leaves it to the others (default: samples)."""
-    needs_all: bool = False
-    """Whether :meth:`reduce` must see every update at once (else they are folded in one by one)."""
+    weighting: Weighting | None = None
+    """How clients are weighted in the mean: by `"samples"`, `"uniform"`, by the `"log"` of their samples, or by a function
+    of the server and the update. `None` leaves it to the other callbacks (default: samples)."""
+    saved_as: str | None = None
+    """Name under which a class's state, extras and randomness go, where that is not the class's name: what runs have saved
+    stays readable when a class is renamed. Not inherited."""
 
     _client: Client | None = None
 
     @property
     def key(self) -> str:
-        """The name under which state, extras and error messages of this callback go: its class name."""
-        return type(self).__name__
+        """Name under which state, extras and error messages of this callback go: :attr:`saved_as`, or the class's name."""
+        kind = type(self)
+        return vars(kind).get("saved_as") or kind.__name__
 
     @property
     def client(self) -> Client:
@@ -275,12 +282,8 @@ class FederatedCallback(Callback):
         """Several fits in one visit, in order; a generator may look at what the last one left before it yields."""
         raise NotImplementedError
 
-    def client_weight(self, server: Server, update: Update) -> float:
-        """The update's weight before normalisation over the participants."""
-        raise NotImplementedError
-
     def reduce(self, server: Server, updates: list[Update]) -> State:
-        """Combine all updates of one model (set ``needs_all = True``)."""
+        """Combine all updates of one model."""
         raise NotImplementedError
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
@@ -300,7 +303,6 @@ ROLES = (
     "plan_round",
     "final_jobs",
     "local_phases",
-    "client_weight",
     "reduce",
     "server_step",
     "global_module",
@@ -334,8 +336,11 @@ class CallbackList:
                 f"Callbacks ask for different weightings: {wishes}. A mean has one: set the same `weighting` on them."
             )
         for key, wish in wishes.items():
-            if wish not in WEIGHTINGS:
-                raise ValueError(f"{key} has weighting={wish!r}. Known weightings: {sorted(WEIGHTINGS)}.")
+            if not callable(wish) and wish not in WEIGHTINGS:
+                raise ValueError(
+                    f"{key} has weighting={wish!r}. Known weightings: {sorted(WEIGHTINGS)}, or a function of the server "
+                    "and the update."
+                )
 
     def __iter__(self) -> Any:
         return iter(self.callbacks)
@@ -344,10 +349,11 @@ class CallbackList:
         """The callback that answers role ``name``, or ``None`` for the core's default."""
         return next((callback for callback in self.callbacks if callback.claims(name)), None)
 
-    @property
-    def weighting(self) -> str:
-        """The weighting that the callbacks agree on; samples by default."""
-        return next((callback.weighting for callback in self.callbacks if callback.weighting is not None), "samples")
+    def weight(self, server: Server, update: Update) -> float:
+        """Return an update's weight before normalisation, by the weighting that the callbacks agree on."""
+        wishes = (callback.weighting for callback in self.callbacks if callback.weighting is not None)
+        weighting = next(wishes, "samples")
+        return weighting(server, update) if callable(weighting) else WEIGHTINGS[weighting](update.num_samples)
 
     def event(self, name: str, *args: Any) -> None:
         """Run an event on every callback, in list order."""

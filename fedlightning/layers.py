@@ -53,6 +53,21 @@ class _Leaf:
     joins: bool
 
 
+def as_names(names: str | Iterable[str] | None) -> list[str]:
+    """Return names of entries or modules as a list.
+
+    Args:
+        names: One name, several, or `None` for none.
+
+    Example:
+        >>> as_names("net.head"), as_names(["a", "b"]), as_names(None)
+        (['net.head'], ['a', 'b'], [])
+    """
+    if names is None:
+        return []
+    return [names] if isinstance(names, str) else list(names)
+
+
 def state_names(layer: Layer) -> list[str]:
     """Names of everything in ``layer``, parameters then buffers, as in ``state_dict``."""
     return [*layer.parameters, *layer.buffers]

@@ -305,7 +305,8 @@ def test_reduce_gets_every_update_and_its_result_counts():
 
 def test_a_weight_of_ones_own():
     class Only(FederatedCallback):
-        def client_weight(self, server, update):
+        @staticmethod
+        def weighting(server, update):
             return 1.0 if update.client == "1" else 0.0
 
     trainer, spy = spied(Toy(), toy_data(), [Only()], max_rounds=1)

@@ -34,8 +34,6 @@ class ClientModels(FederatedCallback):
     global model.
     """
 
-    needs_all = True
-
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on a global model."""
         refuse_global_steps(self, setup)

@@ -20,6 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from fedlightning.arguments import FORWARDED, REPLACED
 from fedlightning.config.errors import InputError, root_cause
 from fedlightning.config.names import class_names
+from fedlightning.config.old_names import read_old_names
 from fedlightning.trainer import FederatedTrainer
 
 TITLES = {
@@ -51,6 +52,7 @@ class FederatedCLI(LightningCLI):
 
     def __init__(self, command: str, words: Sequence[str]) -> None:
         self.command = command
+        read_old_names()
         super().__init__(
             save_config_callback=None,
             seed_everything_default=False,

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import in_order
-from fedlightning.hooks import POOLED, WEIGHTINGS, CallbackList, FederatedCallback, Job
+from fedlightning.hooks import POOLED, CallbackList, FederatedCallback, Job
 from fedlightning.layers import expand
 from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import generator
@@ -174,7 +174,4 @@ class Server:
         """The update's weight before normalisation; 0 for an update without a real step."""
         if update.steps == 0:
             return 0.0
-        owner = self.callbacks.role("client_weight")
-        if owner is not None:
-            return owner.client_weight(self, update)
-        return WEIGHTINGS[self.callbacks.weighting](update.num_samples)
+        return self.callbacks.weight(self, update)

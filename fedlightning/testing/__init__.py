@@ -1,7 +1,8 @@
 """Checks that every algorithm must pass; for the algorithms here and for your own.
 
+>>> from fedlightning.callbacks import FedProx
 >>> from fedlightning.testing import check_algorithm
->>> check_algorithm(MyAlgorithm())
+>>> check_algorithm(FedProx(mu=0.1), only=["copies"])
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ GREYS = ("#4d4d4d", "#808080", "#2b2b2b", "#6b6b6b")
 GREY_MARKERS = ("X", "P", "h", "d")
 MARKERS = ("o", "s", "^", "D", "v", "<", ">", "p", "h", "d", "P", "X")
 LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1, 1.5)), (0, (1.2, 1.2)))
-SEQUENTIAL, DIVERGING = "cividis", "RdBu"
+SEQUENTIAL = "cividis"
 
 
 @dataclass(frozen=True)
