@@ -43,4 +43,14 @@ def trainer_options() -> list[str]:
 def option_names() -> list[str]:
     """All options of a fit, for suggestions."""
     trainer = [f"--trainer.{name}" for name in trainer_options()]
-    return ["--config", "--resume", "--test_after_fit", "--run", "--checkpoint", "--out", "--print_config", *trainer]
+    return [
+        "--config",
+        "--resume",
+        "--test_after_fit",
+        "--allow_config_change",
+        "--run",
+        "--checkpoint",
+        "--out",
+        "--print_config",
+        *trainer,
+    ]
