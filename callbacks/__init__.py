@@ -3,7 +3,7 @@
 Written by `make registry` from the rows in fedlightning/catalogue. Do not edit it.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
@@ -102,9 +102,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Return a class under its name of an earlier version, with a warning."""
-    present = present_class(name)
-    if present in __all__:
-        return globals()[present]
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+if not TYPE_CHECKING:  # a type checker would take any name for one that is served
+
+    def __getattr__(name: str) -> Any:
+        """Return a class under its name of an earlier version, with a warning."""
+        present = present_class(name)
+        if present in __all__:
+            return globals()[present]
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

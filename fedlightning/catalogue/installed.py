@@ -6,7 +6,7 @@ A package lists its algorithms in its `pyproject.toml`::
     MyAlgorithm = "my_package:MyAlgorithm"
 
 An entry is a `FederatedCallback` class, whose row is made from its docstring, or a row (:class:`Algorithm` with a
-`class_path`), which is listed without importing the class.
+`class_path`), which is listed without importing the class. Entry, row and class have one name.
 """
 
 from __future__ import annotations
@@ -43,17 +43,16 @@ def installed_rows(taken: Iterable[str]) -> list[Algorithm]:
     found = []
     for package, entry in sorted((_package(entry), entry) for entry in entry_points(group=GROUP)):
         left_out = f"The algorithm '{entry.name}' of the package '{package}' is left out"
+        key = plain(entry.name)
+        if key in owners:  # not even imported: a short name in a YAML file would be that of two classes
+            warn(f"{left_out}: '{owners[key]}' has one of that name already. Give it another name.")
+            continue
         try:
-            row = _row(entry)
+            found.append(_row(entry))
         except Exception as error:  # whatever another package's import may raise
             warn(f"{left_out}: it cannot be loaded ({type(error).__name__}: {error}).")
-            continue
-        key = plain(row.name)
-        if key in owners:
-            warn(f"{left_out}: '{owners[key]}' has an algorithm '{row.name}' already. Give its class another name.")
-            continue
-        owners[key] = package
-        found.append(row)
+        else:
+            owners[key] = package
     return found
 
 
@@ -67,8 +66,8 @@ def _row(entry: EntryPoint) -> Algorithm:
     row = found if isinstance(found, Algorithm) else _row_of_class(found, f"{entry.module}.{entry.attr}")
     if row.class_path.startswith(f"{CALLBACKS}."):
         raise ValueError(f"its row has no class_path, such as '{entry.module}.{row.name}'")
-    if row.class_path.rpartition(".")[2] != row.name:
-        raise ValueError(f"its name '{row.name}' is not that of its class, '{row.class_path}'")
+    if not entry.name == row.name == row.class_path.rpartition(".")[2]:
+        raise ValueError(f"entry, row and class have different names: '{entry.name}', '{row.name}', '{row.class_path}'")
     if row.family not in FAMILIES:
         raise ValueError(f"its family is '{row.family}', not one of {', '.join(FAMILIES)}")
     return row
@@ -80,8 +79,6 @@ def _row_of_class(cls: object, class_path: str) -> Algorithm:
 
     if not (isinstance(cls, type) and issubclass(cls, FederatedCallback)):
         raise TypeError(f"{class_path} is neither a FederatedCallback class nor a row of the catalogue")
-    unsaid = dict.fromkeys(
-        ("paper", "down", "up", "client_state", "server_state", "deployed", "weights", "composes"), ""
-    )
-    sentence = " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split())
-    return Algorithm(cls.__name__, "other", sentence, class_path=class_path, **unsaid)
+    sentence = " ".join(inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0].split())
+    unsaid = dict.fromkeys(("down", "up", "client_state", "server_state", "deployed", "weights", "composes"), "")
+    return Algorithm(cls.__name__, "other", sentence, paper="", class_path=class_path, **unsaid)

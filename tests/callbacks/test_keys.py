@@ -8,6 +8,7 @@ format: old runs no longer resume.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
