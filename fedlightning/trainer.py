@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -223,7 +223,7 @@ class FederatedTrainer:
         return self.recorder.run
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """Every score of the run."""
         return self.recorder.rows
 
@@ -310,8 +310,8 @@ class FederatedTrainer:
                 while federation.rounds_done < self.max_rounds:
                     federation.server.round = federation.rounds_done
                     progress.round_started(federation.rounds_done, len(federation.server.participants()))
-                    federation.round(progress.client_done)
-                    progress.round_ended(federation.server.round, self.rows)
+                    rows = federation.round(progress.client_done)
+                    progress.round_ended(federation.server.round, rows)
                     if lock is not None:
                         lock.beat()
                     if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():

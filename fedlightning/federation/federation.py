@@ -110,7 +110,8 @@ class Federation:
         self.history = list(extra.get("history", []))
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
-        self.recorder.rows = run.keep_rounds(scored) if go_on else run.read_rows(scored)
+        mark = extra.get("metrics")
+        self.recorder.start_with(run.keep_rounds(scored, mark) if go_on else run.read_rows(scored, mark))
         self.server.round = self.last_round
 
     def check(self) -> None:
@@ -141,8 +142,8 @@ class Federation:
         server.callbacks.event("check", setup)
         self.engine.check()
 
-    def round(self, client_done: Callable[[Update], None]) -> None:
-        """Carry out one round: train, score, tell the callbacks, save."""
+    def round(self, client_done: Callable[[Update], None]) -> list[Row]:
+        """Carry out one round: train, score, tell the callbacks, save. Return its scores."""
         server = self.server
         server.round = self.rounds_done
         last = server.round + 1 == server.max_rounds
@@ -165,6 +166,7 @@ class Federation:
         self.tick()
         self._count()
         self.save()
+        return rows
 
     def _count(self) -> None:
         """Add the cost of the round just finished (or of the visits after the last one) to the history."""
@@ -188,6 +190,7 @@ class Federation:
                 "final": self.final_done,
                 "history": self.history,
                 "lasting": self.lasting,
+                "metrics": self.recorder.run.metrics.mark(),
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
 

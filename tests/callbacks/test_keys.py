@@ -58,11 +58,12 @@ def test_a_saved_state_is_made_of(tmp_path):
     trainer = federate(NormNet(), toy_data((8, 8)), callbacks[:2], tmp_path, max_rounds=1, local_steps=1)
     last = trainer.run.path / "checkpoints" / "last"
     manifest = json.loads((last / "manifest.json").read_text())
-    assert set(manifest) == {"version", "rounds_done", "server", "clients", "extra"}
-    assert set(manifest["extra"]) == {"seconds", "final", "history", "lasting"}
+    assert set(manifest) == {"version", "rounds_done", "server", "clients", "packs", "sha256", "extra"}
+    assert set(manifest["extra"]) == {"seconds", "final", "history", "lasting", "metrics"}
     server, client = (
         torch.load(last / name, weights_only=False) for name in (manifest["server"], manifest["clients"]["0"])
     )
+    client = client["0"]  # one file holds the records of several clients
     assert set(server) == {"models", "state", "checkpoints", "bytes_up", "bytes_down", "steps"}
     visit = {"num_samples", "steps", "lr_sum", "visits", "last_round"}
     assert set(client) == {"personal", "state", "checkpoints", "lightning"} | visit
