@@ -21,20 +21,6 @@ from fedlightning.seeding import generator
 SPLITS = ("train", "val", "test")
 
 
-def in_order(clients: Iterable[str]) -> list[str]:
-    """Clients in the one order that sums, unions and files follow: by name, numbers by value.
-
-    >>> in_order(["site10", "b", "site9", "3", "21"])
-    ['3', '21', 'b', 'site9', 'site10']
-    """
-
-    def key(client: str) -> list[tuple[bool, int, str]]:
-        parts = [part for part in re.split(r"(\d+)", client) if part]
-        return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
-
-    return sorted(clients, key=key)
-
-
 class FederatedDataModule(LightningDataModule, ABC):
     """A ``LightningDataModule`` that knows its clients.
 
@@ -259,3 +245,17 @@ class IndexedFederatedDataModule(FederatedDataModule):
     def __getstate__(self) -> dict[str, Any]:
         # A Trainer is not part of the data, and cannot be sent to another process.
         return self.__dict__ | {"trainer": None}
+
+
+def in_order(clients: Iterable[str]) -> list[str]:
+    """Clients in the one order that sums, unions and files follow: by name, numbers by value.
+
+    >>> in_order(["site10", "b", "site9", "3", "21"])
+    ['3', '21', 'b', 'site9', 'site10']
+    """
+
+    def key(client: str) -> list[tuple[bool, int, str]]:
+        parts = [part for part in re.split(r"(\d+)", client) if part]
+        return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+    return sorted(clients, key=key)

@@ -13,19 +13,6 @@ from fedlightning.datamodules.rounding import apportion, round_table
 from fedlightning.datamodules.views import Indices
 
 
-def numpy_generator(generator: torch.Generator) -> np.random.Generator:
-    """A numpy generator seeded by one draw from ``generator`` (Dirichlet draws need numpy's)."""
-    return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator).item()))
-
-
-def as_labels(labels: Any, owner: str) -> np.ndarray:
-    """``labels`` as a one-dimensional numpy array, or a ``ValueError`` that names ``owner``."""
-    array = np.asarray(labels)
-    if array.ndim != 1:
-        raise ValueError(f"{owner} needs one label for each sample, an array of shape (n,); got shape {array.shape}.")
-    return array
-
-
 class Plan(ABC):
     """A partition that can be applied to any set of samples of the same task."""
 
@@ -152,23 +139,6 @@ class Partitioner(ABC):
         return classes, counts
 
 
-def check_num_clients(owner: object, num_clients: int) -> int:
-    """``num_clients`` if it is a whole number of at least 1, else a ``ValueError``."""
-    if isinstance(num_clients, bool) or int(num_clients) != num_clients or num_clients < 1:
-        raise ValueError(f"{type(owner).__name__} got num_clients={num_clients!r}; use a whole number of 1 or more.")
-    return int(num_clients)
-
-
-def check_alpha(owner: object, **values: float) -> None:
-    """A ``ValueError`` for a Dirichlet concentration that is not positive and finite."""
-    for name, value in values.items():
-        if not (np.isfinite(value) and value > 0):
-            raise ValueError(
-                f"{type(owner).__name__} got {name}={value!r}; a Dirichlet concentration must be positive and finite "
-                "(0.1 is very skewed, 100 nearly even)."
-            )
-
-
 def cut(
     indices: Indices, fraction: float, generator: torch.Generator, labels: np.ndarray | None = None
 ) -> tuple[Indices, Indices]:
@@ -199,6 +169,36 @@ def cut(
     else:
         chosen = np.arange(size) < amount
     return np.sort(shuffled[~chosen]).astype(np.int64), np.sort(shuffled[chosen]).astype(np.int64)
+
+
+def as_labels(labels: Any, owner: str) -> np.ndarray:
+    """``labels`` as a one-dimensional numpy array, or a ``ValueError`` that names ``owner``."""
+    array = np.asarray(labels)
+    if array.ndim != 1:
+        raise ValueError(f"{owner} needs one label for each sample, an array of shape (n,); got shape {array.shape}.")
+    return array
+
+
+def numpy_generator(generator: torch.Generator) -> np.random.Generator:
+    """A numpy generator seeded by one draw from ``generator`` (Dirichlet draws need numpy's)."""
+    return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator).item()))
+
+
+def check_num_clients(owner: object, num_clients: int) -> int:
+    """``num_clients`` if it is a whole number of at least 1, else a ``ValueError``."""
+    if isinstance(num_clients, bool) or int(num_clients) != num_clients or num_clients < 1:
+        raise ValueError(f"{type(owner).__name__} got num_clients={num_clients!r}; use a whole number of 1 or more.")
+    return int(num_clients)
+
+
+def check_alpha(owner: object, **values: float) -> None:
+    """A ``ValueError`` for a Dirichlet concentration that is not positive and finite."""
+    for name, value in values.items():
+        if not (np.isfinite(value) and value > 0):
+            raise ValueError(
+                f"{type(owner).__name__} got {name}={value!r}; a Dirichlet concentration must be positive and finite "
+                "(0.1 is very skewed, 100 nearly even)."
+            )
 
 
 def check_fraction(owner: object, **values: float) -> None:

@@ -28,56 +28,6 @@ _LOADER_HOOKS = {"train": "train_dataloader", "val": "val_dataloader", "test": "
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def loader_options(loader: Any, split: str, owner: str) -> tuple[dict[str, Any], bool]:
-    """What a ``DataLoader`` was made with, and whether it shuffles.
-
-    Raises:
-        ValueError: the loader cannot be divided among clients (several loaders, an iterable dataset, a sampler of its
-            own); the sentence says what to do.
-    """
-    what = f"{owner}'s {split} loader"
-    if not isinstance(loader, DataLoader):
-        raise ValueError(
-            f"{what} is a {type(loader).__name__}; Partitioned divides one torch DataLoader for each split: return one."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError(
-            f"{what} reads an IterableDataset, whose samples have no index and cannot be divided among clients; use a "
-            "map-style dataset (with __len__ and __getitem__), or write a FederatedDataModule with one loader a client."
-        )
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-        raise ValueError(
-            f"{what} makes batches by {type(loader.batch_sampler or loader.sampler).__name__}, which knows nothing of "
-            "clients; use batch_size=... and shuffle=... instead of batch_sampler=... or batch_size=None."
-        )
-    sampler = loader.sampler
-    plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    )
-    if not plain:
-        raise ValueError(
-            f"{what} draws samples by {type(sampler).__name__}, which knows nothing of clients; use shuffle=True or "
-            "shuffle=False without a sampler (weight the loss instead of the sampling)."
-        )
-    options = {
-        "batch_size": loader.batch_size,
-        "num_workers": loader.num_workers,
-        # The default collate function has a fast path here; None chooses it.
-        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "drop_last": loader.drop_last,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "persistent_workers": loader.persistent_workers,
-    }
-    if loader.num_workers > 0:
-        options |= {
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-    return options, isinstance(sampler, RandomSampler)
-
-
 class Partitioned(IndexedFederatedDataModule):
     """Divide the data of an existing data module among clients.
 
@@ -245,6 +195,56 @@ class Partitioned(IndexedFederatedDataModule):
         if isinstance(natural, NaturalPartitioner):
             source = natural.column if natural.groups is None else natural.groups
         return labels, {split: read_keys(data, split, source) for split, data in datasets.items()}
+
+
+def loader_options(loader: Any, split: str, owner: str) -> tuple[dict[str, Any], bool]:
+    """What a ``DataLoader`` was made with, and whether it shuffles.
+
+    Raises:
+        ValueError: the loader cannot be divided among clients (several loaders, an iterable dataset, a sampler of its
+            own); the sentence says what to do.
+    """
+    what = f"{owner}'s {split} loader"
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"{what} is a {type(loader).__name__}; Partitioned divides one torch DataLoader for each split: return one."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            f"{what} reads an IterableDataset, whose samples have no index and cannot be divided among clients; use a "
+            "map-style dataset (with __len__ and __getitem__), or write a FederatedDataModule with one loader a client."
+        )
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        raise ValueError(
+            f"{what} makes batches by {type(loader.batch_sampler or loader.sampler).__name__}, which knows nothing of "
+            "clients; use batch_size=... and shuffle=... instead of batch_sampler=... or batch_size=None."
+        )
+    sampler = loader.sampler
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if not plain:
+        raise ValueError(
+            f"{what} draws samples by {type(sampler).__name__}, which knows nothing of clients; use shuffle=True or "
+            "shuffle=False without a sampler (weight the loss instead of the sampling)."
+        )
+    options = {
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        # The default collate function has a fast path here; None chooses it.
+        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "drop_last": loader.drop_last,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.num_workers > 0:
+        options |= {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return options, isinstance(sampler, RandomSampler)
 
 
 class _Datasets(LightningDataModule):

@@ -14,7 +14,29 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
 
-_COPIES: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Tensor]]] = weakref.WeakKeyDictionary()
+
+def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | None:
+    """The batches of ``loader`` by index slices, or ``None`` where only the loader itself can make them.
+
+    It has to be a plain ``DataLoader`` over whole tensors in memory, without workers, with this package's collate
+    function, in the order of an :class:`AddressedSampler` or in the data's own, and with a generator of its own (a
+    loader without one draws a number from torch's global generator in every epoch).
+    """
+    if type(loader) is not DataLoader or loader.num_workers or loader.collate_fn is not collate_rows:
+        return None
+    view = loader.dataset
+    if type(view) is not IndexView or not view.whole or loader.generator is None:
+        return None
+    if loader.pin_memory and device.type == "cpu":
+        return None
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        return None
+    if type(loader.sampler) not in (AddressedSampler, SequentialSampler) or len(view) == 0:
+        return None
+    sampler = loader.sampler
+    if isinstance(sampler, AddressedSampler) and (sampler.size != len(view) or sampler.world_size != 1):
+        return None
+    return ResidentBatches(loader, device)
 
 
 class ResidentBatches:
@@ -68,21 +90,14 @@ def gather(source: Any) -> Callable[[Tensor], list[Tensor]]:
     return batch_of
 
 
-def parts_of(source: Any) -> tuple[Tensor, ...]:
-    """The tensors whose rows are the samples of ``source``."""
-    return (source.x, source.y) if isinstance(source, ArrayDataset) else source.tensors
-
-
-def is_plain(part: Tensor) -> bool:
-    """Whether rows of ``part`` can be copied one by one: what indexing gives then has the same values and strides."""
-    return type(part) is Tensor and part.layout == torch.strided and part.is_contiguous() and not part.requires_grad
-
-
 def rows_on_device(source: Any, device: torch.device, chosen: Tensor) -> list[Tensor]:
     """The batch of the given rows on ``device``, another one than the CPU."""
     if isinstance(source, ArrayDataset) and source.transform is not None:
         return [part.to(device) for part in source.rows(chosen.cpu())]
     return [on_device(source, index, part, device)[chosen] for index, part in enumerate(parts_of(source))]
+
+
+_COPIES: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Tensor]]] = weakref.WeakKeyDictionary()
 
 
 def on_device(source: Any, index: int, part: Tensor, device: torch.device) -> Tensor:
@@ -95,25 +110,11 @@ def on_device(source: Any, index: int, part: Tensor, device: torch.device) -> Te
     return found[1]
 
 
-def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | None:
-    """The batches of ``loader`` by index slices, or ``None`` where only the loader itself can make them.
+def parts_of(source: Any) -> tuple[Tensor, ...]:
+    """The tensors whose rows are the samples of ``source``."""
+    return (source.x, source.y) if isinstance(source, ArrayDataset) else source.tensors
 
-    It has to be a plain ``DataLoader`` over whole tensors in memory, without workers, with this package's collate
-    function, in the order of an :class:`AddressedSampler` or in the data's own, and with a generator of its own (a
-    loader without one draws a number from torch's global generator in every epoch).
-    """
-    if type(loader) is not DataLoader or loader.num_workers or loader.collate_fn is not collate_rows:
-        return None
-    view = loader.dataset
-    if type(view) is not IndexView or not view.whole or loader.generator is None:
-        return None
-    if loader.pin_memory and device.type == "cpu":
-        return None
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-        return None
-    if type(loader.sampler) not in (AddressedSampler, SequentialSampler) or len(view) == 0:
-        return None
-    sampler = loader.sampler
-    if isinstance(sampler, AddressedSampler) and (sampler.size != len(view) or sampler.world_size != 1):
-        return None
-    return ResidentBatches(loader, device)
+
+def is_plain(part: Tensor) -> bool:
+    """Whether rows of ``part`` can be copied one by one: what indexing gives then has the same values and strides."""
+    return type(part) is Tensor and part.layout == torch.strided and part.is_contiguous() and not part.requires_grad

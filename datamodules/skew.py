@@ -13,44 +13,6 @@ from fedlightning.datamodules.rounding import apportion, round_table, sinkhorn
 _REDRAWS = 100
 
 
-def _minimum(owner: object, min_samples: int | None, default: int, num_clients: int, total: int) -> int:
-    """The smallest client allowed; by default ``default``, or half of the mean size where that is less."""
-    if min_samples is None:
-        return min(default, max(1, total // (2 * num_clients)))
-    if min_samples * num_clients > total:
-        raise ValueError(
-            f"{type(owner).__name__} got min_samples={min_samples} for {num_clients} clients out of {total} "
-            f"samples; use min_samples <= {total // num_clients} or fewer clients."
-        )
-    return min_samples
-
-
-def _check_min_samples(owner: object, min_samples: int | None) -> int | None:
-    if min_samples is not None and min_samples < 0:
-        raise ValueError(f"{type(owner).__name__} got min_samples={min_samples}; use 0 or more.")
-    return min_samples
-
-
-def raise_to_minimum(counts: np.ndarray, minimum: int) -> np.ndarray:
-    """Move single samples from the largest client (of its most frequent class) until every client has ``minimum``.
-
-    Args:
-        counts: whole numbers, shape ``(N, C)``, with at least ``N * minimum`` samples in all; not changed.
-
-    Returns:
-        A table with the same column sums.
-    """
-    counts = counts.copy()
-    sizes = counts.sum(axis=1)
-    while (poor := int(sizes.argmin())) != (rich := int(sizes.argmax())) and sizes[poor] < minimum:
-        column = int(counts[rich].argmax())
-        counts[rich, column] -= 1
-        counts[poor, column] += 1
-        sizes[rich] -= 1
-        sizes[poor] += 1
-    return counts
-
-
 class DirichletPartitioner(Partitioner):
     """Label skew by Dirichlet draws, in one of two different schemes.
 
@@ -222,6 +184,26 @@ class LabelQuantitySkewPartitioner(LabelSkewPartitioner):
         return self._scaled(classes, counts, sizes.astype(np.float64), self.alpha, rng)
 
 
+def raise_to_minimum(counts: np.ndarray, minimum: int) -> np.ndarray:
+    """Move single samples from the largest client (of its most frequent class) until every client has ``minimum``.
+
+    Args:
+        counts: whole numbers, shape ``(N, C)``, with at least ``N * minimum`` samples in all; not changed.
+
+    Returns:
+        A table with the same column sums.
+    """
+    counts = counts.copy()
+    sizes = counts.sum(axis=1)
+    while (poor := int(sizes.argmin())) != (rich := int(sizes.argmax())) and sizes[poor] < minimum:
+        column = int(counts[rich].argmax())
+        counts[rich, column] -= 1
+        counts[poor, column] += 1
+        sizes[rich] -= 1
+        sizes[poor] += 1
+    return counts
+
+
 def draw_sizes(
     owner: object,
     num_clients: int,
@@ -234,3 +216,21 @@ def draw_sizes(
     total = int(counts.sum())
     minimum = _minimum(owner, min_samples, max(10, len(counts)), num_clients, total)
     return apportion(rng.dirichlet(np.full(num_clients, alpha)), total, minimum)
+
+
+def _minimum(owner: object, min_samples: int | None, default: int, num_clients: int, total: int) -> int:
+    """The smallest client allowed; by default ``default``, or half of the mean size where that is less."""
+    if min_samples is None:
+        return min(default, max(1, total // (2 * num_clients)))
+    if min_samples * num_clients > total:
+        raise ValueError(
+            f"{type(owner).__name__} got min_samples={min_samples} for {num_clients} clients out of {total} "
+            f"samples; use min_samples <= {total // num_clients} or fewer clients."
+        )
+    return min_samples
+
+
+def _check_min_samples(owner: object, min_samples: int | None) -> int | None:
+    if min_samples is not None and min_samples < 0:
+        raise ValueError(f"{type(owner).__name__} got min_samples={min_samples}; use 0 or more.")
+    return min_samples

@@ -48,53 +48,14 @@ class Layer:
     pieces: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """A part of a layer before normalisation layers are joined: the module at `path`, or what it holds directly."""
-
-    layer: Layer
-    path: str  # of the module whose call uses it
-    container: bool  # holds parameters beside children that are layers: runs when any of its children does
-    joins: bool
-
-
-def as_names(names: str | Iterable[str] | None) -> list[str]:
-    """Return names of entries or modules as a list.
-
-    Args:
-        names: One name, several, or `None` for none.
-
-    Example:
-        >>> as_names("net.head"), as_names(["a", "b"]), as_names(None)
-        (['net.head'], ['a', 'b'], [])
-    """
-    if names is None:
-        return []
-    return [names] if isinstance(names, str) else list(names)
-
-
-def state_names(layer: Layer) -> list[str]:
-    """Return the names of everything in a layer, parameters then buffers, as in `state_dict`.
-
-    Args:
-        layer: A layer from `ordered_layers` or `pieces`.
-
-    Example:
-        >>> from fedlightning.algorithm import ordered_layers, state_names
-        >>> from fedlightning.models import MLP
-        >>> state_names(ordered_layers(MLP(4, [3], 2))[-1])
-        ['fc2.weight', 'fc2.bias']
-    """
-    return [*layer.parameters, *layer.buffers]
-
-
 def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> list[Layer]:
     """Return the layers of a module from input to output.
 
     Args:
         module: Any module. Frozen parameters are included like all others.
-        order: Names as `forward_order` returns them. Pieces that it leaves out follow in registration order, except that a
-            normalisation layer stays behind its predecessor. `None` means registration order, the order of `state_dict`.
+        order: Names as `forward_order` returns them. Pieces that it leaves out follow in registration order, except
+            that a normalisation layer stays behind its predecessor. `None` means registration order, the order of
+            `state_dict`.
 
     Raises:
         ValueError: If a name in `order` is not a piece with parameters of `module`.
@@ -144,22 +105,13 @@ def pieces(module: nn.Module) -> list[Layer]:
     return [leaf.layer for leaf in _leaves(module)]
 
 
-def _joined(layer: Layer, *others: Layer) -> Layer:
-    parts = (layer, *others)
-    return Layer(
-        layer.name,
-        tuple(name for part in parts for name in part.parameters),
-        tuple(name for part in parts for name in part.buffers),
-        tuple(name for part in parts for name in part.pieces),
-    )
-
-
 class ForwardOrder:
     """A recorder of the order in which the pieces of a module are first called, normalisation layers included.
 
-    Create it, run the module in any way, then read `names`. Pieces that were not called as modules follow in registration
-    order. Parameters that a container holds (or a `ParameterList` in it) count as used when the container or the first of
-    its children is called. Their true place cannot be seen from outside: pass an explicit order if it matters.
+    Create it, run the module in any way, then read `names`. Pieces that were not called as modules follow in
+    registration order. Parameters that a container holds (or a `ParameterList` in it) count as used when the container
+    or the first of its children is called. Their true place cannot be seen from outside: pass an explicit order if it
+    matters.
 
     Args:
         module: The module to watch, until `names` is called.
@@ -302,6 +254,57 @@ def expand(names: Iterable[str], available: Iterable[str]) -> list[str]:
     return [name for name in pool if name in chosen]
 
 
+def state_names(layer: Layer) -> list[str]:
+    """Return the names of everything in a layer, parameters then buffers, as in `state_dict`.
+
+    Args:
+        layer: A layer from `ordered_layers` or `pieces`.
+
+    Example:
+        >>> from fedlightning.algorithm import ordered_layers, state_names
+        >>> from fedlightning.models import MLP
+        >>> state_names(ordered_layers(MLP(4, [3], 2))[-1])
+        ['fc2.weight', 'fc2.bias']
+    """
+    return [*layer.parameters, *layer.buffers]
+
+
+def as_names(names: str | Iterable[str] | None) -> list[str]:
+    """Return names of entries or modules as a list.
+
+    Args:
+        names: One name, several, or `None` for none.
+
+    Example:
+        >>> from fedlightning.algorithm import as_names
+        >>> as_names("net.head"), as_names(["a", "b"]), as_names(None)
+        (['net.head'], ['a', 'b'], [])
+    """
+    if names is None:
+        return []
+    return [names] if isinstance(names, str) else list(names)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A part of a layer before normalisation layers are joined: the module at `path`, or what it holds directly."""
+
+    layer: Layer
+    path: str  # of the module whose call uses it
+    container: bool  # holds parameters beside children that are layers: runs when any of its children does
+    joins: bool
+
+
+def _joined(layer: Layer, *others: Layer) -> Layer:
+    parts = (layer, *others)
+    return Layer(
+        layer.name,
+        tuple(name for part in parts for name in part.parameters),
+        tuple(name for part in parts for name in part.buffers),
+        tuple(name for part in parts for name in part.pieces),
+    )
+
+
 def _unknown(name: str, known: Iterable[str], what: str) -> str:
     """Return the sentence for a name that does not exist, with close matches."""
     known = list(known)
@@ -311,7 +314,7 @@ def _unknown(name: str, known: Iterable[str], what: str) -> str:
 
 
 def _rearranged(leaves: dict[str, _Leaf], order: list[str]) -> dict[str, _Leaf]:
-    """Return `leaves` in `order`. A norm left out follows its predecessor in registration; other leaves go to the end."""
+    """Return `leaves` in `order`. A norm left out follows its predecessor in registration, other leaves go last."""
     listed = set(order)
     previous: str | None = None
     for name, leaf in leaves.items():
@@ -352,7 +355,7 @@ def _leaves(module: nn.Module) -> list[_Leaf]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """Return True for one operation with parameters in itself and perhaps in children: a torch or parametrised layer."""
+    """Return True for one operation with parameters in itself and perhaps in children: a torch or parametrised one."""
     if parametrize.is_parametrized(module) or isinstance(module, nn.MultiheadAttention):
         return True
     return bool(module._parameters) and type(module).__module__.startswith("torch.nn.")

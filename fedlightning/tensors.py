@@ -41,8 +41,8 @@ def module_state(module: nn.Module, names: Iterable[str] | None = None) -> State
 def entry_kinds(module: nn.Module) -> dict[str, EntryKind]:
     """Return the kind of every state entry: `trainable`, `frozen`, `float_buffer` or `int_buffer`.
 
-    Call it before any phase freezes parameters: the kinds of a federation are fixed at its start. Complex buffers count as
-    float buffers, boolean ones as integer buffers. A tied parameter has the same kind under each of its names.
+    Call it before any phase freezes parameters: the kinds of a federation are fixed at its start. Complex buffers count
+    as float buffers, boolean ones as integer buffers. A tied parameter has the same kind under each of its names.
 
     Args:
         module: Any module.
@@ -167,8 +167,8 @@ FEW = 8
 def pack(state: Mapping[str, Tensor]) -> State:
     """Return copies of all tensors on the CPU, those of one dtype next to each other in one block of memory.
 
-    Operations on all of them can then run as one operation (see `side_by_side`), and a GPU sends them in one transfer. Up
-    to `FEW` tensors that already are on the CPU are copied one by one instead.
+    Operations on all of them can then run as one operation (see `side_by_side`), and a GPU sends them in one transfer.
+    Up to `FEW` tensors that already are on the CPU are copied one by one instead.
 
     Args:
         state: Any state.
@@ -195,8 +195,8 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return the tensors as one tensor that shares their memory, or `None` if they are not adjacent in it.
 
     Args:
-        tensors: At least one tensor. They are adjacent if each one is contiguous, starts where the one before it ends, and
-            has the same dtype and storage.
+        tensors: At least one tensor. They are adjacent if each one is contiguous, starts where the one before it ends,
+            and has the same dtype and storage.
 
     Returns:
         A view of shape `(numbers,)`, where `numbers` is the total number of elements.
@@ -368,9 +368,9 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)
 class WeightedMean:
     r"""Streaming weighted mean of states: :math:`\sum_i n_i w_i / \sum_i n_i` per name.
 
-    Terms are added in float64 in the order of the calls, and the sum is divided once. The mean of a single state and the
-    mean of identical states are therefore exact. A name that only some states hold is averaged over those. Integer entries
-    are never averaged: the value of the first state is taken. Memory: one accumulator for any number of states.
+    Terms are added in float64 in the order of the calls, and the sum is divided once. The mean of a single state and
+    the mean of identical states are therefore exact. A name that only some states hold is averaged over those. Integer
+    entries are never averaged: the value of the first state is taken. Memory: one accumulator for any number of states.
 
     Example:
         >>> import torch
