@@ -30,11 +30,11 @@ def module_state(module: nn.Module, names: Iterable[str] | None = None) -> State
         >>> {name: tuple(value.shape) for name, value in module_state(nn.Linear(3, 2)).items()}
         {'weight': (2, 3), 'bias': (2,)}
     """
-    wanted = None if names is None else set(names)
+    chosen = None if names is None else set(names)
     return {
         name: value.detach()
         for name, value in module.state_dict().items()
-        if isinstance(value, Tensor) and (wanted is None or name in wanted)
+        if isinstance(value, Tensor) and (chosen is None or name in chosen)
     }
 
 
@@ -137,8 +137,8 @@ def select(state: Mapping[str, Tensor], names: Iterable[str]) -> State:
         >>> list(select({"a": torch.ones(1), "b": torch.ones(1)}, ["b", "c"]))
         ['b']
     """
-    wanted = set(names)
-    return {name: value for name, value in state.items() if name in wanted}
+    chosen = set(names)
+    return {name: value for name, value in state.items() if name in chosen}
 
 
 def clone(state: Mapping[str, Tensor], device: torch.device | str | None = None) -> State:
@@ -217,7 +217,7 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += tensor.numel() * width
     storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+    if end > storage.data_ptr() + storage.nbytes():  # adjacent by chance
         return None
     return first.as_strided(((end - start) // width,), (1,), first.storage_offset())
 
@@ -237,11 +237,11 @@ def zeros_like(state: Mapping[str, Tensor], names: Iterable[str] | None = None) 
         >>> zeros_like({"w": torch.ones(2, dtype=torch.bfloat16)})
         {'w': tensor([0., 0.])}
     """
-    wanted = set(state if names is None else names)
+    chosen = set(state if names is None else names)
     return {
         name: torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))
         for name, value in state.items()
-        if name in wanted
+        if name in chosen
     }
 
 
@@ -387,8 +387,8 @@ class WeightedMean:
         self._totals: dict[str, float] = {}
         self._like: State = {}
         self._identical: dict[str, bool] = {}
-        self._whole: Tensor | None = None  # the sums as one, where they lie side by side
-        self._shapes: dict[str, torch.Size] = {}  # of those
+        self._whole: Tensor | None = None  # all sums as one tensor, if they are adjacent in memory
+        self._shapes: dict[str, torch.Size] = {}  # of those sums
 
     def add(self, state: Mapping[str, Tensor], weight: float) -> None:
         """Add a state to the mean.

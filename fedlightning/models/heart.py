@@ -69,7 +69,7 @@ class TinyNet(nn.Module):
 
 
 class FendaNet(nn.Module):
-    """FENDA's network written out: two extractors (linear and ReLU) and a linear head on both, 151 parameters by default.
+    """FENDA's network written out: two extractors (linear and ReLU) and a linear head on both, 151 parameters.
 
     `head(concat(local_extractor(x), global_extractor(x)))`: local first, as in FL4Health, the authors' code. FENDA-FL
     shares `global_extractor` only. `dual_by_head` of a `TinyNet` gives the same network; this one is there to test

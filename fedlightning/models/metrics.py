@@ -22,7 +22,7 @@ class ClassificationMetrics(Metric):
         \text{f1\_macro\_all} &= \frac{1}{C} \sum_{c \in T} \frac{2 TP_c}{2 TP_c + FP_c + FN_c}
 
     where :math:`S` are the classes that occur in the labels and :math:`T` those that occur in the labels or the
-    predictions. `auroc` and `ece` are defined in `auroc` and `calibration_error`.
+    predictions. For the other two scores see the functions `auroc` and `calibration_error`.
 
     All scores but `ece` equal scikit-learn's on the same samples. Logits and labels are collected on their device, and
     everything is computed in float64 on the CPU at the end. Results therefore do not depend on the batch size or the
@@ -118,7 +118,8 @@ def auroc(logits: Tensor, target: Tensor) -> Tensor:
     r"""Return the area under the ROC curve.
 
     .. math::
-        A_c = \frac{1}{P_c N_c} \sum_{i: y_i = c} \sum_{j: y_j \neq c} [s_{ic} > s_{jc}] + \tfrac{1}{2} [s_{ic} = s_{jc}]
+        A_c = \frac{1}{P_c N_c} \sum_{i: y_i = c} \, \sum_{j: y_j \neq c}
+        [s_{ic} > s_{jc}] + \tfrac{1}{2} [s_{ic} = s_{jc}]
 
     where :math:`P_c` and :math:`N_c` are the numbers of samples with and without label :math:`c`. Two classes: the area
     of class 1, with the difference of the two logits as score. More classes: the mean over the classes that have both

@@ -1,7 +1,7 @@
 """The image networks of the PLayer-FL paper, with the layer names that it uses.
 
 Elhussein and Gürsoy, "PLayer-FL: A Principled Approach to Personalized Layer-wise Cross-Silo Federated Learning", arXiv
-2502.08829; widths, pooling and initial values as in their public code (gaiters-aerials/player_fl).
+2502.08829. Widths, pooling and initial values are those of their public code (gaiters-aerials/player_fl).
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ def module_recipe(module: nn.Module) -> dict[str, Any] | None:
         module: Any module.
 
     Example:
-        >>> from fedlightning.models import LogisticRegression
+        >>> from fedlightning.models import MLP
         >>> from fedlightning.models.recipes import module_recipe
-        >>> module_recipe(LogisticRegression(in_features=4))
-        {'class_path': 'fedlightning.models.heart.LogisticRegression', 'init_args': {'in_features': 4, 'num_classes': 1}}
+        >>> module_recipe(MLP(4, [], 2))["init_args"]
+        {'in_features': 4, 'hidden': [], 'num_classes': 2}
     """
     given = getattr(module, "init_args", None)
     if not isinstance(given, Mapping):
@@ -69,7 +69,7 @@ def callable_recipe(factory: Any) -> dict[str, Any] | None:
 
 
 def plain_factory(factory: Any) -> Any:
-    """Return jsonargparse's `partial(instantiate, ..., SGD, lr=0.1)` as `partial(SGD, lr=0.1)`, anything else unchanged.
+    """Return jsonargparse's `partial(instantiate, ..., SGD, lr=0.1)` as `partial(SGD, lr=0.1)`, all else unchanged.
 
     The first form holds a reference to the parser of the command line and can be neither pickled nor copied cheaply.
 

@@ -7,7 +7,9 @@ import copy
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+"""Types of attributes that are copied as they are."""
+
 _INTERNALS = frozenset(vars(LightningModule())) | {"log", "log_dict", "loss_client", "loss_callbacks"}
 
 
@@ -47,5 +49,5 @@ def follow(module: LightningModule, twin: LightningModule) -> None:
         elif isinstance(value, Tensor):
             if not value.requires_grad:
                 own[name] = value
-        elif isinstance(value, _SIMPLE) or name not in own:
+        elif isinstance(value, SIMPLE) or name not in own:
             own[name] = value

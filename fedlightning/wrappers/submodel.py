@@ -203,12 +203,12 @@ def shrink(module: LightningModule, slices: Slices) -> LightningModule:
     return mix(module, SubmodelMixin) if slices else module
 
 
-def _source(widths: dict[str, int], wanted: int, flattens: bool = False) -> tuple[str | None, int]:
+def _source(widths: dict[str, int], inputs: int, flattens: bool = False) -> tuple[str | None, int]:
     """Return the nearest earlier layer that gives `inputs` numbers, and the inputs per unit of a flattened one."""
     nearest = next(reversed(widths))
-    if flattens and wanted % widths[nearest] == 0:
-        return nearest, wanted // widths[nearest]
-    return next((path for path in reversed(widths) if widths[path] == wanted), None), 1
+    if flattens and inputs % widths[nearest] == 0:
+        return nearest, inputs // widths[nearest]
+    return next((path for path in reversed(widths) if widths[path] == inputs), None), 1
 
 
 def _width(norm: nn.Module, path: str, owner: str) -> int:

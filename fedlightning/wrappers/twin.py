@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from fedlightning.seeding import isolated
 from fedlightning.wrappers import heads
+from fedlightning.wrappers.follow import SIMPLE
 from fedlightning.wrappers.fusion import Exchange, HeadReachedError, Stop
 from fedlightning.wrappers.mixing import STEPS, AddedParametersMixin, Mixin, mix, unmix, user_class
 
@@ -225,7 +226,6 @@ def first_input(batch: Any, owner: str) -> Tensor:
     return batch
 
 
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 _INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "log", "log_dict"}
 
 
@@ -242,7 +242,7 @@ def _follow(module: nn.Module, twin: nn.Module) -> None:
         if isinstance(value, Tensor):
             follow = not value.requires_grad
         else:
-            follow = name not in own or isinstance(value, _SIMPLE)
+            follow = name not in own or isinstance(value, SIMPLE)
         if follow:
             target[name] = value
 
