@@ -200,7 +200,11 @@ class IndexedFederatedDataModule(FederatedDataModule):
         """Read the data and divide them. Return the client ids and a `Split` for each split that exists."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Build every split at the first call (Lightning's hook); later calls change nothing."""
+        """Build every split at the first call (Lightning's hook); later calls change nothing.
+
+        Raises:
+            ValueError: If `build` returns an unknown split, or one without an index list for each client.
+        """
         if self._client_ids is not None:
             return
         client_ids, splits = self.build()
@@ -215,6 +219,11 @@ class IndexedFederatedDataModule(FederatedDataModule):
 
     @property
     def client_ids(self) -> list[str]:
+        """Names of the clients, as `build` returns them.
+
+        Raises:
+            RuntimeError: Before `setup`.
+        """
         if self._client_ids is None:
             raise RuntimeError(f"{type(self).__name__} has no clients yet; call prepare_data() and setup() first.")
         return list(self._client_ids)

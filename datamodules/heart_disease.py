@@ -79,7 +79,12 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         self.val_seed = self.seed if val_seed is None else val_seed
 
     def prepare_data(self) -> None:
-        """Raise an error if files are missing (Lightning's hook). They cannot be downloaded one by one."""
+        """Check that all files are there (Lightning's hook).
+
+        Raises:
+            FileNotFoundError: If files are missing. They cannot be downloaded one by one; the message says where to get
+                them.
+        """
         lacking = [self._file(name).name for name in HOSPITALS if not self._file(name).is_file()]
         if lacking:
             raise FileNotFoundError(

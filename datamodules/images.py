@@ -183,7 +183,11 @@ class MNISTDataModule(_IdxDataModule):
     }
 
     def prepare_data(self) -> None:
-        """Download missing files, or raise an error for them (Lightning's hook, on one process of a machine)."""
+        """Download missing files (Lightning's hook, on one process of a machine).
+
+        Raises:
+            FileNotFoundError: If files are missing and `download` is off.
+        """
         for name in self._lacking():
             urls = [f"{mirror}{name}.gz" for mirror in self.mirrors]
             fetch(urls, self.folders[0] / f"{name}.gz", self.checksums[name])
@@ -292,7 +296,11 @@ class EMNISTDataModule(_IdxDataModule):
         return find([name, f"{name}.gz"], folders)
 
     def prepare_data(self) -> None:
-        """Download missing files, or raise an error for them (Lightning's hook, on one process of a machine)."""
+        """Download missing files (Lightning's hook, on one process of a machine).
+
+        Raises:
+            FileNotFoundError: If files are missing and `download` is off.
+        """
         lacking = self._lacking()
         if not lacking:
             return
@@ -338,7 +346,11 @@ class CIFAR10DataModule(ImageFederatedDataModule):
         return [self.root, self.root / self.name]
 
     def prepare_data(self) -> None:
-        """Download missing files, or raise an error for them (Lightning's hook, on one process of a machine)."""
+        """Download missing files (Lightning's hook, on one process of a machine).
+
+        Raises:
+            FileNotFoundError: If files are missing and `download` is off.
+        """
         if find(self._files, self.folders) is not None:
             return
         if not self.download:

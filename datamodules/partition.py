@@ -1,4 +1,4 @@
-"""What a partition is: a plan that fixes each client's share of every class, applied to every split alike."""
+"""Plans and partitioners: each client's share of every class is fixed once and applied to every split."""
 
 from __future__ import annotations
 

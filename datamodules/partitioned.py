@@ -298,7 +298,7 @@ def loader_options(loader: Any, split: str, owner: str) -> tuple[dict[str, Any],
 
 
 class _Datasets(LightningDataModule):
-    """The data module that :meth:`Partitioned.from_datasets` wraps."""
+    """The data module that `Partitioned.from_datasets` wraps."""
 
     def __init__(
         self, datasets: dict[str, Dataset[Any] | None], options: dict[str, Any], shuffle: bool, drop_last: bool
@@ -311,7 +311,7 @@ class _Datasets(LightningDataModule):
         assert data is not None
         if isinstance(data, IterableDataset):
             return DataLoader(data, **self.options)
-        # DataLoader refuses to shuffle nothing; an empty dataset is refused with a better sentence later.
+        # DataLoader refuses to shuffle nothing; an empty dataset is refused with a better message later.
         shuffle = self.shuffle and len(data) > 0  # type: ignore[arg-type]
         return DataLoader(data, shuffle=shuffle, drop_last=self.drop_last, **self.options)
 

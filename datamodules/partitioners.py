@@ -196,6 +196,15 @@ class NaturalPartitioner(Partitioner):
         self.column, self.groups = column, groups
 
     def plan(self, labels: Any, generator: torch.Generator | None = None) -> GroupPlan:
+        """Return the plan with one client for each group.
+
+        Args:
+            labels: The group of each sample, shape `(samples,)`.
+            generator: Not used: the plan is not random.
+
+        Raises:
+            ValueError: If there are no samples, or only their number is given.
+        """
         if isinstance(labels, int | np.integer):
             raise ValueError("NaturalPartitioner needs each sample's group, an array of shape (n,), not their number.")
         groups = np.unique(as_labels(labels, "NaturalPartitioner")).tolist()

@@ -181,7 +181,7 @@ def plot_partition(
             **edge,
         )
         bottom += report.counts[:, column]
-    step = max(1, -(-clients // 40))  # more labels than this run into each other
+    step = max(1, -(-clients // 40))  # more than 40 labels would overlap
     axes.set_xticks(positions[::step], report.client_ids[::step])
     if max(len(name) for name in report.client_ids) * min(clients, 40) > 100:
         axes.tick_params(axis="x", rotation=60)

@@ -119,7 +119,7 @@ def gather(source: Any) -> Callable[[Tensor], list[Tensor]]:
 
     def batch_of(chosen: Tensor) -> list[Tensor]:
         try:
-            batch = [part.index_select(0, chosen) for part in parts]  # the bits of indexing, several times faster
+            batch = [part.index_select(0, chosen) for part in parts]  # the same bits as indexing, several times faster
         except IndexError:  # a negative index counts from the end
             return by_index(chosen)
         return batch if transform is None else [transform(batch[0]), batch[1]]

@@ -68,7 +68,7 @@ def round_table(table: np.ndarray) -> np.ndarray:
         (array([10, 10]), array([7, 7, 6]))
     """
     near = np.rint(table)
-    table = np.where(np.abs(table - near) < 1e-6, near, table)  # what is whole but for float error is whole
+    table = np.where(np.abs(table - near) < 1e-6, near, table)  # remove float error from whole numbers
     low = np.floor(table).astype(np.int64)
     loose = table > low
     counts = low.copy()
@@ -99,7 +99,7 @@ def _repair(
             upper = (counts > low) if down else (loose & (counts == low))
             lower = (loose & (counts == low)) if down else (counts > low)
             path = _path(start, upper, lower, sign * (room - counts.sum(axis=1)) > 0)
-            if path is None:  # only float error in the margins can do this; columns are exact, the row is off by one
+            if path is None:  # due to float error in the margins only: columns are exact, the row is off by one
                 break
             for row, column, following in path:
                 counts[row, column] -= sign

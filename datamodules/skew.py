@@ -89,11 +89,11 @@ class DirichletPartitioner(Partitioner):
         table = np.zeros((self.num_clients, len(counts)), dtype=np.int64)
         left = counts.copy()
         sizes = apportion(np.ones(self.num_clients), int(counts.sum()))
-        # The clients that draw last get what is left over: let chance say who they are.
+        # The clients that draw last get what is left over, so their order is random.
         for client in rng.permutation(self.num_clients):
-            wanted = rng.dirichlet(self.alpha * counts / counts.sum())
+            share = rng.dirichlet(self.alpha * counts / counts.sum())
             while (missing := int(sizes[client] - table[client].sum())) > 0:
-                open_ = wanted * (left > 0)
+                open_ = share * (left > 0)
                 open_ = open_ / open_.sum() if open_.sum() > 1e-300 else left / left.sum()
                 taken = np.minimum(rng.multinomial(missing, open_), left)
                 table[client] += taken

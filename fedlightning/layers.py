@@ -290,8 +290,8 @@ class _Leaf:
     """A part of a layer before normalisation layers are joined: the module at `path`, or what it holds directly."""
 
     layer: Layer
-    path: str  # of the module whose call uses it
-    container: bool  # holds parameters beside children that are layers: runs when any of its children does
+    path: str  # path of the module whose call uses it
+    container: bool  # holds parameters beside children that are layers: used when any of its children is called
     joins: bool
 
 
@@ -347,7 +347,9 @@ def _leaves(module: nn.Module) -> list[_Leaf]:
         container = not whole and any(True for part in child.children() for _ in part.parameters())
         prefix = path + "." if path else ""
         name = prefix + "+".join(p.removeprefix(prefix) for p in parameters) if container or not path else path
-        listed = isinstance(child, (nn.ParameterList, nn.ParameterDict)) and bool(path)  # never called: its owner is
+        listed = isinstance(child, (nn.ParameterList, nn.ParameterDict)) and bool(
+            path
+        )  # its owner is called, it is not
         caller = path.rpartition(".")[0] if listed else path
         layer = Layer(name, tuple(parameters), tuple(buffers), (name,))
         leaves.append(_Leaf(layer, caller, container or listed, joins))

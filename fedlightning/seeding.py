@@ -69,7 +69,7 @@ def seed_all(*parts: object) -> None:
     np.random.seed(seed % 2**32)
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # torch.manual_seed would note a stack trace for each kind of device that may come yet: a millisecond
+    else:  # torch.manual_seed stores a stack trace for each device type not yet initialised: a millisecond
         torch.default_generator.manual_seed(seed)
 
 

@@ -354,7 +354,9 @@ def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
     if whole is not None and math.isfinite(whole.sum()):
         return None
     for name, value in state.items():
-        if not value.is_floating_point() or math.isfinite(value.sum()):  # one NaN or infinity makes the sum one too
+        if not value.is_floating_point() or math.isfinite(
+            value.sum()
+        ):  # a NaN or infinity would make the sum non-finite
             continue
         if not bool(torch.isfinite(value).all()):  # a sum of finite values can overflow
             return name
@@ -459,7 +461,7 @@ class WeightedMean:
         mean: State = {}
         for name, first in self._like.items():
             if name not in self._sums or (first.dtype in (torch.float64, torch.complex128) and self._identical[name]):
-                mean[name] = first.clone()  # in float64 n * w / n can round: identical values are passed on as they are
+                mean[name] = first.clone()  # n * w / n can round in float64: identical values stay as they are
             else:
                 mean[name] = (self._sums[name] / self._totals[name]).to(first.dtype)
         return mean

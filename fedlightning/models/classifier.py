@@ -171,10 +171,10 @@ class Classifier(LightningModule):
         if single and self.num_classes <= 2:
             return torch.cat([torch.zeros_like(logits), logits], dim=1)
         if single or logits.ndim != 2 or logits.shape[1] != self.num_classes:
-            wanted = {1: "(N,) or (N, 1)", 2: "(N, 2), or (N, 1) for one logit"}
+            shapes = {1: "(N,) or (N, 1)", 2: "(N, 2), or (N, 1) for one logit"}
             raise ValueError(
                 f"{type(self.net).__name__} returned logits of shape {shape}, but Classifier(num_classes="
-                f"{self.num_classes}) needs {wanted.get(self.num_classes, f'(N, {self.num_classes})')}. Give the "
+                f"{self.num_classes}) needs {shapes.get(self.num_classes, f'(N, {self.num_classes})')}. Give the "
                 "network that many outputs or change num_classes."
             )
         return logits
@@ -230,7 +230,7 @@ class Classifier(LightningModule):
         x, y = batch
         if y.ndim == 2 and y.shape[1] == 1:
             y = y.squeeze(1)
-        if y.device.type == "cpu" or batch_idx == 0:  # reading values stops a GPU: there only in the first batch
+        if y.device.type == "cpu" or batch_idx == 0:  # reading values synchronises a GPU: first batch only
             check_labels(y, max(2, self.num_classes))
         return x, y.long()
 

@@ -1,4 +1,4 @@
-"""The check of labels before a classifier learns from them."""
+"""Check labels before a classifier learns from them."""
 
 from __future__ import annotations
 

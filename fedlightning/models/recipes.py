@@ -1,4 +1,4 @@
-"""How a module or an optimizer was made, as plain values that a checkpoint or a YAML file can hold.
+"""Recipes: how a module or an optimizer was made, as plain values that a checkpoint or a YAML file can hold.
 
 A *recipe* is what LightningCLI writes too: `{"class_path": "fedlightning.models.MLP", "init_args": {...}}`. A network
 has one if it has an attribute `init_args`: a dict with the value of every argument of its constructor. All networks of

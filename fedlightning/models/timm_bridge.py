@@ -19,7 +19,7 @@ class TimmNet(nn.Module):
     (efficientnet_b0, mobilenetv3), `model.head` (vit). Everything else is the extractor.
 
     Args:
-        model_name: Timm's name of the model, such as `resnet18`.
+        model_name: Name of the model in timm, such as `resnet18`.
         num_classes: Number of outputs.
         in_chans: Channels of the input.
         pretrained: Start from timm's published weights, which are downloaded. A loaded checkpoint never downloads.
@@ -47,7 +47,7 @@ class TimmNet(nn.Module):
         if num_classes < 1:
             raise ValueError(f"TimmNet(num_classes={num_classes}): a classifier needs at least 1 output.")
         timm = _timm()
-        if ":" not in model_name and not timm.is_model(model_name.partition(".")[0]):  # "hf-hub:..." is timm's business
+        if ":" not in model_name and not timm.is_model(model_name.partition(".")[0]):  # timm checks "hf-hub:..."
             close = difflib.get_close_matches(model_name, timm.list_models(), n=5)
             hint = f"Did you mean {', '.join(close)}?" if close else "timm.list_models() names them all."
             raise ValueError(f"timm has no model {model_name!r}. {hint}")

@@ -32,10 +32,10 @@ class DualExtractor(nn.Module):
         local_extractor: f_v1, private.
         head: f_v2, private. Takes `(batch, d_g + d_l)` for `"concat"`, or `(batch, d)` for `"sum"`.
         fusion: `"concat"` (the paper) or `"sum"`.
-        order: Features that come first in the concatenation.
+        order: Features that come first in the concatenation, `"global_first"` or `"local_first"`.
 
     Raises:
-        ValueError: If an option is unknown, or features of different width are to be added.
+        ValueError: If an option is unknown.
 
     Example:
         >>> import torch
@@ -64,7 +64,11 @@ class DualExtractor(nn.Module):
         self.order = order
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return predictions for inputs `x` of shape `(batch, ...)`."""
+        """Return predictions for inputs `x` of shape `(batch, ...)`.
+
+        Raises:
+            ValueError: If features of different width are to be added.
+        """
         zg, zl = heads.flat(self.global_extractor(x)), heads.flat(self.local_extractor(x))
         if self.fusion == "sum" and zg.shape != zl.shape:
             raise ValueError(
@@ -264,5 +268,5 @@ def feature_taps(module: nn.Module) -> tuple[FeatureTap, FeatureTap]:
                 FeatureTap(module, f"{path}global_extractor", at="output"),
                 FeatureTap(module, f"{path}local_extractor", at="output"),
             )
-    global_names(module)  # raises the sentence
+    global_names(module)  # raises its error
     raise AssertionError("unreachable")

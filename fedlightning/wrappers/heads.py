@@ -72,6 +72,10 @@ def within(name: str, prefixes: list[str]) -> bool:
 def require_body(module: nn.Module, head: str) -> None:
     """Check that there are parameters outside the head.
 
+    Args:
+        module: Any module.
+        head: Path of its head.
+
     Raises:
         ValueError: If all parameters are in the head, so that nothing is left to be an extractor.
 
@@ -90,6 +94,10 @@ def require_body(module: nn.Module, head: str) -> None:
 
 def entry_layer(module: nn.Module, head: str) -> str:
     """Return the path of the first layer with parameters in `head`: the one that takes the features.
+
+    Args:
+        module: Any module.
+        head: Path of its head.
 
     Raises:
         ValueError: If it is neither a plain `nn.Linear` nor a 1x1 convolution, or its weight is tied to another layer:
@@ -240,6 +248,11 @@ def fuse(zg: Tensor, zl: Tensor, fusion: str, order: str, dim: int = -1) -> Tens
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Check that an option is one of the allowed values.
 
+    Args:
+        name: Name of the option.
+        value: Its value.
+        allowed: The allowed values.
+
     Raises:
         ValueError: If it is not. The message lists the allowed values.
 
@@ -255,6 +268,11 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def replace_everywhere(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` under every name under which `old` is registered.
+
+    Args:
+        module: The module to change.
+        old: A submodule.
+        new: Its replacement.
 
     Example:
         >>> from torch import nn

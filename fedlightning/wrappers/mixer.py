@@ -36,7 +36,7 @@ class _Mode:
     alpha: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy or a pickle takes the plain mixture
+        return {}  # copies and pickles use the plain mixture
 
 
 class MixerMixin(AddedParametersMixin):
@@ -246,7 +246,7 @@ def uses_forward(module: LightningModule, batch: Any) -> bool:
         True
     """
     probe = mix(deepcopy(module), _SpyMixin)
-    with suppress(RuntimeError):  # not attached to a Trainer: neither is the copy
+    with suppress(RuntimeError):  # raised by a module without a Trainer
         probe.trainer = module.trainer
     arguments = [batch, 0] if takes_index(probe.training_step) else [batch]
     try:

@@ -105,7 +105,7 @@ def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
     """
     name, owner = head if head is not None else ordered_layers(module)[-1].name, user_class(module).__name__
     last = find_submodule(module, name)
-    widths: dict[str, int] = {}  # of the layers so far
+    widths: dict[str, int] = {}  # units of each layer so far
     cuts: list[Cut] = []
     for path, layer in module.named_modules():
         if isinstance(layer, NORMS) and not parametrize.is_parametrized(layer):
@@ -190,7 +190,7 @@ def shrink(module: LightningModule, slices: Slices) -> LightningModule:
         >>> shrink(net, entry_slices(net, plan_cuts(net), first_units(0.5))).fc2
         Linear(in_features=3, out_features=2, bias=True)
     """
-    made: dict[int, Tensor] = {}  # a tied parameter stays tied
+    made: dict[int, Tensor] = {}  # by id, so that tied parameters stay tied
     for name, index in slices.items():
         path, _, attribute = name.rpartition(".")
         layer = module.get_submodule(path)

@@ -1,4 +1,4 @@
-"""The test of a sub-model: run it beside the full model."""
+"""Check a sub-model by running it beside the full model."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def verify(module: LightningModule, cuts: list[Cut], units: Units, run: Callable
                 if isinstance(layer, NORMS):
                     parent, _, child = path.rpartition(".")
                     setattr(model.get_submodule(parent), child, nn.Identity())
-        wanted = run(full)
+        expected = run(full)
         try:
             with muted(small):
                 found = run(small)
         except Exception as error:
             raise ValueError(f"A sub-model of {owner} does not run: {error}. {way_out}.") from error
-    if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-4):
         raise ValueError(f"A sub-model of {owner} does not compute what its units do in the full model. {way_out}.")
