@@ -33,13 +33,13 @@ from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import Phase
 from fedlightning.messages import Update
 from fedlightning.visit import visit as visits
-from fedlightning.visit.fit import acting, address_of
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
 from fedlightning.visit.probes import move_batch
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, ScoringTask, VisitSteps, score_one
 from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.visit_callback import acting, address_of
 
 Answer = TypeVar("Answer")
 PLAIN = (bool, int, float, str)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.hooks import Phase
-
-if TYPE_CHECKING:
-    from fedlightning.blueprint.settings import LocalSettings
-    from fedlightning.visit.client import Client
-    from fedlightning.visit.fit import VisitCallback
+from fedlightning.visit.client import Client
+from fedlightning.visit.visit_callback import VisitCallback
 
 UNLIMITED = -1
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.visit.fast import refusals as fast_refusals
-
-if TYPE_CHECKING:
-    from fedlightning.blueprint.blueprint import Blueprint
 
 
 class LoopChoice:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.hooks import FederatedCallback
+from fedlightning.visit.client import Client
 from fedlightning.wrappers.mixing import Mixin, mix
-
-if TYPE_CHECKING:
-    from fedlightning.visit.client import Client
 
 
 class LossTermMixin(Mixin):

@@ -24,13 +24,13 @@ from fedlightning.seeding import address
 from fedlightning.tensors import load_state
 from fedlightning.visit import fit as local_fit
 from fedlightning.visit.client import Client
-from fedlightning.visit.fit import VisitCallback, address_of
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
 from fedlightning.visit.loop_choice import LoopChoice
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, Scores
 from fedlightning.visit.scorer import Scorer
+from fedlightning.visit.visit_callback import VisitCallback, address_of
 
 EPOCHS_OF_A_VISIT = 2**31
 """More than any visit has: its epochs never get the address of another round's."""

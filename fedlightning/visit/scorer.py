@@ -13,8 +13,8 @@ from torchmetrics import Metric
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy, trainer_of
 from fedlightning.compat.quiet import quiet
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import evaluate, refusal
-from fedlightning.visit.fast.trainer import NotInFastLoop
 
 
 class Scorer:

@@ -21,7 +21,7 @@ from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
-from fedlightning.visit.fast.trainer import NotInFastLoop
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, Fit, FitResult, Score, ScoreRequest, Scores, VisitSteps
 

@@ -189,7 +189,7 @@ class StackedFit:
         place = self.trainees[numbers[0]].place(turn)
         draws = [self.trainees[number].source.generator for number in numbers] if self.step.draws else []
         result: StepResult = self.step(tensors, batch, place, draws)
-        self.logs.add(numbers, result.logged, self.step.log_options, size)
+        self.logs.add(numbers, result.logged, self.step.log_calls, size)
         if not isinstance(rows, slice):
             for name, value in zip(self.stack.buffers, tensors[len(self.stack.parameters) :], strict=True):
                 put(self.stack.tensors[name], rows, value)

@@ -22,6 +22,7 @@ from fedlightning.engines.stacked.logs import StepLog
 from fedlightning.engines.stacked.map import over_clients
 from fedlightning.engines.stacked.random import ClientDraws
 from fedlightning.engines.stacked.stack import join_tree, named_tensors, split_tree
+from fedlightning.visit.log_rules import LogCall
 
 
 class NoLossError(Exception):
@@ -191,9 +192,9 @@ class StackedStep:
             return self._one(tensors)
 
     @property
-    def log_options(self) -> dict[str, Any]:
-        """How each logged name was logged."""
-        return self._log.options
+    def log_calls(self) -> dict[str, LogCall]:
+        """By name, how it was logged last."""
+        return self._log.calls
 
     @contextmanager
     def attached(self) -> Iterator[None]:

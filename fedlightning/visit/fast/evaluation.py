@@ -19,7 +19,7 @@ from fedlightning.compat.signatures import class_takes_index
 from fedlightning.datamodules.resident import resident_batches
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.hooks import Hooks, of_module, per_class
-from fedlightning.visit.fast.log import LogBook
+from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.trainer import FastTrainer
 
 SPECIAL = frozenset(
@@ -73,17 +73,17 @@ def evaluate(
     Raises:
         NotInFastLoop: if the module does what only Lightning's Trainer can serve.
     """
-    book = LogBook(module, training=False)
+    collector = LogCollector(module, training=False)
     stage = RunningStage.TESTING if testing else RunningStage.VALIDATING
     limits = {"max_epochs": base.max_epochs, "max_steps": base.max_steps}
-    trainer = FastTrainer(base, module, [], base.precision_plugin, book, stage, **limits)  # type: ignore[arg-type]
+    trainer = FastTrainer(base, module, [], base.precision_plugin, collector, stage, **limits)  # type: ignore[arg-type]
     which = "test" if testing else "val"
     count = fast_refusals.num_batches(loader, getattr(base, f"limit_{which}_batches"))
     vars(trainer).update({f"{which}_dataloaders": loader, f"num_{which}_batches": [count]})
     module.trainer = trainer  # type: ignore[assignment]
-    hooks, precision = Hooks(trainer, book), base.precision_plugin
+    hooks, precision = Hooks(trainer, collector), base.precision_plugin
     without_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
-    book.attach()
+    collector.attach()
     try:
         with without_warnings():
             hooks.run("setup", stage="test" if testing else "validate")
@@ -95,18 +95,18 @@ def evaluate(
             module.zero_grad()
             modes = {child: child.training for child in module.modules()}
             with without_gradients:
-                logged = _epoch(trainer, hooks, book, loader, count, listen)
+                logged = _epoch(trainer, hooks, collector, loader, count, listen)
             for child, mode in modes.items():
                 child.training = mode
-            book.clear()
+            collector.clear()
             hooks.run("teardown", stage="test" if testing else "validate")
     finally:
-        book.detach()
+        collector.detach()
     return logged
 
 
 def _epoch(
-    trainer: FastTrainer, hooks: Hooks, book: LogBook, loader: Any, count: int, listen: Listener
+    trainer: FastTrainer, hooks: Hooks, collector: LogCollector, loader: Any, count: int, listen: Listener
 ) -> dict[str, Tensor]:
     module, precision, device = trainer.lightning_module, trainer.precision_plugin, trainer._base.strategy.root_device
     name = "test" if trainer.testing else "validation"
@@ -123,21 +123,21 @@ def _epoch(
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.transfer_batch_to_device(batch, device, 0)
         batch = module.on_after_batch_transfer(batch, 0)
-        book.begin_batch(batch)
+        collector.begin_batch(batch)
         if batch_start is not None:
             batch_start(batch, index)
-        book.enter(f"{name}_step")
+        collector.enter(f"{name}_step")
         with context():
             outputs = step(batch, index) if indexed else step(batch)
-        book.enter(None)
+        collector.enter(None)
         listen(outputs, batch)
         if batch_end is not None:
             batch_end(outputs, batch, index)
-        book.end_batch()
-    book.end_batches()
-    logged = book.epoch_values()
+        collector.end_batch()
+    collector.end_batches()
+    logged = collector.epoch_values()
     hooks.run(f"on_{name}_epoch_end")
-    book.end_epoch()
-    logged.update(book.epoch_values())
+    collector.end_epoch()
+    logged.update(collector.epoch_values())
     hooks.run(f"on_{name}_end")
     return logged

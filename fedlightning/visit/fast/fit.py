@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -24,15 +24,14 @@ from torch.optim import Optimizer
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.datamodules.resident import resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.visit.client import Client
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.hooks import Hooks
-from fedlightning.visit.fast.log import LogBook
+from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.refusals import num_batches
 from fedlightning.visit.fast.step import FastStep
-from fedlightning.visit.fast.trainer import FastTrainer, NotInFastLoop
-
-if TYPE_CHECKING:
-    from fedlightning.visit.client import Client
-    from fedlightning.visit.fit import VisitCallback
+from fedlightning.visit.fast.trainer import FastTrainer
+from fedlightning.visit.visit_callback import VisitCallback
 
 
 def train_fast(
@@ -48,14 +47,14 @@ def train_fast(
     precision = base.precision_plugin
     if getattr(precision, "scaler", None) is not None:
         precision = copy.deepcopy(precision)  # a scaler learns: each fit starts with a new one
-    book = LogBook(module, training=True)
+    collector = LogCollector(module, training=True)
     in_epochs = visit.unit == "epochs"
     trainer = FastTrainer(
         base,
         module,
         callbacks,
         precision,
-        book,
+        collector,
         loader=loader,
         num_batches=num_batches(loader, base.limit_train_batches),
         max_epochs=visit.work if in_epochs else -1,
@@ -63,7 +62,7 @@ def train_fast(
     )
     client.scratch["trainer"] = trainer
     with without_warnings():
-        FastFit(trainer, book, detect_anomaly).run()
+        FastFit(trainer, collector, detect_anomaly).run()
     return trainer
 
 
@@ -71,12 +70,12 @@ class FastFit:
     """One fit of one module.
 
     Args:
-        trainer: the stand-in, with its loader and limits; book: where the module logs.
+        trainer: the stand-in, with its loader and limits; collector: where the module logs.
         detect_anomaly: look for the backward function that makes a NaN.
     """
 
-    def __init__(self, trainer: FastTrainer, book: LogBook, detect_anomaly: bool = False) -> None:
-        self.trainer, self.book, self.module = trainer, book, trainer.lightning_module
+    def __init__(self, trainer: FastTrainer, collector: LogCollector, detect_anomaly: bool = False) -> None:
+        self.trainer, self.collector, self.module = trainer, collector, trainer.lightning_module
         self.clock = vars(trainer)  # the loop's own counters; setting them as attributes is for nobody
         self.detect_anomaly = detect_anomaly
         self.precision = trainer.precision_plugin
@@ -89,8 +88,8 @@ class FastFit:
         """Train. An exception goes to ``on_exception`` and on to the caller, as in Lightning."""
         module, trainer = self.module, self.trainer
         module.trainer = trainer
-        self.hooks = hooks = Hooks(trainer, self.book)
-        self.book.attach()
+        self.hooks = hooks = Hooks(trainer, self.collector)
+        self.collector.attach()
         for callback in trainer.callbacks:
             vars(callback).update(log=module.log, log_dict=module.log_dict)
         try:
@@ -110,7 +109,7 @@ class FastFit:
                 raise SystemExit(1) from error  # as Lightning's Trainer does
             raise
         finally:
-            self.book.detach()
+            self.collector.detach()
 
     def _anomalies(self) -> AbstractContextManager[None]:
         if torch.is_anomaly_enabled() == self.detect_anomaly:
@@ -138,9 +137,9 @@ class FastFit:
     def _make_optimizers(self) -> None:
         """``configure_optimizers`` in any of its forms; Lightning reads all but the simplest."""
         trainer, module = self.trainer, self.module
-        self.book.enter("configure_optimizers")
+        self.collector.enter("configure_optimizers")
         configured = module.configure_optimizers()
-        self.book.enter(None)
+        self.collector.enter(None)
         if isinstance(configured, Optimizer) and self.clock["_strategy"] is None:
             self.clock["optimizers"] = [configured]
             return
@@ -166,7 +165,7 @@ class FastFit:
         )
         self.converts = type(self.precision).convert_input is not Precision.convert_input
         self.schedules = bool(trainer.lr_scheduler_configs) and module.automatic_optimization
-        self.one_step = FastStep(trainer, self.book, hooks, reports=self.batch_end is not None)
+        self.one_step = FastStep(trainer, self.collector, hooks, reports=self.batch_end is not None)
 
     # -- epochs ----------------------------------------------------------------------------------------------------
     @property
@@ -176,7 +175,7 @@ class FastFit:
         return 0 <= steps <= clock["global_step"] or 0 <= epochs <= clock["current_epoch"] or bool(clock["should_stop"])
 
     def _epochs(self) -> None:
-        hooks, clock, book = self.hooks, self.clock, self.book
+        hooks, clock, collector = self.hooks, self.clock, self.collector
         loader = self.trainer.train_dataloader
         epoch_start, epoch_end = hooks.find("on_train_epoch_start"), hooks.epoch_end()
         batches: Iterator[Any] = iter(self.batches)  # Lightning makes the first epoch's before on_train_start
@@ -192,19 +191,19 @@ class FastFit:
             if epoch > 0 or self.is_resident:
                 batches = iter(self.batches)
             whole = self._epoch(batches)
-            book.end_batches()
+            collector.end_batches()
             if epoch_end is not None:
                 epoch_end()
-            book.end_epoch()
+            collector.end_epoch()
             if whole and self.schedules:
                 self._schedule("epoch", plateau=True)
-            book.clear()
+            collector.clear()
             clock["current_epoch"] = epoch + 1
         hooks.run("on_train_end")
 
     def _epoch(self, batches: Iterator[Any]) -> bool:
         """One epoch, perhaps cut short; whether it reached its last batch."""
-        clock, book, module = self.clock, self.book, self.module
+        clock, collector, module = self.clock, self.collector, self.module
         last, max_steps = clock["num_training_batches"] - 1, self.limits[0]
         one_step = self.one_step.automatic if module.automatic_optimization else self.one_step.manual
         clock["is_last_batch"] = False
@@ -216,7 +215,7 @@ class FastFit:
             clock["is_last_batch"] = index == last
             if self.converts or self.moves:
                 batch = self._to_device(batch)
-            book.begin_batch(batch)
+            collector.begin_batch(batch)
             if self.batch_start is not None and self.batch_start(batch, index) == -1:
                 clock["is_last_batch"] = True
                 self._after_skipped()
@@ -231,7 +230,7 @@ class FastFit:
                     self._schedule("epoch", plateau=False)
             if self.batch_end is not None:
                 self.batch_end(outputs, batch, index)
-            book.end_batch()
+            collector.end_batch()
             if self.schedules and self.window_done:
                 self._schedule("step", plateau=True)
         return bool(clock["is_last_batch"])
@@ -263,9 +262,9 @@ class FastFit:
             metric = self.trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
             if config.reduce_on_plateau and metric is None:
                 raise NotInFastLoop(f"a scheduler monitors {config.monitor!r}, which is not logged")
-            self.book.enter("lr_scheduler_step")
+            self.collector.enter("lr_scheduler_step")
             self.module.lr_scheduler_step(config.scheduler, metric)
-            self.book.enter(None)
+            self.collector.enter(None)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
-from fedlightning.visit.fast.log import LogBook
+from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.trainer import FastTrainer
 
 Hook = Callable[..., Any]
@@ -46,11 +46,11 @@ class Hooks:
     """Calls hooks in Lightning's order: callbacks as listed, then the module.
 
     Args:
-        trainer: what callbacks get; its callbacks and module are called. The book is told which hook runs.
+        trainer: what callbacks get; its callbacks and module are called. The collector is told which hook runs.
     """
 
-    def __init__(self, trainer: FastTrainer, book: LogBook) -> None:
-        self._trainer, self._book = trainer, book
+    def __init__(self, trainer: FastTrainer, collector: LogCollector) -> None:
+        self._trainer, self._collector = trainer, collector
         module, callbacks = trainer.lightning_module, trainer.callbacks
         self._module, self._of_module = module, of_module(type(module)) | (vars(module).keys() & MODULE_METHODS)
         self._of_callbacks = [
@@ -103,7 +103,7 @@ class Hooks:
         if len(hooks) == 1 and not self.overridden(name) and getattr(_owner(hooks[0]), "never_logs", False):
             return hooks[0]
         module_last = self.overridden(name)
-        enter, names = self._book.enter, vars(self._module)
+        enter, names = self._collector.enter, vars(self._module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = names["_current_fx_name"]

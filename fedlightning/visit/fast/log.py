@@ -6,7 +6,6 @@ value; the reduction is done once an epoch, in the same order and precision, so 
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -19,35 +18,16 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from fedlightning.visit.fast.trainer import NotInFastLoop
-
-REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
-REDUCTIONS_OF: dict[Any, str] = {
-    torch.mean: "mean", torch.sum: "sum", sum: "sum", torch.min: "min", min: "min", torch.max: "max", max: "max",
-}  # fmt: skip
-
-
-def logging_levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-    """Whether a value logged in ``hook`` is kept by step and by epoch, and whether it may be logged there at all.
-
-    Lightning has this table in one place only, a private one; a copy of it would grow old.
-    """
-    from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
-
-    return _FxValidator.check_logging_and_get_default_levels(hook, on_step=on_step, on_epoch=on_epoch)
+from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.log_rules import STARTS, LogRule, rule_of, scalar, wide_dtype
 
 
 @dataclass
-class Entry:
+class Entry(LogRule):
     """One name logged in one hook."""
 
     hook: str
-    name: str
-    on_step: bool
-    on_epoch: bool
-    reduction: str
     given: tuple[Any, ...]
-    logger: bool
     dtype: torch.dtype
     values: list[Tensor] = field(default_factory=list)
     sizes: list[Any] = field(default_factory=list)
@@ -70,11 +50,6 @@ class Entry:
         return reduce(self.reduction, self.values, self.sizes, self.dtype)
 
 
-def wide_dtype() -> torch.dtype:
-    """The default dtype, but no lower than float32: the type in which Lightning adds up."""
-    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-
-
 def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.dtype) -> Tensor:
     """Lightning's running reduction of scalars, one after the other, in ``start`` or the wider type of the values."""
     kinds = {value.dtype for value in values}
@@ -88,8 +63,7 @@ def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.
             if reduction == "mean":
                 result = result / rows.dtype.type(sum(sizes))
         return torch.tensor(result, device=values[0].device)
-    default = {"min": float("inf"), "max": float("-inf")}.get(reduction, 0.0)
-    total, count = torch.tensor(default, dtype=start, device=values[0].device), torch.tensor(0)
+    total, count = torch.tensor(STARTS[reduction], dtype=start, device=values[0].device), torch.tensor(0)
     for value, size in zip(values, sizes, strict=True):
         if reduction == "mean":
             total, count = total + value * size, count + size
@@ -100,7 +74,7 @@ def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.
     return total / count.to(total.device) if reduction == "mean" else total
 
 
-class LogBook:
+class LogCollector:
     """All that one module logs during one fit or one evaluation.
 
     Args:
@@ -176,7 +150,7 @@ class LogBook:
                 raise NotInFastLoop(f"self.log({name!r}) gets another metric than before")
             entry.last, entry.empty = value._forward_cache, False
             return
-        value = self._scalar(name, value)
+        value = scalar(name, value, NotInFastLoop, self._module)
         entry.empty = False
         if entry.on_step:
             entry.last = value
@@ -191,31 +165,16 @@ class LogBook:
         if isinstance(value, Metric) and metric_attribute is None:
             if not any(child is value for child in self._module.modules()):
                 raise NotInFastLoop(f"the metric logged as {name!r} is no attribute of the module")
-        on_step, on_epoch = logging_levels(hook, on_step, on_epoch)
-        reduction = REDUCTIONS.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else REDUCTIONS_OF.get(reduce_fx)
-        if reduction is None or not (on_step or on_epoch):
+        rule = rule_of(hook, name, logger, on_step, on_epoch, reduce_fx)
+        if not rule.reduction or not (rule.on_step or rule.on_epoch):
             raise NotInFastLoop(f"self.log({name!r}) asks for reduce_fx={reduce_fx!r}")
         if (hook, name) in self._entries:
             raise NotInFastLoop(f"self.log({name!r}) is called twice in {hook} with different arguments")
-        entry = Entry(hook, name, on_step, on_epoch, reduction, given, logger is not False, wide_dtype())
+        entry = Entry(**vars(rule), hook=hook, given=given, dtype=wide_dtype())
         entry.metric = value if isinstance(value, Metric) else None
         self._entries[hook, name] = entry
-        self._by_step = self._by_step or on_step
+        self._by_step = self._by_step or rule.on_step
         return entry
-
-    def _scalar(self, name: str, value: Any) -> Tensor:
-        default = wide_dtype()
-        if isinstance(value, Tensor):
-            value = value.detach().clone()
-        elif isinstance(value, numbers.Number):
-            value = torch.tensor(value, device=self._module.device, dtype=default)
-        else:
-            raise NotInFastLoop(f"self.log({name!r}) gets a {type(value).__name__}")
-        if value.numel() != 1:
-            raise NotInFastLoop(f"self.log({name!r}) gets a tensor of {value.numel()} elements")
-        if value.dtype not in (torch.float32, torch.float64):
-            value = value.to(default)
-        return value.squeeze() if value.ndim else value
 
     def _size(self) -> int:
         if self._batch_size is None:
@@ -282,9 +241,7 @@ class LogBook:
                 continue
             if not isinstance(value, Tensor):
                 raise NotInFastLoop(f"the metric logged as {entry.name!r} does not compute a tensor")
-            value, name = value.detach(), entry.name
-            if entry.on_step and entry.on_epoch:
-                name += "_step" if on_step else "_epoch"
+            value, name = value.detach(), entry.step_name if on_step else entry.epoch_name
             if entry.logger:
                 logged[name] = value
             if self._training or not on_step:
@@ -293,14 +250,14 @@ class LogBook:
 
 
 class _Log:
-    """The attribute ``log`` of a module that logs to a book. A deep copy of the module logs as its class does."""
+    """The attribute ``log`` of a module that logs to a collector. A deep copy of the module logs as its class does."""
 
-    def __init__(self, book: LogBook) -> None:
-        self._book, self._call = book, book.log
+    def __init__(self, collector: LogCollector) -> None:
+        self._collector, self._call = collector, collector.log
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self._book._module))
+        copy = memo.get(id(self._collector._module))
         return self if copy is None else MethodType(type(copy).log, copy)

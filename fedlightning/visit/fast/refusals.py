@@ -17,16 +17,11 @@ from lightning.pytorch.utilities.parsing import is_picklable
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
+from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.visit.fast.hooks import of_module, per_class
 from fedlightning.visit.limits import limited
 
-KNOWN_ARGUMENTS = frozenset((
-    "accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "accumulate_grad_batches",
-    "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark", "inference_mode",
-    "use_distributed_sampler", "profiler", "detect_anomaly", "sync_batchnorm", "limit_train_batches",
-    "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches", "val_check_interval",
-    "check_val_every_n_epoch", "log_every_n_steps", "reload_dataloaders_every_n_epochs", "default_root_dir",
-))  # fmt: skip
+KNOWN_ARGUMENTS = frozenset((*FORWARDED, "default_root_dir"))
 PRECISIONS = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
 STEER_THE_LOOP = (Checkpoint, ProgressBar, BatchSizeFinder, LearningRateFinder, SWA, Timer)
 NOT_CALLED = ("log", "configure_callbacks", "configure_sharded_model", "toggle_optimizer", "manual_backward")

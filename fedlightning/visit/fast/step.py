@@ -14,9 +14,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from fedlightning.compat.signatures import class_takes_index
 from fedlightning.visit.fast import sgd as fast_sgd
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.hooks import Hooks
-from fedlightning.visit.fast.log import LogBook
-from fedlightning.visit.fast.trainer import FastTrainer, NotInFastLoop
+from fedlightning.visit.fast.log import LogCollector
+from fedlightning.visit.fast.trainer import FastTrainer
 
 Closure = Callable[[], Tensor | None]
 
@@ -25,13 +26,13 @@ class FastStep:
     """Does what Lightning does between a batch that is on the device and the end of its step.
 
     Args:
-        trainer: the stand-in, with its optimizers; book: where the module logs; hooks: who overrides what.
+        trainer: the stand-in, with its optimizers; collector: where the module logs; hooks: who overrides what.
         reports: whether somebody wants to see the outputs of each step.
     """
 
-    def __init__(self, trainer: FastTrainer, book: LogBook, hooks: Hooks, reports: bool) -> None:
+    def __init__(self, trainer: FastTrainer, collector: LogCollector, hooks: Hooks, reports: bool) -> None:
         module, precision = trainer.lightning_module, trainer.precision_plugin
-        self.trainer, self.book, self.module, self.clock = trainer, book, module, vars(trainer)
+        self.trainer, self.collector, self.module, self.clock = trainer, collector, module, vars(trainer)
         self.precision, self.scaler = precision, getattr(precision, "scaler", None)
         self.step_context: Callable[[], AbstractContextManager[Any]] | None = (
             None if type(precision) is Precision else precision.train_step_context
@@ -65,7 +66,7 @@ class FastStep:
             self.clock["global_step"] += 1
         else:
             self._passes_with_gradients()
-        self.book.enter(None)
+        self.collector.enter(None)
         self.batch = None
         return self.outputs
 
@@ -74,7 +75,7 @@ class FastStep:
         for optimizer in self.trainer.strategy._lightning_optimizers:
             count_steps(optimizer, self.clock)
         output = self._training_step(batch, index)
-        self.book.enter(None)
+        self.collector.enter(None)
         if output is not None and not isinstance(output, Mapping | Tensor):
             raise NotInFastLoop(f"training_step returns {type(output).__name__}")
         outputs: dict[str, Any] = {"loss": output} if isinstance(output, Tensor) else dict(output or {})
@@ -115,7 +116,7 @@ class FastStep:
             if self.zero_grad is None:
                 drop_gradients(self.optimizer)
             else:
-                self.book.enter("optimizer_zero_grad")
+                self.collector.enter("optimizer_zero_grad")
                 self.zero_grad(self.trainer.current_epoch, self.index, self.optimizer)
         if loss is None:
             return None
@@ -123,7 +124,7 @@ class FastStep:
         return outputs["loss"] if self.keeps_outputs else loss.detach()
 
     def _training_step(self, batch: Any, index: int) -> Any:
-        self.book.enter("training_step")
+        self.collector.enter("training_step")
         step = self.module.training_step
         if self.step_context is None:
             return step(batch, index) if self.wants_index else step(batch)
@@ -138,20 +139,20 @@ class FastStep:
         if self.backward is None:
             loss.backward()
         else:
-            self.book.enter("backward")
+            self.collector.enter("backward")
             self.backward(loss)
         if self.after_backward is not None:
             self.after_backward()
 
     def _clip(self, limit: float | None) -> None:
-        self.book.enter("configure_gradient_clipping")
+        self.collector.enter("configure_gradient_clipping")
         how = self.trainer.gradient_clip_algorithm
         self.module.configure_gradient_clipping(self.optimizer, gradient_clip_val=limit, gradient_clip_algorithm=how)
 
     def _through_lightning(self, closure: Closure) -> None:
         wrapped = self.module.optimizers()
         first = wrapped[0] if isinstance(wrapped, list) else wrapped
-        self.book.enter("optimizer_step")
+        self.collector.enter("optimizer_step")
         self.module.optimizer_step(self.trainer.current_epoch, self.index, first, self._passes_with_gradients)
 
 

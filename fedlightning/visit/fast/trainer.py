@@ -8,37 +8,28 @@ which is safe because a visit changes nothing before it has ended.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
-if TYPE_CHECKING:
-    from fedlightning.visit.fast.log import LogBook
+from fedlightning.blueprint.trainer_arguments import FORWARDED
+from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.fast.log import LogCollector
 
 AS_GIVEN = frozenset((
-    "accelerator", "check_val_every_n_epoch", "default_root_dir", "fast_dev_run", "global_rank",
-    "is_global_zero", "limit_predict_batches", "limit_test_batches", "limit_train_batches", "local_rank", "log_dir",
-    "log_every_n_steps", "logger", "loggers", "node_rank", "num_devices", "num_nodes",
-    "overfit_batches", "precision", "profiler", "reload_dataloaders_every_n_epochs",
-    "val_check_interval", "world_size", "barebones", "progress_bar_callback", "datamodule", "received_sigterm",
-    "interrupted", "device_ids", "distributed_sampler_kwargs",
+    *FORWARDED, "default_root_dir", "fast_dev_run", "global_rank", "is_global_zero", "local_rank", "log_dir", "logger",
+    "loggers", "node_rank", "num_devices", "world_size", "barebones", "progress_bar_callback", "datamodule",
+    "received_sigterm", "interrupted", "device_ids", "distributed_sampler_kwargs",
 ))  # fmt: skip
-"""Attributes that are those of a Lightning Trainer made with the run's arguments and never run."""
+"""Attributes that are read from a Lightning Trainer made with the run's arguments and never run."""
 
 SETTABLE = frozenset(
     ["should_stop", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "callbacks", "profiler"]
 )
 """Attributes of a Trainer that a module or callback may set, with the effect that it has there."""
-
-
-class NotInFastLoop(BaseException):
-    """The fast loop met what it cannot repeat; the message says what.
-
-    No ``Exception``: ``hasattr`` and a user's ``except`` must not swallow it and go on with something else.
-    """
 
 
 class FastTrainer:
@@ -47,7 +38,7 @@ class FastTrainer:
     Args:
         base: a Trainer made with the run's arguments: the source of the settings.
         module: the module; callbacks: in Lightning's order; precision: the plugin of this fit.
-        book: where the module logs.
+        collector: where the module logs.
         stage: what is being done.
         loader, num_batches: training batches and how many of them an epoch has.
         max_epochs, max_steps: the limits; -1: none.
@@ -59,7 +50,7 @@ class FastTrainer:
         module: LightningModule,
         callbacks: list[Callback],
         precision: Any,
-        book: LogBook,
+        collector: LogCollector,
         stage: RunningStage = RunningStage.TRAINING,
         loader: Any = None,
         num_batches: int = 0,
@@ -68,7 +59,7 @@ class FastTrainer:
     ) -> None:
         state = TrainerState(TrainerStatus.RUNNING, FUNCTION_OF[stage], stage)
         values: dict[str, Any] = {
-            "_base": base, "_book": book, "_strategy": None, "_data": (loader, num_batches),
+            "_base": base, "_collector": collector, "_strategy": None, "_data": (loader, num_batches),
             "lightning_module": module, "model": module,
             "callbacks": callbacks, "precision_plugin": precision, "state": state, "optimizers": [],
             "lr_scheduler_configs": [], "current_epoch": 0, "global_step": 0, "is_last_batch": False,
@@ -117,7 +108,7 @@ class FastTrainer:
         self.callbacks.clear()
         gone: dict[str, Any] = {
             "_strategy": None,
-            "_book": None,
+            "_collector": None,
             "lightning_module": None,
             "model": None,
             "optimizers": [],
@@ -136,12 +127,12 @@ class FastTrainer:
     @property
     def callback_metrics(self) -> dict[str, Any]:
         """What callbacks may monitor."""
-        return self._book.callback_metrics
+        return self._collector.callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
         """What a logger would get."""
-        return self._book.logged_metrics
+        return self._collector.logged_metrics
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:

@@ -14,9 +14,10 @@ from torchmetrics import Metric
 
 from fedlightning.compat.attached import trainer_of
 from fedlightning.engines.stacked.scoring.step import Fed, Step
-from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, how, scalar
+from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, plain_log
 from fedlightning.engines.stacked.stack import join_tree
 from fedlightning.visit.fast.hooks import of_module
+from fedlightning.visit.log_rules import scalar
 
 Feed = list[tuple[Step, Sequence[Sequence[Tensor]], int]]
 """A client's steps: each with its outputs, ``[output][row]``, and the client's row."""
@@ -105,9 +106,8 @@ class _Noted:
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if not self.hook.endswith("_epoch_end") or name in self.values:
             raise NotStacked(f"self.log({name!r}) is called before the epoch, or twice after it")
-        meaning, _ = how(self.hook, name, *args, **kwargs)
-        if meaning.logger:
-            self.values[name] = float(scalar(name, value))
+        if plain_log(self.hook, name, *args, **kwargs).rule.logger:
+            self.values[name] = float(scalar(name, value, NotStacked))
 
 
 @contextmanager

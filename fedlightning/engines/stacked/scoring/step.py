@@ -20,16 +20,16 @@ from torchmetrics import Metric, MetricCollection
 from fedlightning.blueprint.evaluator import loss_of
 from fedlightning.compat.attached import trainer_of
 from fedlightning.compat.signatures import class_takes_index
-from fedlightning.engines.stacked.scoring.values import How, NoTrainer, NotStacked, how, scalar
+from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, plain_log
 from fedlightning.engines.stacked.stack import join_tree, split_tree
+from fedlightning.visit.log_rules import LogRule, scalar
 
 
 @dataclass(frozen=True)
 class Logged:
     """``self.log``: of the step's output at ``place``, or of the metric at a path."""
 
-    name: str
-    how: How
+    rule: LogRule
     batch_size: int | None
     place: int | None = None
     metric: str | None = None
@@ -188,11 +188,11 @@ class ScoringStep:
         return len(self._outputs) - 1
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        meaning, size = how(self._hook, name, *args, **kwargs)
+        call = plain_log(self._hook, name, *args, **kwargs)
         if isinstance(value, _MetricStandIn):
-            event = Logged(name, meaning, size, metric=value.path)
+            event = Logged(call.rule, call.batch_size, metric=value.path)
         else:
-            event = Logged(name, meaning, size, self._add(scalar(name, value)))
+            event = Logged(call.rule, call.batch_size, self._add(scalar(name, value, NotStacked)))
         self._step.events.append(event)
 
     def _feed(self, path: str, forward: bool, arguments: Any) -> None:
