@@ -64,14 +64,14 @@ class Member:
         """Run the visit up to where it waits next or to its end; ``step`` starts it or hands it what it waits for."""
         self.fit = self.score = None
         try:
-            wanted = step()
+            request = step()
         except StopIteration as end:
             self.answer = end.value
             return
-        if isinstance(wanted, Fit):
-            self.fit = wanted
+        if isinstance(request, Fit):
+            self.fit = request
         else:
-            self.score = wanted
+            self.score = request
 
 
 @contextmanager
@@ -226,13 +226,13 @@ class VectorizedEngine(Engine):
     # -- training ----------------------------------------------------------------------------------------------------
     def _train(self, members: Sequence[Member]) -> None:
         fits = [cast(Fit, member.fit) for member in members]
-        light = fits[0].client.is_unbuilt
+        unbuilt = fits[0].client.is_unbuilt
         order: list[int] = []
         try:
-            lender = self.runner.blueprint.build_around({}) if light else fits[0].client.module
-            trainees = self._trainees(fits, lender)
+            template = self.runner.blueprint.build_around({}) if unbuilt else fits[0].client.module
+            trainees = self._trainees(fits, template)
             order = sorted(range(len(fits)), key=lambda place: -trainees[place].expected)
-            stack = self._fit(fits[0].phase, lender, [trainees[place] for place in order], trainees[0].recipe)
+            stack = self._fit(fits[0].phase, template, [trainees[place] for place in order], trainees[0].recipe)
             stack.to_cpu()
         except Exception as error:  # of what they share: the module's optimizer, say
             for member, fit in zip(members, fits, strict=True):
@@ -245,7 +245,7 @@ class VectorizedEngine(Engine):
             if trainee.error is not None:
                 member.go_on(partial(member.visit.throw, trainee.error))
                 continue
-            if light:
+            if unbuilt:
                 fit.client.set_entries(stack.row(rows[place]))
             else:
                 stack.push(rows[place], fit.client.module)
@@ -253,13 +253,13 @@ class VectorizedEngine(Engine):
             fit.client.record.lightning.setdefault(fit.phase.name, {}).update(precision={}, callbacks={})
             member.go_on(partial(member.visit.send, trainee))
 
-    def _trainees(self, fits: Sequence[Fit], lender: LightningModule) -> list[Trainee]:
-        """The clients' batches and optimizers; light clients have theirs made by the module that lends its code."""
+    def _trainees(self, fits: Sequence[Fit], template: LightningModule) -> list[Trainee]:
+        """The clients' batches and optimizers; unbuilt clients have theirs made by the module that lends its code."""
         first, shared = fits[0], None
-        by_rows = self._plain_transfer(lender)
+        by_rows = self._plain_transfer(template)
         trainees = []
         for fit in fits:
-            module = lender if fit.client.is_unbuilt else fit.client.module
+            module = template if fit.client.is_unbuilt else fit.client.module
             loader = fit.loader if fit.loader is not None else self.runner.loader(fit.message, "train")
             self.runner.start_fit(fit, loader)
             batches = self._batches(loader)
@@ -299,7 +299,7 @@ class VectorizedEngine(Engine):
             step = StackedStep(
                 module, context, takes_index(module.training_step), ClientDraws() if self.found.draws else None
             )
-            step.watch.looked = self.found.looks
+            step.watch.looked = self.found.uses_index
             StackedFit(
                 module,
                 stack,

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy
+from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.hooks import Phase
 from fedlightning.messages import Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.visit import probes
 from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.scorer import Scorer
 from fedlightning.wrappers.features import FeatureTap
 
-if TYPE_CHECKING:
-    from fedlightning.visit.runner import LocalRunner
+
+class Surroundings(Protocol):
+    """The parts of a :class:`~fedlightning.visit.runner.LocalRunner` that a client uses; see there."""
+
+    blueprint: Blueprint
+    data: FederatedDataModule
+    scorer: Scorer
+
+    def loader(self, message: Message, split: str) -> DataLoader[Any] | None: ...
+
+    def used_samples(self, loader: DataLoader[Any] | None) -> int: ...
+
+    def start_sampler(self, loader: Any, message: Message, purpose: str = "") -> None: ...
 
 
 class Client:
@@ -46,7 +60,7 @@ class Client:
 
     def __init__(
         self,
-        runner: LocalRunner,
+        runner: Surroundings,
         message: Message,
         record: ClientRecord,
         module: LightningModule | None = None,

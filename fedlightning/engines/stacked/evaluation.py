@@ -22,7 +22,7 @@ from torchmetrics import Metric
 
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.engines.stacked.scoring.clients import Feed, hooks_of, scores_of
-from fedlightning.engines.stacked.scoring.models import Look, Models
+from fedlightning.engines.stacked.scoring.models import Models, Signature
 from fedlightning.engines.stacked.scoring.sources import (
     Iterated,
     Rows,
@@ -38,6 +38,7 @@ from fedlightning.engines.stacked.scoring.sources import (
 from fedlightning.engines.stacked.scoring.step import ScoringStep
 from fedlightning.engines.stacked.scoring.sums import Sums
 from fedlightning.engines.stacked.scoring.values import NotStacked
+from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.evaluation import refusal
 from fedlightning.visit.fast.hooks import of_module
@@ -90,9 +91,9 @@ class StackedEvaluation:
             yield from (score_in_turn(self._runner, scoring) for scoring in scorings)
             return
         found: list[list[Scores]] = [[] for _ in scorings]
-        wanted = ((place, one) for place, scoring in enumerate(scorings) for one in next(scoring))
+        requests = ((place, one) for place, scoring in enumerate(scorings) for one in next(scoring))
         try:
-            while chunk := list(islice(wanted, size)):
+            while chunk := list(islice(requests, size)):
                 for (place, _), scores in zip(chunk, self.scores([one for _, one in chunk]), strict=True):
                     found[place].append(scores)
             for scoring, scores_of_it in zip(scorings, found, strict=True):
@@ -101,25 +102,27 @@ class StackedEvaluation:
             for scoring in scorings:
                 scoring.close()
 
-    def scores(self, wanted: Sequence[ScoreRequest]) -> list[Scores]:
+    def scores(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
         """The scores of each, together where that is possible."""
         groups: dict[Any, list[int]] = {}
-        looks: dict[int, Look] = {}
-        often = Counter(id(one.module) for one in wanted)
-        for place, one in enumerate(wanted):
+        signatures: dict[int, Signature] = {}
+        often = Counter(id(one.module) for one in requests)
+        for place, one in enumerate(requests):
             whose = ("own", "shared") if often[id(one.module)] > 1 else ("own",)
-            groups.setdefault(self._group(one, whose, looks) or place, []).append(place)
+            groups.setdefault(self._group(one, whose, signatures) or place, []).append(place)
         found: dict[int, Scores] = {}
         for key, places in groups.items():
-            members = [wanted[place] for place in places]
+            members = [requests[place] for place in places]
             if isinstance(key, int) or len(members) == 1:
                 scored = [score_one(self._runner, member) for member in members]
             else:
-                scored = self._together(key[:2], members, [looks[id(member.module)] for member in members])
+                scored = self._together(key[:2], members, [signatures[id(member.module)] for member in members])
             found.update(zip(places, scored, strict=True))
-        return [found[place] for place in range(len(wanted))]
+        return [found[place] for place in range(len(requests))]
 
-    def _group(self, one: ScoreRequest, whose: Iterable[str], looks: dict[int, Look]) -> tuple[Any, ...] | None:
+    def _group(
+        self, one: ScoreRequest, whose: Iterable[str], signatures: dict[int, Signature]
+    ) -> tuple[Any, ...] | None:
         """What it must have in common with others to be scored with them; ``None`` if it can be scored only alone."""
         kind, scorer = type(one.module), self._runner.scorer
         steps = of_module(kind)
@@ -130,32 +133,31 @@ class StackedEvaluation:
         unfit = fast_refusals.of_loader(one.loader, self._limit(testing)) is not None
         if not scorer.fast or unfit or not can_iterate_together(one.loader):
             return None
-        look = looks.get(id(one.module))
-        if look is None:
-            look = looks[id(one.module)] = Look(self._runner.blueprint.convert(one.module))
-        return None if look.likeness is None else (kind, testing, look.likeness)
+        signature = signatures.get(id(one.module))
+        if signature is None:
+            signature = signatures[id(one.module)] = Signature(self._runner.blueprint.convert(one.module))
+        return None if signature.key is None else (kind, testing, signature.key)
 
     def _limit(self, testing: bool) -> Any:
-        base = self._runner.blueprint.trainer
-        return base.limit_test_batches if testing else base.limit_val_batches
+        return names_of(testing).limit(self._runner.blueprint.trainer)
 
     def _together(
-        self, kind: tuple[type, bool], members: Sequence[ScoreRequest], looks: Sequence[Look]
+        self, kind: tuple[type, bool], members: Sequence[ScoreRequest], signatures: Sequence[Signature]
     ) -> list[Scores]:
         """The members' scores: of a stack if their class can be scored so, else one by one."""
-        second = next((place for place, look in enumerate(looks) if look is not looks[0]), None)
+        second = next((place for place, signature in enumerate(signatures) if signature is not signatures[0]), None)
         key = (*kind, "shared" if second is None else "own")
         if key not in self._decided:
             self._decided[key] = self._agrees((members[0], members[second or 1]), key)
         if self._decided[key]:
             rewind = rewinding(one.loader for one in members)
             try:
-                return self._stacked(members, looks, kind[1], self._decided[key])
+                return self._stacked(members, signatures, kind[1], self._decided[key])
             except (Exception, NotStacked):  # what the user's code raises here, it raises again when scored alone
                 self._decided[key] = 0
                 rewind()
-                for look in looks:
-                    for child in look.module.modules():
+                for signature in signatures:
+                    for child in signature.module.modules():
                         if isinstance(child, Metric):
                             child.reset()
         return [score_one(self._runner, member) for member in members]
@@ -171,9 +173,9 @@ class StackedEvaluation:
                 return 0
         rewind = rewinding(one.loader for one in members)
         try:
-            looks = {id(module): Look(copy.deepcopy(module)) for module in (one.module for one in members)}
-            apart = [looks[id(one.module)] for one in members]
-            copies = [replace(one, module=look.module) for one, look in zip(members, apart, strict=True)]
+            signatures = {id(module): Signature(copy.deepcopy(module)) for module in (one.module for one in members)}
+            apart = [signatures[id(one.module)] for one in members]
+            copies = [replace(one, module=signature.module) for one, signature in zip(members, apart, strict=True)]
             stacked = self._stacked(copies, apart, kind[1], len(copies))
             with FlopCounterMode(display=False) as counter:
                 alone = [score_one(self._runner, one) for one in copies]
@@ -190,7 +192,7 @@ class StackedEvaluation:
             rewind()
 
     def _stacked(
-        self, members: Sequence[ScoreRequest], looks: Sequence[Look], testing: bool, at_most: int
+        self, members: Sequence[ScoreRequest], signatures: Sequence[Signature], testing: bool, at_most: int
     ) -> list[Scores]:
         """The members' scores; raises where they cannot be had together. ``at_most`` so many take a step together."""
         limit, device = self._limit(testing), self._runner.blueprint.device
@@ -198,18 +200,18 @@ class StackedEvaluation:
         found: list[Scores] = []
         drawn = generator_states(device)
         try:
-            models = Models(looks, device)
+            models = Models(signatures, device)
             with torch.inference_mode() if mode else torch.no_grad(), without_warnings():
                 sources = [
                     source_of(one.loader, fast_refusals.num_batches(one.loader, limit), one.seed) for one in members
                 ]
                 sums, feeds = self._steps(models, sources, testing, at_most)
                 models.check()
-                hooks = hooks_of(type(looks[0].module), testing)
-                for look, feed, logged in zip(looks, feeds, sums.values(), strict=True):
+                hooks = hooks_of(type(signatures[0].module), testing)
+                for signature, feed, logged in zip(signatures, feeds, sums.values(), strict=True):
                     own = bool(feed or hooks.before or hooks.after)
                     # without metrics, only numbers are logged
-                    scores = scores_of(look.module, hooks, feed, logged, sums.metrics, device) if own else logged
+                    scores = scores_of(signature.module, hooks, feed, logged, sums.metrics, device) if own else logged
                     found.append(cast(Scores, scores))
             if not same_states(drawn, generator_states(device)):
                 raise NotStacked("random numbers are drawn")
@@ -222,8 +224,7 @@ class StackedEvaluation:
     ) -> tuple[Sums, list[Feed]]:
         """Take all steps. What was logged, and what is left to feed to each client's metrics."""
         precision, device = self._runner.blueprint.precision, self._runner.blueprint.device
-        context = precision.test_step_context if testing else precision.val_step_context
-        step = ScoringStep(stack.lender, testing, context, stack.names, stack.shared)
+        step = ScoringStep(stack.template, names_of(testing), precision, stack.names, stack.shared)
         sums, held = Sums(len(sources)), 0
         feeds: list[Feed] = [[] for _ in sources]
         with stack.on_device(), step.attached():

@@ -133,11 +133,11 @@ def split_tree(tree: Any) -> tuple[list[Tensor], Any]:
     """The tensors of a batch, and the batch with a mark in the place of each."""
     tensors: list[Tensor] = []
 
-    def mark(tensor: Tensor) -> _Slot:
+    def slot_of(tensor: Tensor) -> _Slot:
         tensors.append(tensor)
         return _Slot(len(tensors) - 1)
 
-    return tensors, apply_to_collection(tree, Tensor, mark)
+    return tensors, apply_to_collection(tree, Tensor, slot_of)
 
 
 def join_tree(skeleton: Any, tensors: Sequence[Tensor]) -> Any:

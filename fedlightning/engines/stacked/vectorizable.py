@@ -76,7 +76,7 @@ class Finding:
 
     reason: str | None = None
     draws: bool = False
-    looks: bool = False
+    uses_index: bool = False
     bytes_of_step: int = 0
     bytes_of_client: int = 0
 
@@ -87,7 +87,7 @@ def examine(runner: LocalRunner) -> Finding:
     Raises:
         ConfigurationError: it cannot train in stacks; with the reason and the way out.
     """
-    found = look(runner)
+    found = analyse(runner)
     if found.reason is not None:
         raise ConfigurationError(
             f"engine='vectorized' cannot train this federation: {found.reason}. Use engine='sequential' or 'processes'."
@@ -95,7 +95,7 @@ def examine(runner: LocalRunner) -> Finding:
     return found
 
 
-def look(runner: LocalRunner) -> Finding:
+def analyse(runner: LocalRunner) -> Finding:
     """The same, without raising."""
     module = runner.blueprint.build(next(iter(runner.data.client_ids)))
     reason = _of_settings(runner) or _of_callbacks(runner) or _of_data(runner) or _of_module(module)
@@ -229,7 +229,7 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
                 )
                 found.reason = f"{name}.training_step does not do the same for a client alone and in a stack ({cause})"
             elif not looked and not _alike(together, alone(7), near):
-                found.looks = True
+                found.uses_index = True
         found.bytes_of_step = size // 2
     except NoLossError:
         pass  # this batch is skipped; others are not

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.compat.signatures import class_takes_index
 from fedlightning.datamodules.resident import resident_batches
+from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.hooks import Hooks, of_module, per_class
 from fedlightning.visit.fast.log import LogCollector
@@ -43,10 +43,9 @@ def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) 
         return f"a method of {type(module).__name__} is set on the instance"
     if not takes_plain_batches(type(module)):
         return f"a step of {type(module).__name__} takes dataloader_iter or dataloader_idx"
-    limit = base.limit_test_batches if testing else base.limit_val_batches
     return (
         fast_refusals.of_run({"devices": 1}, [], base)
-        or fast_refusals.of_loader(loader, limit)
+        or fast_refusals.of_loader(loader, names_of(testing).limit(base))
         or fast_refusals.of_hyperparameters(module)
     )
 
@@ -74,19 +73,18 @@ def evaluate(
         NotInFastLoop: if the module does what only Lightning's Trainer can serve.
     """
     collector = LogCollector(module, training=False)
-    stage = RunningStage.TESTING if testing else RunningStage.VALIDATING
+    names = names_of(testing)
     limits = {"max_epochs": base.max_epochs, "max_steps": base.max_steps}
-    trainer = FastTrainer(base, module, [], base.precision_plugin, collector, stage, **limits)  # type: ignore[arg-type]
-    which = "test" if testing else "val"
-    count = fast_refusals.num_batches(loader, getattr(base, f"limit_{which}_batches"))
-    vars(trainer).update({f"{which}_dataloaders": loader, f"num_{which}_batches": [count]})
+    trainer = FastTrainer(base, module, [], base.precision_plugin, collector, names.stage, **limits)  # type: ignore[arg-type]
+    count = fast_refusals.num_batches(loader, names.limit(base))
+    vars(trainer).update({f"{names.short}_dataloaders": loader, f"num_{names.short}_batches": [count]})
     module.trainer = trainer  # type: ignore[assignment]
     hooks, precision = Hooks(trainer, collector), base.precision_plugin
     without_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
     collector.attach()
     try:
         with without_warnings():
-            hooks.run("setup", stage="test" if testing else "validate")
+            hooks.run("setup", stage=names.run)
             if hooks.overridden("configure_model"):
                 with base.strategy.tensor_init_context(), precision.module_init_context():
                     module.configure_model()
@@ -99,7 +97,7 @@ def evaluate(
             for child, mode in modes.items():
                 child.training = mode
             collector.clear()
-            hooks.run("teardown", stage="test" if testing else "validate")
+            hooks.run("teardown", stage=names.run)
     finally:
         collector.detach()
     return logged
@@ -109,15 +107,14 @@ def _epoch(
     trainer: FastTrainer, hooks: Hooks, collector: LogCollector, loader: Any, count: int, listen: Listener
 ) -> dict[str, Tensor]:
     module, precision, device = trainer.lightning_module, trainer.precision_plugin, trainer._base.strategy.root_device
-    name = "test" if trainer.testing else "validation"
-    step = module.test_step if trainer.testing else module.validation_step
-    context = precision.test_step_context if trainer.testing else precision.val_step_context
-    indexed = class_takes_index(type(module), f"{name}_step")
+    names = names_of(trainer.testing)
+    step, context = getattr(module, names.step), names.context(precision)
+    indexed = class_takes_index(type(module), names.step)
     batches = iter(resident_batches(loader, device) or loader)
     module.eval()
-    hooks.run(f"on_{name}_start")
-    hooks.run(f"on_{name}_epoch_start")
-    batch_start, batch_end = hooks.find(f"on_{name}_batch_start"), hooks.find(f"on_{name}_batch_end")
+    hooks.run(f"on_{names.hook}_start")
+    hooks.run(f"on_{names.hook}_epoch_start")
+    batch_start, batch_end = hooks.find(f"on_{names.hook}_batch_start"), hooks.find(f"on_{names.hook}_batch_end")
     for index in range(count):
         batch = precision.convert_input(next(batches))
         batch = module.on_before_batch_transfer(batch, 0)
@@ -126,7 +123,7 @@ def _epoch(
         collector.begin_batch(batch)
         if batch_start is not None:
             batch_start(batch, index)
-        collector.enter(f"{name}_step")
+        collector.enter(names.step)
         with context():
             outputs = step(batch, index) if indexed else step(batch)
         collector.enter(None)
@@ -136,8 +133,8 @@ def _epoch(
         collector.end_batch()
     collector.end_batches()
     logged = collector.epoch_values()
-    hooks.run(f"on_{name}_epoch_end")
+    hooks.run(f"on_{names.hook}_epoch_end")
     collector.end_epoch()
     logged.update(collector.epoch_values())
-    hooks.run(f"on_{name}_end")
+    hooks.run(f"on_{names.hook}_end")
     return logged

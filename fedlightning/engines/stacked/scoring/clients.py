@@ -13,9 +13,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fedlightning.compat.attached import trainer_of
-from fedlightning.engines.stacked.scoring.step import Fed, Step
+from fedlightning.engines.stacked.scoring.step import MetricUpdate, Step
 from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, plain_log
 from fedlightning.engines.stacked.stack import join_tree
+from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast.hooks import of_module
 from fedlightning.visit.log_rules import scalar
 
@@ -33,7 +34,7 @@ class EpochHooks:
 
 def hooks_of(kind: type[LightningModule], testing: bool) -> EpochHooks:
     """Those of a class when it is validated, or tested."""
-    name, own = "test" if testing else "validation", of_module(kind)
+    name, own = names_of(testing).hook, of_module(kind)
     before, after = (f"on_{name}_start", f"on_{name}_epoch_start"), (f"on_{name}_epoch_end", f"on_{name}_end")
     return EpochHooks(tuple(filter(own.__contains__, before)), tuple(filter(own.__contains__, after)))
 
@@ -76,7 +77,7 @@ def _feed(module: LightningModule, feed: Feed) -> dict[str, Metric]:
                 continue
             if path not in metrics:
                 metrics[path] = module.get_submodule(path)
-            if isinstance(event, Fed):
+            if isinstance(event, MetricUpdate):
                 tensors = [output[row] for output in outputs[event.first : event.end]]
                 call = metrics[path] if event.forward else metrics[path].update
                 if event.positional:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -22,6 +23,7 @@ from fedlightning.compat.attached import trainer_of
 from fedlightning.compat.signatures import class_takes_index
 from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, plain_log
 from fedlightning.engines.stacked.stack import join_tree, split_tree
+from fedlightning.visit.evaluation_names import EvaluationNames
 from fedlightning.visit.log_rules import LogRule, scalar
 
 
@@ -36,7 +38,7 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Fed:
+class MetricUpdate:
     """A call of a metric's ``update`` (or of the metric itself, ``forward``) with outputs from ``first`` to ``end``.
 
     ``skeleton`` holds the arguments; where they are ``positional`` tensors and nothing else, the outputs are they.
@@ -60,7 +62,7 @@ class Step:
     """
 
     outputs: Sequence[Tensor] = ()
-    events: list[Logged | Fed] = field(default_factory=list)
+    events: list[Logged | MetricUpdate] = field(default_factory=list)
     loss: int | None = None
     size: int = 1
 
@@ -99,12 +101,12 @@ def metrics_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 class _Caller(nn.Module):
     """Calls a step of ``module``, so that ``functional_call`` can put a client's tensors into the module."""
 
-    def __init__(self, module: LightningModule, testing: bool) -> None:
+    def __init__(self, module: LightningModule, step: str) -> None:
         super().__init__()
-        self.module, self.testing = module, testing
+        self.module, self.step = module, step
 
     def forward(self, *args: Any) -> Any:
-        return self.module.test_step(*args) if self.testing else self.module.validation_step(*args)
+        return getattr(self.module, self.step)(*args)
 
 
 class ScoringStep:
@@ -117,12 +119,17 @@ class ScoringStep:
     """
 
     def __init__(
-        self, module: LightningModule, testing: bool, context: Callable[[], Any], names: Sequence[str], shared: bool
+        self,
+        module: LightningModule,
+        evaluation: EvaluationNames,
+        precision: Precision,
+        names: Sequence[str],
+        shared: bool,
     ) -> None:
-        self._module, self._context, self._shared = module, context, shared
-        self._hook = "test_step" if testing else "validation_step"
-        self._indexed = class_takes_index(type(module), "test_step" if testing else "validation_step")
-        self._caller = _Caller(module, testing)
+        self._module, self._context, self._shared = module, evaluation.context(precision), shared
+        self._hook = evaluation.step
+        self._indexed = class_takes_index(type(module), evaluation.step)
+        self._caller = _Caller(module, evaluation.step)
         self._names = tuple(f"module.{name}" for name in names)
         self._index, self._skeleton = 0, None
         self._outputs: list[Tensor] = []
@@ -201,4 +208,4 @@ class ScoringStep:
         self._outputs += tensors
         args, kwargs = arguments
         positional = not kwargs and all(isinstance(argument, Tensor) for argument in args)
-        self._step.events.append(Fed(path, forward, skeleton, positional, first, len(self._outputs)))
+        self._step.events.append(MetricUpdate(path, forward, skeleton, positional, first, len(self._outputs)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from fedlightning.engines.stacked.columns import Column
 from fedlightning.engines.stacked.scoring.step import Logged, Step
