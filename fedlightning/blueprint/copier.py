@@ -1,4 +1,4 @@
-"""Deep copies of one module, again and again: what ``copy.deepcopy`` gives, several times faster for small modules."""
+"""Deep copies of one module, again and again: what `copy.deepcopy` gives, several times faster for small modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATOMIC = (
     type, FunctionType, BuiltinFunctionType, CodeType, MethodDescriptorType, WrapperDescriptorType, property,
     weakref.ref, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-"""What ``copy.deepcopy`` does not copy: it is the same object in the copy."""
+"""What `copy.deepcopy` does not copy: it is the same object in the copy."""
 
 
 class CannotRecord(Exception):
@@ -38,7 +38,7 @@ class Copier:
 
     The first copy walks over the objects and records how to build them, as pickling does; what must not be pickled
     (functions, classes, devices) is kept as it is, and tensors are deep-copied by torch. Where an object has a
-    ``__deepcopy__`` of its own or cannot be recorded, every copy is an ordinary ``copy.deepcopy``.
+    `__deepcopy__` of its own or cannot be recorded, every copy is an ordinary `copy.deepcopy`.
 
     Args:
         module: only the values of its tensors may change afterwards.
@@ -61,7 +61,7 @@ class Copier:
             self._kept = []
 
     def holds(self, state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether :meth:`copy` can put ``state`` in the place of the module's own entries."""
+        """Whether :meth:`copy` can put `state` in the place of the module's own entries."""
         for name, value in state.items():
             own = self._kept[self._places[name]] if self._recipe is not None and name in self._places else None
             if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
@@ -114,7 +114,7 @@ class _Recorder(pickle.Pickler):
         self._known: dict[int, int] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """A module's attributes go straight into the copy: ``nn.Module.__setstate__`` only completes those of old files."""
+        """A module's attributes go straight into the copy: `nn.Module.__setstate__` only completes those of old files."""
         kind: Any = type(obj)
         plain = isinstance(obj, nn.Module) and kind.__setstate__ is nn.Module.__setstate__
         own: Any = object

@@ -17,7 +17,7 @@ def make_engine(
     workers: int | None = None,
     clients_per_stack: int | None = None,
 ) -> Engine:
-    """The engine of that name (``"sequential"``, ``"processes"``, ``"vectorized"``); only what it needs is imported."""
+    """The engine of that name (`"sequential"`, `"processes"`, `"vectorized"`); only what it needs is imported."""
     if name == "processes":
         from fedlightning.engines.processes import ProcessesEngine
 

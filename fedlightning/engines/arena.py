@@ -30,7 +30,7 @@ class Arena:
     """Shared memory that grows. It lives as long as a process holds its file descriptor.
 
     Args:
-        descriptor: of an arena that another process made; ``None`` makes a new one.
+        descriptor: of an arena that another process made; `None` makes a new one.
         private: changes stay in this process (copy on write), for data that many processes map.
     """
 
@@ -41,7 +41,7 @@ class Arena:
         self.end = 0
 
     def append(self, data: memoryview) -> Slot:
-        """Write ``data`` behind what is there."""
+        """Write `data` behind what is there."""
         slot = (self.end, data.nbytes)
         after = self.end + data.nbytes
         if after > len(self._memory):
@@ -57,7 +57,7 @@ class Arena:
         self.end = 0
 
     def view(self, slot: Slot) -> memoryview:
-        """What lies in ``slot``, without copying."""
+        """What lies in `slot`, without copying."""
         offset, size = slot
         if offset + size > len(self._memory):
             self._map()
@@ -95,7 +95,7 @@ class Broadcast:
         self._written: dict[int, tuple[Tensor, Slot]] = {}  # keeps the tensors, so that no id is given again
 
     def slot(self, tensor: Tensor) -> Slot | None:
-        """Where ``tensor`` lies in :attr:`arena`; ``None`` at first sight."""
+        """Where `tensor` lies in :attr:`arena`; `None` at first sight."""
         if id(tensor) in self._written:
             return self._written[id(tensor)][1]
         if self._seen.get(id(tensor)) is not tensor:
@@ -113,7 +113,7 @@ class Broadcast:
 
 
 def pack(value: Any, arena: Arena, broadcast: Broadcast | None = None) -> bytes:
-    """Lay the tensors and arrays of ``value`` out in ``arena`` (over what was there) and pickle the rest.
+    """Lay the tensors and arrays of `value` out in `arena` (over what was there) and pickle the rest.
 
     Args:
         value: any tree that can be pickled. A tensor that occurs several times is one tensor again afterwards.
@@ -132,8 +132,8 @@ def unpack(header: bytes, arena: Arena, broadcast: Arena | None = None, copy: bo
     """The value that :func:`pack` was given.
 
     Args:
-        header: what ``pack`` returned; arena, broadcast: the arenas it wrote to.
-        copy: ``False``: tensors and arrays stay in the arena, which must then not be written any more.
+        header: what `pack` returned; arena, broadcast: the arenas it wrote to.
+        copy: `False`: tensors and arrays stay in the arena, which must then not be written any more.
     """
     payload, slots = pickle.loads(header)
     views = [arena.view(slot) for slot in slots]

@@ -74,7 +74,7 @@ class Worker:
         self.connection.send_bytes(header)
 
     def take(self) -> worker.Reply | None:
-        """What the worker has to say; ``None`` if that is only that it is ready. Warnings are given again here.
+        """What the worker has to say; `None` if that is only that it is ready. Warnings are given again here.
 
         Raises:
             EOFError, OSError: if it is gone.
@@ -89,7 +89,7 @@ class Worker:
         return reply
 
     def end(self, grace: float) -> str:
-        """End the process, after ``grace`` seconds by force. Returns how it ended, for a sentence."""
+        """End the process, after `grace` seconds by force. Returns how it ended, for a sentence."""
         with suppress(OSError):
             self.connection.send_bytes(worker.END)
         self.process.join(grace)
@@ -147,7 +147,7 @@ def _unpicklable(parts: Mapping[str, Any]) -> Iterator[tuple[str, Exception]]:
 def start_context() -> ForkServerContext:
     """How workers start: forked from a server process that has imported everything and has a single thread.
 
-    ``fork`` of this process would copy torch's thread pools and CUDA's context in a broken state; ``spawn`` imports
+    `fork` of this process would copy torch's thread pools and CUDA's context in a broken state; `spawn` imports
     torch and Lightning anew for every worker (seconds, and some 400 MB each). The server is started once for a
     program, so workers start again within a fraction of a second.
     """
@@ -171,7 +171,7 @@ def one_thread() -> Iterator[None]:
 
 
 def own_gpu(index: int, devices: Any) -> dict[str, str]:
-    """Environment in which worker ``index`` sees one of this machine's GPUs, if ``devices="auto"`` shares them out."""
+    """Environment in which worker `index` sees one of this machine's GPUs, if `devices="auto"` shares them out."""
     count = torch.cuda.device_count() if devices == "auto" else 1
     if count < 2:
         return {}

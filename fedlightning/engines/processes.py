@@ -1,4 +1,4 @@
-"""The engine ``processes``: the same tasks on persistent local workers, each with one torch thread.
+"""The engine `processes`: the same tasks on persistent local workers, each with one torch thread.
 
 Answers come in the order of the tasks and are held until it is their turn, at most as many as fit into
 :data:`HELD_BYTES`. While more tasks are to come than may be held, they are given out in order; as soon as all that is
@@ -51,7 +51,7 @@ class ProcessesEngine(Engine):
 
     Args:
         runner: sent to each worker once; store: the clients' records.
-        workers: how many processes; ``None``: as many as there are cores, but not more than clients.
+        workers: how many processes; `None`: as many as there are cores, but not more than clients.
     """
 
     def __init__(self, runner: LocalRunner, store: ClientStore, workers: int | None = None) -> None:
@@ -215,7 +215,7 @@ class _Source:
         self.exhausted = False
 
     def fill(self, window: deque[Entry]) -> bool:
-        """Draw tasks into ``window``; whether there is anything in it."""
+        """Draw tasks into `window`; whether there is anything in it."""
         while not self.exhausted and len(window) < max(self._at_least, HELD_BYTES // self._largest):
             task = next(self._tasks, None)
             if task is None:

@@ -1,8 +1,8 @@
-"""The engine ``vectorized``: clients of one architecture train together, as one stack on a leading client axis.
+"""The engine `vectorized`: clients of one architecture train together, as one stack on a leading client axis.
 
 Each client's visit runs as in every engine, with its own message, record, loader and callbacks, up to its local training.
 There the visits wait for one another, the clients of a chunk take their steps together, and each visit goes on with what
-came of it. Results equal those of ``sequential`` up to the rounding of sums that are taken in another order. What cannot
+came of it. Results equal those of `sequential` up to the rounding of sums that are taken in another order. What cannot
 be stacked is refused before the first round.
 """
 
@@ -61,7 +61,7 @@ class Member:
     answer: tuple[Update, ClientRecord] | None = None
 
     def go_on(self, step: Any) -> None:
-        """Run the visit up to where it waits next or to its end; ``step`` starts it or hands it what it waits for."""
+        """Run the visit up to where it waits next or to its end; `step` starts it or hands it what it waits for."""
         self.fit = self.score = None
         try:
             request = step()
@@ -76,7 +76,7 @@ class Member:
 
 @contextmanager
 def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """A block in which the module is where the stack is: a step may ask for ``self.device``."""
+    """A block in which the module is where the stack is: a step may ask for `self.device`."""
     home = module.device
     module.to(device)
     try:
@@ -97,7 +97,7 @@ class VectorizedEngine(Engine):
 
     Args:
         runner, store: see :class:`~fedlightning.federation.engine.Engine`.
-        clients_per_stack: how many clients train together; ``None``: as many as fit into a share of the memory (see
+        clients_per_stack: how many clients train together; `None`: as many as fit into a share of the memory (see
             :func:`~fedlightning.engines.stacked.planning.chunk_size`). Results do not depend on it beyond rounding.
     """
 
@@ -284,7 +284,7 @@ class VectorizedEngine(Engine):
         return trainees
 
     def _fit(self, phase: Phase, module: LightningModule, trainees: Sequence[Trainee], recipe: Recipe) -> Stack:
-        """Train the clients; ``module`` lends its code, and ``recipe`` was made for it."""
+        """Train the clients; `module` lends its code, and `recipe` was made for it."""
         runner = self.runner
         stack = Stack(module, len(trainees), self.device)
         if trainees[0].client.is_unbuilt:
@@ -317,7 +317,7 @@ class VectorizedEngine(Engine):
         return stack
 
     def _batches(self, loader: Any) -> int:
-        """Batches in an epoch, as Lightning counts them under ``limit_train_batches``."""
+        """Batches in an epoch, as Lightning counts them under `limit_train_batches`."""
         return limited(len(loader), self.runner.settings.trainer_arguments.get("limit_train_batches"))
 
     def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:

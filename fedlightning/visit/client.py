@@ -132,7 +132,7 @@ class Client:
 
     @property
     def class_counts(self) -> list[int] | None:
-        """Training samples per class, or ``None`` where the data has no labels."""
+        """Training samples per class, or `None` where the data has no labels."""
         return self._runner.data.class_counts(self.id)
 
     @property
@@ -155,7 +155,7 @@ class Client:
         return self._runner.loader(self.message, split)
 
     def anchor(self, name: str, device: torch.device) -> Tensor | None:
-        """The server's value of ``name`` as it was sent, in fp32 at least, on ``device``; ``None`` if it stays home."""
+        """The server's value of `name` as it was sent, in fp32 at least, on `device`; `None` if it stays home."""
         if name not in self.received:
             return None
         if (device, name) not in self._anchor:
@@ -164,12 +164,12 @@ class Client:
         return self._anchor[device, name]
 
     def loss(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> float:
-        """Mean training loss over ``split`` at ``state`` (default: the present model); eval mode, no gradient."""
+        """Mean training loss over `split` at `state` (default: the present model); eval mode, no gradient."""
         with self._at(state) as module:
             return probes.mean_loss(module, self._batches(split), self.precision, *self._address("loss", split))
 
     def gradient(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> State:
-        """Sample-weighted mean gradient over ``split`` at ``state``, by parameter name, on the CPU."""
+        """Sample-weighted mean gradient over `split` at `state`, by parameter name, on the CPU."""
         with self._at(state) as module:
             seed = self._address("gradient", split)
             return clone(probes.mean_gradient(module, self._batches(split), self.precision, *seed), "cpu")
@@ -182,14 +182,14 @@ class Client:
         repeat: bool = False,
         batch_idx: int = 0,
     ) -> tuple[Tensor, State]:
-        """Loss and gradient of one batch on the device, at the present parameters of ``module``; leaves no trace.
+        """Loss and gradient of one batch on the device, at the present parameters of `module`; leaves no trace.
 
         Args:
             batch: as a hook of Lightning gives it.
             module: another module than the client's own (a personal twin).
-            update_buffers: let the running statistics of ``module`` move, because it really trains.
+            update_buffers: let the running statistics of `module` move, because it really trains.
             repeat: draw the same random numbers (dropout) as the probe before: for differences of gradients.
-            batch_idx: what ``training_step`` is told of the batch's place in its epoch.
+            batch_idx: what `training_step` is told of the batch's place in its epoch.
         """
         module = self.module if module is None else module
         self.scratch["probes"] = self.scratch.get("probes", 0) + (not repeat)
@@ -199,11 +199,11 @@ class Client:
         )
 
     def probing(self, module: LightningModule, update_buffers: bool = False) -> AbstractContextManager[None]:
-        """A block in which ``module`` may be run without a trace: muted, autocast as in training, randomness addressed.
+        """A block in which `module` may be run without a trace: muted, autocast as in training, randomness addressed.
 
         Args:
             module: the client's own or one that trains beside it.
-            update_buffers: let the running statistics of ``module`` move.
+            update_buffers: let the running statistics of `module` move.
         """
         self.scratch["probes"] = self.scratch.get("probes", 0) + 1
         seed = self._address("probe", self.scratch["probes"])
@@ -220,7 +220,7 @@ class Client:
         return probes.loss_scale(self.precision)
 
     def evaluate(self, state: Mapping[str, Tensor] | None = None, split: str = "val") -> dict[str, float]:
-        """What the module logs on the client's own ``split`` at ``state`` (default: the present model)."""
+        """What the module logs on the client's own `split` at `state` (default: the present model)."""
         loader = self.loader(split)
         if loader is None:
             return {}
@@ -248,14 +248,14 @@ class Client:
         return self._blueprint.build(self.id)
 
     def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
-        """A teacher: a copy of the module at ``state`` (default: as it is) on its device, in eval mode, without gradients."""
+        """A teacher: a copy of the module at `state` (default: as it is) on its device, in eval mode, without gradients."""
         teacher = self.copy_module()
         if state is not None:
             load_state(teacher, state)
         return teacher.to(self.module.device).eval().requires_grad_(False)
 
     def features(self, module: LightningModule, batch: Any, taps: Mapping[str, FeatureTap]) -> dict[str, Tensor]:
-        """What ``taps`` (made on ``module``) catch when it runs its step on ``batch``; no gradient, no trace."""
+        """What `taps` (made on `module`) catch when it runs its step on `batch`; no gradient, no trace."""
         with torch.no_grad(), self.probing(module), ExitStack() as stack:
             for tap in taps.values():
                 stack.enter_context(tap)
@@ -265,7 +265,7 @@ class Client:
     def feature_pass(
         self, taps: Callable[[LightningModule], Mapping[str, FeatureTap]], split: str = "train"
     ) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-        """One pass of the present model over ``split`` in eval mode: each batch and what ``taps(module)`` catch."""
+        """One pass of the present model over `split` in eval mode: each batch and what `taps(module)` catch."""
         with self._at(None) as module:
             was_training = module.training
             module.eval()
@@ -277,14 +277,14 @@ class Client:
                 module.train(was_training)
 
     def normalisation_statistics(self, split: str = "train") -> tuple[State, int]:
-        """Means over the batches of ``split`` of BatchNorm layers' batch statistics, and how many batches; no trace."""
+        """Means over the batches of `split` of BatchNorm layers' batch statistics, and how many batches; no trace."""
         with self._at(None) as module:
             seed = self._address("statistics", split)
             return probes.normalisation_statistics(module, self._batches(split), self.precision, *seed)
 
     @property
     def keeps_optimizers(self) -> bool:
-        """Whether optimizers go on from visit to visit (``optimizer_state="keep"``)."""
+        """Whether optimizers go on from visit to visit (`optimizer_state="keep"`)."""
         return self._blueprint.settings.optimizer_state == "keep"
 
     def copy_module(self) -> LightningModule:
@@ -319,7 +319,7 @@ class Client:
 
 
 class _AtState:
-    """The module on the run's device with ``state`` loaded; as it was afterwards."""
+    """The module on the run's device with `state` loaded; as it was afterwards."""
 
     def __init__(self, module: LightningModule, state: Mapping[str, Tensor] | None, device: torch.device) -> None:
         self.module, self.state, self.device = module, state, device

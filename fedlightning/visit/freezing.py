@@ -13,7 +13,7 @@ from fedlightning.tensors import module_state
 
 @contextmanager
 def only_training(module: LightningModule, names: tuple[str, ...] | None) -> Iterator[None]:
-    """Freeze all parameters but ``names`` (exact or module prefixes) for a phase.
+    """Freeze all parameters but `names` (exact or module prefixes) for a phase.
 
     Frozen parameters get no gradient at all (a stale one would move them through weight decay), and modules none of
     whose entries are named are put in eval mode, so that the running statistics of a frozen body stay.

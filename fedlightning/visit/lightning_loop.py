@@ -1,4 +1,4 @@
-"""The local loop ``trainer``: one fit by a quiet Lightning Trainer of its own. Everything Lightning can do works here."""
+"""The local loop `trainer`: one fit by a quiet Lightning Trainer of its own. Everything Lightning can do works here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train_with_lightning(
     phase: Phase,
     val_loader: Any = None,
 ) -> Trainer:
-    """Train ``client.module`` in place with ``callbacks`` (``visit`` among them); the Trainer that did it.
+    """Train `client.module` in place with `callbacks` (`visit` among them); the Trainer that did it.
 
     Args:
         client, settings, loader, start_sampler, phase, val_loader: see :func:`fedlightning.visit.fit.fit`.

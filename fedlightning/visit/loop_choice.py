@@ -12,7 +12,7 @@ from fedlightning.visit.fast import refusals as fast_refusals
 
 
 class LoopChoice:
-    """Chooses between the loops ``fast`` and ``trainer`` before training; ``auto`` says once why it is not fast.
+    """Chooses between the loops `fast` and `trainer` before training; `auto` says once why it is not fast.
 
     Args:
         blueprint: Settings and callbacks of the run, and a Trainer made with its arguments.
@@ -25,10 +25,10 @@ class LoopChoice:
         self.reason: str | None = "local_loop='trainer'" if self._settings.local_loop == "trainer" else None
 
     def fast_trainer(self, module: LightningModule, loader: Any) -> Trainer | None:
-        """What the fast loop needs for a fit of ``module`` on ``loader``; ``None``: use Lightning's Trainer.
+        """What the fast loop needs for a fit of `module` on `loader`; `None`: use Lightning's Trainer.
 
         Raises:
-            ValueError: where ``local_loop="fast"`` does not apply; it says why.
+            ValueError: where `local_loop="fast"` does not apply; it says why.
         """
         settings = self._settings
         if settings.local_loop == "trainer":
@@ -45,7 +45,7 @@ class LoopChoice:
         return None
 
     def give_up(self, reason: str) -> None:
-        """The fast loop met ``reason`` while it ran: the rest of the run does without it."""
+        """The fast loop met `reason` while it ran: the rest of the run does without it."""
         self._of_run, self._asked = reason, True
         self._explain(reason)
 

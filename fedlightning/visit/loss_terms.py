@@ -1,4 +1,4 @@
-"""Loss-form terms: what callbacks add to the loss that a module's ``training_step`` returns."""
+"""Loss-form terms: what callbacks add to the loss that a module's `training_step` returns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LossTermMixin(Mixin):
     wraps = ("training_step",)
 
     def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The step's output with its loss replaced; a skipped batch (``None``) stays skipped."""
+        """The step's output with its loss replaced; a skipped batch (`None`) stays skipped."""
         client: Client = vars(self)["loss_client"]
         module = cast(LightningModule, self)
         callbacks: Sequence[FederatedCallback] = vars(self)["loss_callbacks"]
@@ -47,7 +47,7 @@ def loss_terms(client: Client, callbacks: Sequence[FederatedCallback]) -> Iterat
     The module's class is swapped and put back, so its logging, hooks and names stay what they are.
 
     Raises:
-        ValueError: if the module optimizes manually: its loss never comes back from ``training_step``.
+        ValueError: if the module optimizes manually: its loss never comes back from `training_step`.
     """
     module: LightningModule = client.module
     if not callbacks:

@@ -24,7 +24,7 @@ from fedlightning.wrappers.muting import frozen_buffers, muted
 
 
 class NoLossError(ValueError):
-    """A ``training_step`` that returned no loss."""
+    """A `training_step` that returned no loss."""
 
 
 def move_batch(module: LightningModule, batch: Any) -> Any:
@@ -35,7 +35,7 @@ def move_batch(module: LightningModule, batch: Any) -> Any:
 
 
 def training_loss(module: LightningModule, batch: Any, batch_idx: int = 0) -> Tensor:
-    """The loss that ``module.training_step`` returns for ``batch``.
+    """The loss that `module.training_step` returns for `batch`.
 
     Raises:
         NoLossError: if the step returns no loss (manual optimization, or a skipped batch).
@@ -56,7 +56,7 @@ def probing(
 ) -> Iterator[None]:
     """A block in which the module may be run without a trace: muted, buffers restored, randomness addressed.
 
-    With ``update_buffers`` running statistics do move: for a module that really trains beside the client's own.
+    With `update_buffers` running statistics do move: for a module that really trains beside the client's own.
     """
     buffers = nullcontext() if update_buffers else frozen_buffers(module)
     with isolated(*seed), muted(module), buffers, precision.train_step_context():
@@ -64,7 +64,7 @@ def probing(
 
 
 def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> float:
-    """Sample-weighted mean training loss over ``batches``, in eval mode and without gradients; NaN without a batch."""
+    """Sample-weighted mean training loss over `batches`, in eval mode and without gradients; NaN without a batch."""
     total, count = 0.0, 0
     was_training = module.training
     module.eval()
@@ -95,7 +95,7 @@ def batch_gradient(
 ) -> tuple[Tensor, State]:
     """Loss and gradient of one batch (already on the device) at the module's present parameters, by name.
 
-    Gradients are unscaled and in the parameter's dtype; ``.grad`` fields are not touched. Parameters that the loss
+    Gradients are unscaled and in the parameter's dtype; `.grad` fields are not touched. Parameters that the loss
     does not reach are left out. Under fp16 the loss is scaled for the backward pass as the run's scaler does.
     """
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -111,7 +111,7 @@ def batch_gradient(
 
 
 def mean_gradient(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> State:
-    """Sample-weighted mean gradient over ``batches`` at the module's present parameters, in fp32 at least."""
+    """Sample-weighted mean gradient over `batches` at the module's present parameters, in fp32 at least."""
     total: State = {}
     count = 0
     for index, batch in enumerate(batches):
@@ -128,7 +128,7 @@ def mean_gradient(module: LightningModule, batches: Iterable[Any], precision: Pr
 def normalisation_statistics(
     module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object
 ) -> tuple[State, int]:
-    """Means over ``batches`` of every BatchNorm layer's batch mean and variance, by buffer name, and how many batches.
+    """Means over `batches` of every BatchNorm layer's batch mean and variance, by buffer name, and how many batches.
 
     All but those layers is in eval mode. A batch of one sample has no variance and is left out. No trace.
     """

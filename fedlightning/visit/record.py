@@ -25,7 +25,7 @@ class ClientRecord:
         personal: model entries that do not travel, as the last visit left them.
         state: per callback key, what that callback keeps.
         checkpoints: per callback key, selected models and their scores.
-        lightning: per phase, what Lightning keeps (gradient scaler, callback states, optimizers under ``keep``).
+        lightning: per phase, what Lightning keeps (gradient scaler, callback states, optimizers under `keep`).
         num_samples, steps, lr_sum: of the last fit, for a later job that only collects its result.
         visits: how often the client has trained; last_round: when.
     """

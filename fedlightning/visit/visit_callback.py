@@ -163,7 +163,7 @@ class VisitCallback(Callback):
 
 
 class KeepingVisitCallback(VisitCallback):
-    """Under ``optimizer_state="keep"`` the Trainer's limit is the whole federation's horizon: a visit ends before it."""
+    """Under `optimizer_state="keep"` the Trainer's limit is the whole federation's horizon: a visit ends before it."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self.unit == "steps" and self.attempts >= self.work:
@@ -175,10 +175,10 @@ class KeepingVisitCallback(VisitCallback):
 
 
 def address_of(phase: Phase) -> str:
-    """The name by which the randomness of ``phase`` is addressed."""
+    """The name by which the randomness of `phase` is addressed."""
     return phase.repeats or phase.name
 
 
 def acting(callbacks: list[FederatedCallback], phase: Phase) -> list[FederatedCallback]:
-    """The callbacks among ``callbacks`` whose terms act in ``phase``."""
+    """The callbacks among `callbacks` whose terms act in `phase`."""
     return [callback for callback in callbacks if phase.federated or callback.key in phase.terms_of]

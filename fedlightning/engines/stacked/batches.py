@@ -1,7 +1,7 @@
 """Batches of many clients at once, each from its own loader in its own addressed order.
 
 Where a client's loader does nothing but pick rows of tensors that lie in memory, the rows of all clients are gathered by
-one ``index_select``, without asking the loaders. Other loaders are iterated one by one and their batches stacked.
+one `index_select`, without asking the loaders. Other loaders are iterated one by one and their batches stacked.
 Clients whose next batches are alike for several turns are asked once for all of them.
 """
 
@@ -52,7 +52,7 @@ class ResidentSource:
     """Rows of tensors in memory.
 
     Args:
-        tensors: the data, ``(n, ...)`` each; held: the client's rows of them, or ``None`` for all.
+        tensors: the data, `(n, ...)` each; held: the client's rows of them, or `None` for all.
         sampler: gives the order; batch_size, count: samples in a batch, batches in an epoch.
         seed: of the generator; draws_seed: whether iterating the loader would draw a number from it.
     """
@@ -104,7 +104,7 @@ class ResidentSource:
         return max(self._whole - self._next, 1)
 
     def rows(self, batches: int) -> Tensor:
-        """The rows of the next ``batches``, one after another."""
+        """The rows of the next `batches`, one after another."""
         start = self._next * self.batch_size
         return self._order[start : start + batches * self.batch_size]
 
@@ -178,7 +178,7 @@ class LoaderSource:
 
 
 def resident(loader: Any, count: int, seed: Seed) -> ResidentSource | None:
-    """The loader as rows in memory, where that is all it is; else ``None``.
+    """The loader as rows in memory, where that is all it is; else `None`.
 
     Exact types only: a subclass may do anything.
     """
@@ -215,7 +215,7 @@ class Gatherer:
         self._room: dict[tuple[Any, ...], Tensor] = {}
 
     def batches(self, sources: Sequence[Any], turns: int) -> Generator[Any, None, None]:
-        """The next ``turns`` batches of each source, stacked ``(len(sources), batch, ...)``, one turn after another.
+        """The next `turns` batches of each source, stacked `(len(sources), batch, ...)`, one turn after another.
 
         A batch is overwritten by the next one. The sources advance when the iterator is closed, by what has been taken.
         """
@@ -231,7 +231,7 @@ class Gatherer:
 
     @staticmethod
     def one(batch: Any, place: int) -> Any:
-        """A stacked batch of the client at ``place`` alone."""
+        """A stacked batch of the client at `place` alone."""
         tensors, skeleton = split_tree(batch)
         return join_tree(skeleton, [tensor[place : place + 1] for tensor in tensors])
 

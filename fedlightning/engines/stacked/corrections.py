@@ -1,4 +1,4 @@
-"""Gradient-form terms of algorithms on a stack: ``correct_gradient``, mapped over the clients.
+"""Gradient-form terms of algorithms on a stack: `correct_gradient`, mapped over the clients.
 
 A callback writes its correction for one client. Where its payload and state are tensors, they are stacked and the
 correction is mapped; where it looks at something that cannot be stacked (the client's id, plain values that differ from
@@ -73,7 +73,7 @@ class Correction:
         """Corrected gradients.
 
         Args:
-            rows, numbers: which clients; parameters, found: stacked values and gradients ``(n, ...)`` by name.
+            rows, numbers: which clients; parameters, found: stacked values and gradients `(n, ...)` by name.
             rates: per name the learning rates of these clients.
         """
         if self._stacked is not None:
@@ -144,7 +144,7 @@ class Correction:
 
 
 def stack_trees(trees: Sequence[Any], device: torch.device) -> tuple[list[Tensor], Any] | None:
-    """Trees of tensors and plain values as one tree of stacked tensors; ``None`` where they are not alike."""
+    """Trees of tensors and plain values as one tree of stacked tensors; `None` where they are not alike."""
     parts = [split_tree(tree) for tree in trees]
     leaves, skeleton = parts[0]
     for others, form in parts[1:]:

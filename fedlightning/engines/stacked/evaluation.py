@@ -1,6 +1,6 @@
 """Scores of many modules of one class at once: their evaluation steps are taken together, as one stack of clients.
 
-Which modules: any whose step ``vmap`` can carry out and whose other evaluation hooks are at most those around an epoch.
+Which modules: any whose step `vmap` can carry out and whose other evaluation hooks are at most those around an epoch.
 The first two of a class are scored both ways; where the scores differ, or anything else speaks against it, modules of the
 class are scored one after another, as in every other engine. That is decided once for each class, and once more for one
 model that all clients share.
@@ -47,7 +47,7 @@ from fedlightning.visit.runner import LocalRunner
 
 Answer = TypeVar("Answer")
 Kind = tuple[type, bool, str]
-"""A class, whether it is tested (or validated), and whether its models are ``own`` or ``shared``."""
+"""A class, whether it is tested (or validated), and whether its models are `own` or `shared`."""
 ALIKE = 1e-2
 """Scores of the same module may differ by so much, relative and absolute, when both ways are compared: far more than
 rounding does, far less than what a misunderstanding does."""
@@ -55,7 +55,7 @@ HELD = 2**28
 """Bytes that may be kept for metrics until they are fed."""
 ARITHMETIC = {"own": 2**23, "shared": 2**26}
 """Floating-point operations of a client's step on a CPU from which on a stack loses more than the calls it saves: with
-``own`` models it reads all their weights at once, with a ``shared`` one it has larger activations than fit into a cache.
+`own` models it reads all their weights at once, with a `shared` one it has larger activations than fit into a cache.
 Not measured in seconds: a run that is resumed must decide as before."""
 TOGETHER = 2**28
 """Such operations in a step of a stack."""
@@ -123,7 +123,7 @@ class StackedEvaluation:
     def _group(
         self, one: ScoreRequest, whose: Iterable[str], signatures: dict[int, Signature]
     ) -> tuple[Any, ...] | None:
-        """What it must have in common with others to be scored with them; ``None`` if it can be scored only alone."""
+        """What it must have in common with others to be scored with them; `None` if it can be scored only alone."""
         kind, scorer = type(one.module), self._runner.scorer
         steps = of_module(kind)
         testing = one.split == "test" and "test_step" in steps
@@ -194,7 +194,7 @@ class StackedEvaluation:
     def _stacked(
         self, members: Sequence[ScoreRequest], signatures: Sequence[Signature], testing: bool, at_most: int
     ) -> list[Scores]:
-        """The members' scores; raises where they cannot be had together. ``at_most`` so many take a step together."""
+        """The members' scores; raises where they cannot be had together. `at_most` so many take a step together."""
         limit, device = self._limit(testing), self._runner.blueprint.device
         mode = self._runner.settings.trainer_arguments.get("inference_mode", True)
         found: list[Scores] = []

@@ -42,7 +42,7 @@ class StackedFit:
         module: of one of the clients, lends its code; stack: the clients' tensors.
         trainees: the clients, in the order of the rows.
         step: the module's step on the stack.
-        optimizer: as ``configure_optimizers`` made it for ``module``: says which parameters it moves, in which groups.
+        optimizer: as `configure_optimizers` made it for `module`: says which parameters it moves, in which groups.
         callbacks: all federated callbacks, of which some work inside a fit.
         correctors: callbacks whose gradient-form terms act in this phase; phase: its name.
         gatherer: stacks batches; clip_value, clip_algorithm: gradient clipping.
@@ -117,7 +117,7 @@ class StackedFit:
         self._failed = True
 
     def _next(self) -> tuple[list[int], int, int] | None:
-        """Who steps next, the samples in each one's batch, and for how many turns; ``None`` when all are done."""
+        """Who steps next, the samples in each one's batch, and for how many turns; `None` when all are done."""
         groups: dict[Any, list[int]] = {}
         for row, trainee in enumerate(self.trainees):
             if trainee.done:

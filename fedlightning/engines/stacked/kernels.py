@@ -2,9 +2,9 @@
 
 Under :func:`torch.func.vmap` a loss such as cross entropy is taken apart into many small operations, a linear layer becomes
 a batched product in whatever layout comes along, and a convolution gets a group for each client. Within
-:class:`StackKernels` these functions step out of the map, work on the stacked tensors ``(clients, batch, ...)``, and step
+:class:`StackKernels` these functions step out of the map, work on the stacked tensors `(clients, batch, ...)`, and step
 back in. Values and gradients are those of the plain functions up to the rounding of sums in another order. What a rule does
-not cover is left to ``vmap``.
+not cover is left to `vmap`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ the map takes half the time of that, with 6 million twice the time."""
 
 
 def padding(length: int) -> float:
-    """How much longer an axis of ``length`` is when it is filled up to whole registers: 1 is best."""
+    """How much longer an axis of `length` is when it is filled up to whole registers: 1 is best."""
     return -(-length // REGISTER) * REGISTER / max(length, 1)
 
 
 class StackLinear(torch.autograd.Function):
-    """``x @ weight^T + bias`` for ``x (clients, m, in)``, ``weight (clients, out, in)``, ``bias (clients, out)`` or ``None``.
+    """`x @ weight^T + bias` for `x (clients, m, in)`, `weight (clients, out, in)`, `bias (clients, out)` or `None`.
 
-    On a CPU the result lies in memory as ``(clients, out, m)`` where that fills registers better. The gradient of the
+    On a CPU the result lies in memory as `(clients, out, m)` where that fills registers better. The gradient of the
     weight is taken in the weight's own layout, which for few outputs is four times as fast as autograd's transposed one.
     """
 
@@ -83,11 +83,11 @@ def class_loss(
 ) -> Tensor | None:
     """Rule of :func:`~torch.nn.functional.cross_entropy` and :func:`~torch.nn.functional.nll_loss` for class numbers.
 
-    ``function`` gives every sample's loss, natively; a client's mean divides by the weights of its samples that count.
+    `function` gives every sample's loss, natively; a client's mean divides by the weights of its samples that count.
 
     Args:
-        function: the loss; input: per client ``(batch, classes, ...)``; target: class numbers ``(batch, ...)``.
-        weight, ignore_index, reduction, options: as ``function`` has them.
+        function: the loss; input: per client `(batch, classes, ...)`; target: class numbers `(batch, ...)`.
+        weight, ignore_index, reduction, options: as `function` has them.
     """
     plain = reduction in ("none", "mean", "sum") and not target.is_floating_point()
     if input.dim() < 2 or not plain or torch.is_autocast_enabled(input.device.type):
@@ -131,7 +131,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Rule of :func:`torch.nn.functional.cross_entropy`; probabilities as targets are left to ``vmap``."""
+    """Rule of :func:`torch.nn.functional.cross_entropy`; probabilities as targets are left to `vmap`."""
     if size_average is not None or reduce is not None:
         return None
     return class_loss(F.cross_entropy, input, target, weight, ignore_index, reduction, label_smoothing=label_smoothing)
@@ -232,7 +232,7 @@ RULES: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
 
 
 class StackKernels(TorchFunctionMode):
-    """A block in which the functions of ``RULES`` work on the whole stack of a ``vmap`` at once."""
+    """A block in which the functions of `RULES` work on the whole stack of a `vmap` at once."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -3,7 +3,7 @@
 These rules treat every number of a parameter alone, so on a client axis they are what they are without one. What may
 differ from client to client is the learning rate (a schedule over epochs of unequal length) and the number of steps
 taken (momentum, bias correction): they become columns, one number for each row. The arithmetic is that of
-``torch.optim``, operation for operation.
+`torch.optim`, operation for operation.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fedlightning.engines.stacked.stack import Rows, column, put, take
 from fedlightning.visit.fast.step import hooks_of
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""What ``optimizer.param_groups`` holds for a parameter at that moment: one for all clients in a step, or one each."""
+"""What `optimizer.param_groups` holds for a parameter at that moment: one for all clients in a step, or one each."""
 
 
 def refuse(optimizer: Optimizer) -> str | None:
-    """Why this optimizer cannot work on a stack; ``None`` if it can."""
+    """Why this optimizer cannot work on a stack; `None` if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in RULES:
         return (
@@ -44,7 +44,7 @@ class StackedOptimizer(ABC):
     """The state of one optimizer for all clients of a stack.
 
     Args:
-        parameters: the stacked parameters ``(size, ...)``, by name; size: how many clients.
+        parameters: the stacked parameters `(size, ...)`, by name; size: how many clients.
     """
 
     def __init__(self, parameters: dict[str, Tensor], size: int) -> None:
@@ -53,11 +53,11 @@ class StackedOptimizer(ABC):
         self.steps = {name: np.zeros(size, dtype=np.int64) for name in parameters}
 
     def step(self, name: str, rows: Rows, gradient: Tensor, groups: Settings) -> None:
-        """Move one parameter of some clients. To be called under ``torch.no_grad``.
+        """Move one parameter of some clients. To be called under `torch.no_grad`.
 
         Args:
             name: the parameter; rows: the clients.
-            gradient: ``(n, ...)``; groups: the parameter's group, for all of these clients or as each has it.
+            gradient: `(n, ...)`; groups: the parameter's group, for all of these clients or as each has it.
         """
         whole = self.parameters[name]
         parameter = whole if rows == slice(0, len(whole)) else take(whole, rows)
@@ -68,7 +68,7 @@ class StackedOptimizer(ABC):
 
     @abstractmethod
     def rule(self, name: str, rows: Rows, parameter: Tensor, gradient: Tensor, groups: Settings) -> None:
-        """Edit ``parameter`` in place; where the number of steps matters, :meth:`counted` is called once."""
+        """Edit `parameter` in place; where the number of steps matters, :meth:`counted` is called once."""
 
     def counted(self, name: str, rows: Rows, groups: Settings) -> list[tuple[Mapping[str, Any], int]]:
         """Count a step. Per client: its group and its number of steps; a single pair where all are alike."""

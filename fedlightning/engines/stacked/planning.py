@@ -24,9 +24,9 @@ MOST_CLIENTS = 256
 
 
 class Clock:
-    """What ``configure_optimizers`` may ask of ``self.trainer``: the work that a client is going to do.
+    """What `configure_optimizers` may ask of `self.trainer`: the work that a client is going to do.
 
-    Everything else that a Lightning Trainer has is not there in a stack, and asking for it is an ``AttributeError``.
+    Everything else that a Lightning Trainer has is not there in a stack, and asking for it is an `AttributeError`.
 
     Args:
         epochs, steps: of the visit, one of them; batches: in an epoch.
@@ -55,7 +55,7 @@ class Clock:
 
 @contextmanager
 def quietly_attached(module: LightningModule, clock: Clock) -> Iterator[None]:
-    """A block in which ``clock`` is the module's trainer, and nothing is warned of."""
+    """A block in which `clock` is the module's trainer, and nothing is warned of."""
     with attached(module, clock), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -75,7 +75,7 @@ def configure(module: LightningModule, settings: LocalSettings, phase: Phase, ro
 
 
 def schedules_in(configured: Any) -> list[tuple[Any, str, int]]:
-    """The schedulers in any of the forms that ``configure_optimizers`` may return: (scheduler, interval, frequency)."""
+    """The schedulers in any of the forms that `configure_optimizers` may return: (scheduler, interval, frequency)."""
     if isinstance(configured, Mapping):
         return _schedule(configured["lr_scheduler"]) if "lr_scheduler" in configured else []
     if isinstance(configured, list | tuple):
@@ -121,7 +121,7 @@ def chunk_size(bytes_of_client: int, bytes_of_step: int, device: torch.device) -
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on ``device``; 4 GiB where the system does not tell."""
+    """Bytes that are free on `device`; 4 GiB where the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

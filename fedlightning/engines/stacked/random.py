@@ -38,8 +38,8 @@ class _Noise(torch.autograd.Function):
 class ClientDraws(TorchFunctionMode):
     """Within the block, dropout draws from one generator for each client of the step.
 
-    On the CPU the numbers are those that ``torch.nn.functional.dropout`` draws from the same generator. Other random
-    functions are left to ``vmap``, which refuses them.
+    On the CPU the numbers are those that `torch.nn.functional.dropout` draws from the same generator. Other random
+    functions are left to `vmap`, which refuses them.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class ClientDraws(TorchFunctionMode):
         self.row: Tensor | None = None
 
     def noise(self, shape: torch.Size, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Masks ``(clients, *shape)``: 0 with probability ``p``, else ``1 / (1 - p)``."""
+        """Masks `(clients, *shape)`: 0 with probability `p`, else `1 / (1 - p)`."""
         drawn = torch.empty((len(self.generators), *shape), dtype=dtype)
         for mask, generator in zip(drawn, self.generators, strict=True):
             mask.bernoulli_(1 - p, generator=generator)

@@ -17,7 +17,7 @@ Rows = slice | list[int]
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and buffers of ``module``, each once. A tied parameter goes by the last of its names."""
+    """Parameters and buffers of `module`, each once. A tied parameter goes by the last of its names."""
     last = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
     return {last[id(p)]: p for p in module.parameters()}, dict(module.named_buffers())
 
@@ -84,7 +84,7 @@ LARGE = 2**14
 
 
 def laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """``tensor`` in the memory order of its gradient, where that pays: both are then read and written in one sweep.
+    """`tensor` in the memory order of its gradient, where that pays: both are then read and written in one sweep.
 
     A batched product gives the gradient of a linear layer transposed, and adding it to a weight in the usual order takes
     seven times as long as the same addition in step.
@@ -117,7 +117,7 @@ def put(tensor: Tensor, rows: Rows, values: Tensor) -> None:
 
 
 def column(values: Sequence[float], like: Tensor) -> float | Tensor:
-    """One number per row, shaped to multiply ``like``; a plain number where all are equal."""
+    """One number per row, shaped to multiply `like`; a plain number where all are equal."""
     if all(value == values[0] for value in values):
         return values[0]
     wide = torch.tensor(values, dtype=torch.float64).to(like.device, like.dtype)

@@ -1,4 +1,4 @@
-"""One step of many clients: the module's own ``training_step`` under :func:`torch.func.vmap`.
+"""One step of many clients: the module's own `training_step` under :func:`torch.func.vmap`.
 
 The gradient comes from ordinary autograd on the stacked parameters: no client's loss depends on another's parameters, so
 the gradient of all losses at once holds every client's own gradient in its row, and a parameter that the loss does not
@@ -26,7 +26,7 @@ from fedlightning.visit.log_rules import LogCall
 
 
 class NoLossError(Exception):
-    """``training_step`` returned no loss: the batch is skipped."""
+    """`training_step` returned no loss: the batch is skipped."""
 
 
 class Watch:
@@ -69,7 +69,7 @@ class Place:
 
 
 class StepClock:
-    """What a ``training_step`` may ask of ``self.trainer`` in a stack: its epoch and its step."""
+    """What a `training_step` may ask of `self.trainer` in a stack: its epoch and its step."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -92,7 +92,7 @@ class StepClock:
 
 
 class _Slots:
-    """The places of named tensors in a module: what ``torch.func.functional_call`` finds anew at every call.
+    """The places of named tensors in a module: what `torch.func.functional_call` finds anew at every call.
 
     They are in the dicts in which :class:`torch.nn.Module` keeps parameters and buffers: assigned to by name, a parameter
     could only be replaced by another parameter.
@@ -127,7 +127,7 @@ class _Slots:
                     held[name] = value
 
     def now(self, index: int) -> Tensor:
-        """What is in the place of the tensor ``index`` at this moment."""
+        """What is in the place of the tensor `index` at this moment."""
         held, name = self._places[index][0]
         found: Tensor = held[name]
         return found
@@ -135,20 +135,20 @@ class _Slots:
 
 @dataclass
 class StepResult:
-    """What a stacked step gives: losses ``(n,)``, and per logged name the values ``(n,)``."""
+    """What a stacked step gives: losses `(n,)`, and per logged name the values `(n,)`."""
 
     losses: Tensor
     logged: dict[str, Tensor] = field(default_factory=dict)
 
 
 class StackedStep:
-    """``module.training_step`` for many clients at once.
+    """`module.training_step` for many clients at once.
 
     Args:
         module: any client's module: it lends its code, and its own tensors are not touched.
         context: what to run the step in (Lightning's autocast).
-        takes_index: whether ``training_step`` wants the batch's number.
-        draws: gives every client its own dropout; ``None``: the step draws no random numbers.
+        takes_index: whether `training_step` wants the batch's number.
+        draws: gives every client its own dropout; `None`: the step draws no random numbers.
     """
 
     def __init__(
@@ -208,8 +208,8 @@ class StackedStep:
         """Losses of a batch, with their graph. Buffers move in place.
 
         Args:
-            tensors: parameters and buffers in the order of :attr:`names`, shape ``(n, ...)`` each.
-            batch: a tree of stacked tensors ``(n, batch, ...)``; place: where it is in the clients' work.
+            tensors: parameters and buffers in the order of :attr:`names`, shape `(n, ...)` each.
+            batch: a tree of stacked tensors `(n, batch, ...)`; place: where it is in the clients' work.
             generators: the clients' own, for dropout.
 
         Raises:
@@ -237,7 +237,7 @@ class StackedStep:
 
 
 def gradients(losses: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Every client's gradient of its own loss; ``None`` for a parameter that no loss reaches."""
+    """Every client's gradient of its own loss; `None` for a parameter that no loss reaches."""
     if not losses.requires_grad:
         return [None] * len(parameters)
     ones = torch.ones_like(losses)
@@ -249,8 +249,8 @@ def clip(found: Iterable[Tensor | None], value: float, algorithm: str) -> None:
     """Clip every client's gradient in place, as Lightning does for one.
 
     Args:
-        found: stacked gradients of one optimizer; value: the limit; algorithm: ``"norm"`` (2-norm over a client's whole
-            gradient) or ``"value"`` (each entry).
+        found: stacked gradients of one optimizer; value: the limit; algorithm: `"norm"` (2-norm over a client's whole
+            gradient) or `"value"` (each entry).
     """
     there = [gradient for gradient in found if gradient is not None]
     if algorithm == "value":

@@ -17,14 +17,14 @@ class Recipe:
     """A client's optimizer and schedulers: never stepped themselves, they say what the settings are at each moment.
 
     Attributes:
-        optimizer: as ``configure_optimizers`` gave it; schedules: (scheduler, "epoch" or "step", frequency).
+        optimizer: as `configure_optimizers` gave it; schedules: (scheduler, "epoch" or "step", frequency).
     """
 
     optimizer: torch.optim.Optimizer
     schedules: list[tuple[Any, str, int]] = field(default_factory=list)
 
     def tick(self, unit: str, number: int) -> None:
-        """The end of batch or epoch ``number``, counted from 1."""
+        """The end of batch or epoch `number`, counted from 1."""
         for scheduler, interval, frequency in self.schedules:
             if interval == unit and number % frequency == 0:
                 with warnings.catch_warnings():

@@ -67,7 +67,7 @@ class Finding:
     """What a look at a federation found.
 
     Attributes:
-        reason: why its clients cannot train in a stack, as a clause; ``None`` if they can.
+        reason: why its clients cannot train in a stack, as a clause; `None` if they can.
         draws: whether their steps use dropout.
         looks: whether they use the batch's number in a way that cannot be noted (as a factor).
         bytes_of_step: memory that a step takes for each client: its batch and what autograd keeps of it.

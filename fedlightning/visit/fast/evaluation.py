@@ -1,4 +1,4 @@
-"""``Trainer.validate`` and ``Trainer.test`` of one module on one loader and one device, and nothing else.
+"""`Trainer.validate` and `Trainer.test` of one module on one loader and one device, and nothing else.
 
 The hooks are called in the Trainer's order with the same arguments, so what the module logs is the same.
 """
@@ -35,7 +35,7 @@ class Listener(Protocol):
 
 
 def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) -> str | None:
-    """Why ``module`` cannot be scored here; ``None`` if nothing speaks against it."""
+    """Why `module` cannot be scored here; `None` if nothing speaks against it."""
     special = sorted(of_module(type(module)) & SPECIAL)
     if special:
         return f"{type(module).__name__} overrides {special[0]}"
@@ -61,7 +61,7 @@ def takes_plain_batches(kind: type[LightningModule]) -> bool:
 def evaluate(
     module: LightningModule, loader: Any, base: Trainer, testing: bool, listen: Listener, inference_mode: bool = True
 ) -> dict[str, Tensor]:
-    """What ``module`` logs for the epoch when it is validated (or tested) on ``loader``.
+    """What `module` logs for the epoch when it is validated (or tested) on `loader`.
 
     Args:
         module: comes back in its modes, on the base's device.

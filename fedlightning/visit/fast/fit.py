@@ -1,7 +1,7 @@
-"""The local loop ``fast``: what ``lightning.pytorch.Trainer.fit`` does on one device, and nothing else.
+"""The local loop `fast`: what `lightning.pytorch.Trainer.fit` does on one device, and nothing else.
 
 It calls the hooks of the module and of the callbacks in the Trainer's order with the same arguments, under the same
-precision plugin, so the result is the same bit for bit at a fraction of the cost of a step. ``refusals.py`` says where it
+precision plugin, so the result is the same bit for bit at a fraction of the cost of a step. `refusals.py` says where it
 does not apply. The order within a batch:
 
 fetch, to device > on_train_batch_start > training_step > on_before_zero_grad, zero_grad > on_before_backward > backward >
@@ -37,7 +37,7 @@ from fedlightning.visit.visit_callback import VisitCallback
 def train_fast(
     client: Client, visit: VisitCallback, callbacks: list[Callback], loader: Any, base: Trainer, detect_anomaly: bool
 ) -> FastTrainer:
-    """Train ``client.module`` in place with ``callbacks`` (``visit`` among them); the stand-in that they saw.
+    """Train `client.module` in place with `callbacks` (`visit` among them); the stand-in that they saw.
 
     Args:
         client: whose module; visit: knows how much work there is; loader: training batches, addressed.
@@ -85,7 +85,7 @@ class FastFit:
 
     # -- the fit ---------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Train. An exception goes to ``on_exception`` and on to the caller, as in Lightning."""
+        """Train. An exception goes to `on_exception` and on to the caller, as in Lightning."""
         module, trainer = self.module, self.trainer
         module.trainer = trainer
         self.hooks = hooks = Hooks(trainer, self.collector)
@@ -135,7 +135,7 @@ class FastFit:
         self._bind()
 
     def _make_optimizers(self) -> None:
-        """``configure_optimizers`` in any of its forms; Lightning reads all but the simplest."""
+        """`configure_optimizers` in any of its forms; Lightning reads all but the simplest."""
         trainer, module = self.trainer, self.module
         self.collector.enter("configure_optimizers")
         configured = module.configure_optimizers()
@@ -236,7 +236,7 @@ class FastFit:
         return bool(clock["is_last_batch"])
 
     def _after_skipped(self) -> None:
-        """``on_train_batch_start`` returned -1: the rest of the epoch is skipped, and it counts as finished."""
+        """`on_train_batch_start` returned -1: the rest of the epoch is skipped, and it counts as finished."""
         if self.schedules:
             self._schedule("step", plateau=False)
             self._schedule("epoch", plateau=False)

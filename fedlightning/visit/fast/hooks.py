@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 def per_class(function: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
-    """Ask ``function`` once for every class."""
+    """Ask `function` once for every class."""
     return cache(function)
 
 
@@ -38,7 +38,7 @@ def of_callback(kind: type) -> frozenset[str]:
 
 @per_class
 def of_module(kind: type) -> frozenset[str]:
-    """The methods of ``LightningModule`` that a class overrides."""
+    """The methods of `LightningModule` that a class overrides."""
     return frozenset(name for name in MODULE_METHODS if getattr(kind, name, None) is not getattr(LightningModule, name))
 
 
@@ -59,11 +59,11 @@ class Hooks:
         self._of_anybody = self._of_module.union(*(own for _, own in self._of_callbacks))
 
     def overridden(self, name: str) -> bool:
-        """Whether the module has its own ``name``."""
+        """Whether the module has its own `name`."""
         return name in self._of_module
 
     def callbacks(self, name: str, only: Callable[[Callback], bool] = lambda callback: True) -> list[Hook]:
-        """The callbacks' own ``name``, bound to what comes first in every call."""
+        """The callbacks' own `name`, bound to what comes first in every call."""
         module = self._module
         return [
             partial(getattr(callback, name), self._trainer, module)
@@ -72,7 +72,7 @@ class Hooks:
         ]
 
     def find(self, name: str) -> Hook | None:
-        """All that is overridden under ``name`` as one function; ``None`` where nothing is.
+        """All that is overridden under `name` as one function; `None` where nothing is.
 
         The function returns what the module's own hook returns.
         """
@@ -81,11 +81,11 @@ class Hooks:
         return self._joined(name, [*self.callbacks(name), *self.own(name)])
 
     def own(self, name: str) -> list[Hook]:
-        """The module's own ``name``, where it has one."""
+        """The module's own `name`, where it has one."""
         return [getattr(self._module, name)] if self.overridden(name) else []
 
     def epoch_end(self) -> Hook | None:
-        """``on_train_epoch_end``: callbacks that monitor come after the module, which may log what they monitor."""
+        """`on_train_epoch_end`: callbacks that monitor come after the module, which may log what they monitor."""
         name = "on_train_epoch_end"
         first = self.callbacks(name, lambda callback: not isinstance(callback, EarlyStopping | Checkpoint))
         last = self.callbacks(name, lambda callback: isinstance(callback, EarlyStopping | Checkpoint))
@@ -118,5 +118,5 @@ class Hooks:
 
 
 def _owner(hook: Hook) -> Any:
-    """The object whose method ``hook`` is."""
+    """The object whose method `hook` is."""
     return getattr(getattr(hook, "func", hook), "__self__", None)

@@ -1,4 +1,4 @@
-"""What ``self.log`` writes to under the fast loop: Lightning's rules and arithmetic, without its cost per call.
+"""What `self.log` writes to under the fast loop: Lightning's rules and arithmetic, without its cost per call.
 
 Lightning builds a torchmetrics object per name and reduces after every call, some 0.4 ms each. Here a call keeps the
 value; the reduction is done once an epoch, in the same order and precision, so that the numbers are the same bits.
@@ -51,7 +51,7 @@ class Entry(LogRule):
 
 
 def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.dtype) -> Tensor:
-    """Lightning's running reduction of scalars, one after the other, in ``start`` or the wider type of the values."""
+    """Lightning's running reduction of scalars, one after the other, in `start` or the wider type of the values."""
     kinds = {value.dtype for value in values}
     if kinds == {start} and (reduction != "mean" or all(type(size) is int for size in sizes)):
         rows = torch.stack(values).cpu().numpy()
@@ -78,7 +78,7 @@ class LogCollector:
     """All that one module logs during one fit or one evaluation.
 
     Args:
-        module: who logs; ``training``: Lightning shows step values to callbacks in training only.
+        module: who logs; `training`: Lightning shows step values to callbacks in training only.
 
     Attributes:
         callback_metrics, logged_metrics: as a Lightning Trainer has them, brought up to date by the loop.
@@ -100,11 +100,11 @@ class LogCollector:
 
     # -- the module's side -----------------------------------------------------------------------------------------
     def attach(self) -> None:
-        """Put :meth:`log` in the place of the module's own ``log``; ``log_dict`` then comes here too."""
+        """Put :meth:`log` in the place of the module's own `log`; `log_dict` then comes here too."""
         self._names["log"] = _Log(self)
 
     def detach(self) -> None:
-        """Give the module its own ``log`` back."""
+        """Give the module its own `log` back."""
         self._names.pop("log", None)
         self._names["_current_fx_name"] = None
 
@@ -129,7 +129,7 @@ class LogCollector:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """``LightningModule.log``. Whatever Lightning would refuse, or this loop cannot repeat, is left to Lightning.
+        """`LightningModule.log`. Whatever Lightning would refuse, or this loop cannot repeat, is left to Lightning.
 
         Raises:
             NotInFastLoop: then the visit is done by Lightning's Trainer, which has the right sentence.
@@ -250,7 +250,7 @@ class LogCollector:
 
 
 class _Log:
-    """The attribute ``log`` of a module that logs to a collector. A deep copy of the module logs as its class does."""
+    """The attribute `log` of a module that logs to a collector. A deep copy of the module logs as its class does."""
 
     def __init__(self, collector: LogCollector) -> None:
         self._collector, self._call = collector, collector.log

@@ -29,11 +29,11 @@ NOT_CALLED = ("log", "configure_callbacks", "configure_sharded_model", "toggle_o
 
 
 def of_run(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Trainer) -> str | None:
-    """Why no visit of a run can use the fast loop; ``None`` if nothing speaks against it.
+    """Why no visit of a run can use the fast loop; `None` if nothing speaks against it.
 
     Args:
         arguments: the run's Lightning Trainer arguments; callbacks: all that run in local training.
-        base: a Trainer made with ``arguments`` for evaluation on one device.
+        base: a Trainer made with `arguments` for evaluation on one device.
     """
     unknown = sorted(arguments.keys() - KNOWN_ARGUMENTS)
     if unknown:
@@ -70,10 +70,10 @@ def of_run(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Tr
 
 
 def of_visit(module: LightningModule, loader: Any, limit: int | float | None, keeps: bool) -> str | None:
-    """Why a fit of ``module`` on ``loader`` cannot use the fast loop; ``None`` if nothing speaks against it.
+    """Why a fit of `module` on `loader` cannot use the fast loop; `None` if nothing speaks against it.
 
     Args:
-        limit: ``limit_train_batches``; keeps: optimizers go on from visit to visit.
+        limit: `limit_train_batches`; keeps: optimizers go on from visit to visit.
     """
     if keeps:
         return "optimizer_state='keep' is restored by Lightning's own checkpoint"
@@ -83,7 +83,7 @@ def of_visit(module: LightningModule, loader: Any, limit: int | float | None, ke
 
 
 def of_loader(loader: Any, limit: int | float | None) -> str | None:
-    """Why batches of ``loader`` cannot be gone through; ``limit``: how many, as ``limit_train_batches`` says it."""
+    """Why batches of `loader` cannot be gone through; `limit`: how many, as `limit_train_batches` says it."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return f"it needs a torch DataLoader over a map-style dataset, not {type(loader).__name__}"
     return "there is no batch" if num_batches(loader, limit) == 0 else None
@@ -110,5 +110,5 @@ def of_hyperparameters(module: LightningModule) -> str | None:
 
 
 def num_batches(loader: DataLoader[Any], limit: int | float | None) -> int:
-    """Training batches of an epoch under ``limit_train_batches``."""
+    """Training batches of an epoch under `limit_train_batches`."""
     return limited(len(loader), limit)

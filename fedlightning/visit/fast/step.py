@@ -54,7 +54,7 @@ class FastStep:
         self.outputs: dict[str, Any] = {}
 
     def automatic(self, batch: Any, index: int, window_done: bool) -> dict[str, Any]:
-        """A step of automatic optimization; what Lightning hands to ``on_train_batch_end``.
+        """A step of automatic optimization; what Lightning hands to `on_train_batch_end`.
 
         Args:
             batch, index: the batch and its number in the epoch; window_done: whether the optimizer steps now.
@@ -157,7 +157,7 @@ class FastStep:
 
 
 def loss_in(output: Any) -> Tensor:
-    """The loss in a ``training_step``'s output that is neither a tensor nor ``None``."""
+    """The loss in a `training_step`'s output that is neither a tensor nor `None`."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if not isinstance(loss, Tensor):
         raise NotInFastLoop(f"training_step returns {type(output).__name__} without a loss")
@@ -165,7 +165,7 @@ def loss_in(output: Any) -> Tensor:
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
-    """``optimizer.zero_grad()``, without the profiler's record of it that torch makes in every call."""
+    """`optimizer.zero_grad()`, without the profiler's record of it that torch makes in every call."""
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         optimizer.zero_grad()
         return
@@ -175,7 +175,7 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 _RECORDED = Optimizer.profile_hook_step(lambda *_: None).__code__
-"""Of the function that torch puts around the ``step`` of every class of optimizers."""
+"""Of the function that torch puts around the `step` of every class of optimizers."""
 
 
 def hooks_of(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -184,17 +184,17 @@ def hooks_of(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
 
 
 def unrecorded_step(optimizer: Optimizer) -> Callable[[Closure], Any]:
-    """``optimizer.step``, without the profiler's record of it, which is a tenth of a small network's step.
+    """`optimizer.step`, without the profiler's record of it, which is a tenth of a small network's step.
 
-    torch wraps the ``step`` of every class of optimizers in a function that opens the record and runs the hooks before and
-    after, and shows the ``step`` inside (``__wrapped__``); the hooks for all optimizers stand in private names only. Hooks
-    that come before a step, hooks for all optimizers, a running profiler and a ``step`` that somebody has replaced (a
+    torch wraps the `step` of every class of optimizers in a function that opens the record and runs the hooks before and
+    after, and shows the `step` inside (`__wrapped__`); the hooks for all optimizers stand in private names only. Hooks
+    that come before a step, hooks for all optimizers, a running profiler and a `step` that somebody has replaced (a
     scheduler that counts, a user at any time, on the object or on its class) are left to torch.
     """
     kind = type(optimizer)
     outer = kind.step
     inner = getattr(outer, "__wrapped__", None)
-    if inner is None or getattr(outer, "__code__", None) is not _RECORDED:  # ``hooked`` goes along with functools.wraps
+    if inner is None or getattr(outer, "__code__", None) is not _RECORDED:  # `hooked` goes along with functools.wraps
         return lambda closure: optimizer.step(closure=closure)  # type: ignore[arg-type]
     everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     is_plain_sgd = fast_sgd.applies(optimizer)

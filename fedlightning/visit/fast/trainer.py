@@ -1,7 +1,7 @@
-"""What a module and its callbacks see as their ``trainer`` under the fast loop.
+"""What a module and its callbacks see as their `trainer` under the fast loop.
 
-It offers the part of ``lightning.pytorch.Trainer`` that training code reads: clocks, limits, optimizers, metrics, flags.
-Anything else raises :class:`NotInFastLoop`, never a guess: ``auto`` then repeats the visit with Lightning's own Trainer,
+It offers the part of `lightning.pytorch.Trainer` that training code reads: clocks, limits, optimizers, metrics, flags.
+Anything else raises :class:`NotInFastLoop`, never a guess: `auto` then repeats the visit with Lightning's own Trainer,
 which is safe because a visit changes nothing before it has ended.
 """
 
@@ -33,7 +33,7 @@ SETTABLE = frozenset(
 
 
 class FastTrainer:
-    """Stands where a ``lightning.pytorch.Trainer`` would, for one fit or one evaluation of one module.
+    """Stands where a `lightning.pytorch.Trainer` would, for one fit or one evaluation of one module.
 
     Args:
         base: a Trainer made with the run's arguments: the source of the settings.

@@ -21,12 +21,12 @@ from fedlightning.visit.fast.hooks import of_module
 from fedlightning.visit.log_rules import scalar
 
 Feed = list[tuple[Step, Sequence[Sequence[Tensor]], int]]
-"""A client's steps: each with its outputs, ``[output][row]``, and the client's row."""
+"""A client's steps: each with its outputs, `[output][row]`, and the client's row."""
 
 
 @dataclass(frozen=True)
 class EpochHooks:
-    """The hooks around the epoch that a class of modules has: ``before`` it and ``after`` it."""
+    """The hooks around the epoch that a class of modules has: `before` it and `after` it."""
 
     before: tuple[str, ...]
     after: tuple[str, ...]

@@ -26,7 +26,7 @@ class Signature:
 
     Attributes:
         module: which; tensors: its parameters and buffers, each once, but for those of its metrics.
-        key: what modules must have in common to be scored together; ``None`` for one that never is. Modules of a
+        key: what modules must have in common to be scored together; `None` for one that never is. Modules of a
             federation are built from one template, so this is what a callback may have given a client: tensors, plain
             values, lengths of lists, replaced parts, methods set on the instance, forward hooks.
     """
@@ -42,7 +42,7 @@ class Signature:
         self.key = None if self._alone else (*self._traits, *shapes)
 
     def _walk(self, module: nn.Module, prefix: str) -> None:
-        """Note a module and what is inside. It reads the dicts that ``torch`` keeps of a module's content: public ways to
+        """Note a module and what is inside. It reads the dicts that `torch` keeps of a module's content: public ways to
         them take as long as the module's step, and there is none to its hooks.
         """
         own = vars(module)
@@ -90,7 +90,7 @@ class Models:
         self._versions = [tensor._version for tensor in self._tensors]
 
     def tensors(self, rows: Sequence[int]) -> list[Tensor]:
-        """The tensors of the clients at ``rows``, ascending; or the one model's."""
+        """The tensors of the clients at `rows`, ascending; or the one model's."""
         if self.shared or len(rows) == self._size:
             return self._tensors
         chosen = side_by_side(rows)
@@ -109,7 +109,7 @@ class Models:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """A block in which the template is where the stack is: a step may ask for ``self.device``."""
+        """A block in which the template is where the stack is: a step may ask for `self.device`."""
         home = self.template.device
         if home != self._device:
             self.template.to(self._device)

@@ -27,7 +27,7 @@ NEAR, AT_LEAST = 2**22, 16
 
 
 def generator_states(device: torch.device = CPU) -> States:
-    """Where Python's, numpy's and torch's global generators stand, also that of a CUDA ``device``."""
+    """Where Python's, numpy's and torch's global generators stand, also that of a CUDA `device`."""
     on_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_cuda
 
@@ -124,13 +124,13 @@ def _plain(skeleton: Any) -> bool:
 
 
 def can_iterate_together(loader: Any) -> bool:
-    """Whether a ``DataLoader`` has a fixed order and no workers, of which many clients would have too many."""
+    """Whether a `DataLoader` has a fixed order and no workers, of which many clients would have too many."""
     fixed = type(loader.sampler) in (SequentialSampler, AddressedSampler) and type(loader.batch_sampler) is BatchSampler
     return fixed and not loader.num_workers
 
 
 def rewinding(loaders: Iterable[Any]) -> Callable[[], None]:
-    """A function that puts the generators of ``DataLoader`` objects back where they stand now."""
+    """A function that puts the generators of `DataLoader` objects back where they stand now."""
     generators = {id(loader.generator): loader.generator for loader in loaders if loader.generator is not None}
     states = [(generator, generator.get_state()) for generator in generators.values()]
 
@@ -152,7 +152,7 @@ def source_of(loader: Any, count: int, seed: Sequence[object]) -> Rows | Iterate
 
 
 def stacked_batch(sources: Sequence[Rows | Iterated], index: int, device: torch.device) -> Any:
-    """The batches with that number as one, ``(len(sources), batch, ...)``; they have the same shape."""
+    """The batches with that number as one, `(len(sources), batch, ...)`; they have the same shape."""
     first = sources[0]
     if isinstance(first, Rows):
         rows = [source.rows(index) for source in sources if isinstance(source, Rows)]

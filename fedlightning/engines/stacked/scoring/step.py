@@ -1,6 +1,6 @@
 """One evaluation step of many clients, and a note of what they logged in it.
 
-``validation_step`` runs under :func:`torch.func.vmap`. Its calls of ``self.log`` and of torchmetrics objects are noted
+`validation_step` runs under :func:`torch.func.vmap`. Its calls of `self.log` and of torchmetrics objects are noted
 with their stacked arguments; afterwards each client's own metrics are fed with that client's rows.
 """
 
@@ -29,7 +29,7 @@ from fedlightning.visit.log_rules import LogRule, scalar
 
 @dataclass(frozen=True)
 class Logged:
-    """``self.log``: of the step's output at ``place``, or of the metric at a path."""
+    """`self.log`: of the step's output at `place`, or of the metric at a path."""
 
     rule: LogRule
     batch_size: int | None
@@ -39,9 +39,9 @@ class Logged:
 
 @dataclass(frozen=True)
 class MetricUpdate:
-    """A call of a metric's ``update`` (or of the metric itself, ``forward``) with outputs from ``first`` to ``end``.
+    """A call of a metric's `update` (or of the metric itself, `forward`) with outputs from `first` to `end`.
 
-    ``skeleton`` holds the arguments; where they are ``positional`` tensors and nothing else, the outputs are they.
+    `skeleton` holds the arguments; where they are `positional` tensors and nothing else, the outputs are they.
     """
 
     metric: str
@@ -57,7 +57,7 @@ class Step:
     """What a stacked step gave.
 
     Attributes:
-        outputs: ``(n, ...)`` each; events: what was done with them, in order.
+        outputs: `(n, ...)` each; events: what was done with them, in order.
         loss: which of them is the loss that the step returned; size: samples in a client's batch.
     """
 
@@ -68,7 +68,7 @@ class Step:
 
 
 class _MetricStandIn(nn.Module):
-    """Stands where a metric is and notes what it is fed; ``note`` is ``None`` for what cannot be fed later."""
+    """Stands where a metric is and notes what it is fed; `note` is `None` for what cannot be fed later."""
 
     def __init__(self, path: str, note: Callable[[str, bool, Any], None] | None) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def metrics_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 class _Caller(nn.Module):
-    """Calls a step of ``module``, so that ``functional_call`` can put a client's tensors into the module."""
+    """Calls a step of `module`, so that `functional_call` can put a client's tensors into the module."""
 
     def __init__(self, module: LightningModule, step: str) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Caller(nn.Module):
 
 
 class ScoringStep:
-    """``validation_step`` or ``test_step`` for many clients at once.
+    """`validation_step` or `test_step` for many clients at once.
 
     Args:
         module: lends its code, between :meth:`attached`; its own tensors are not touched.
@@ -161,8 +161,8 @@ class ScoringStep:
         """Run the step.
 
         Args:
-            tensors: parameters and buffers, ``(clients, ...)`` each, or those of the one model for all.
-            batch: a tree of stacked tensors ``(clients, batch, ...)``; index: of the batch.
+            tensors: parameters and buffers, `(clients, ...)` each, or those of the one model for all.
+            batch: a tree of stacked tensors `(clients, batch, ...)`; index: of the batch.
         """
         leaves, self._skeleton = split_tree(batch)
         self._index, own = index, tuple(tensors)

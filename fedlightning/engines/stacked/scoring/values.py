@@ -10,12 +10,12 @@ from fedlightning.visit.log_rules import LogCall, log_call
 class NotStacked(BaseException):
     """A module does what one stack cannot do for many clients; the message says what.
 
-    No ``Exception``: ``hasattr`` and a user's ``except`` must not swallow it and go on with something else.
+    No `Exception`: `hasattr` and a user's `except` must not swallow it and go on with something else.
     """
 
 
 class NoTrainer:
-    """What is attached as ``self.trainer`` while many clients are scored at once: looking at it ends that."""
+    """What is attached as `self.trainer` while many clients are scored at once: looking at it ends that."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotStacked(f"self.trainer.{name} is used")
