@@ -1,8 +1,8 @@
 """One fit of a client's module, by one of two local loops that give the same bits.
 
-`trainer` is a quiet Lightning Trainer of its own (:mod:`lightning_loop`); `fast` makes the same calls at a fraction
-of the cost (:mod:`fast`). In both :class:`VisitCallback` adds what a federation needs: addressed seeds, corrections on
-unscaled gradients, and a count of the steps that really happened.
+`trainer` is a quiet Lightning Trainer (:mod:`~fedlightning.visit.lightning_loop`); `fast` makes the same calls at a
+fraction of the cost (:mod:`fedlightning.visit.fast`). In both,
+:class:`~fedlightning.visit.visit_callback.VisitCallback` adds what a federation needs.
 """
 
 from __future__ import annotations
@@ -34,19 +34,26 @@ def fit(
     val_loader: Any = None,
     fast_trainer: Trainer | None = None,
 ) -> VisitCallback:
-    """Train `client.module` in place for `work` epochs or steps and keep what Lightning keeps in its record.
+    """Train `client.module` in place, and keep in the client's record what Lightning needs for the next visit.
 
     Args:
-        client: whose module and record; callbacks: all federated callbacks; settings: how to train.
-        loader: training batches.
-        start_sampler: addresses the loader's order, given (first epoch's number, rank, world size).
-        phase: which fit this is, and whose terms act in it; work: epochs or steps.
-        val_loader: for `check_val_every_n_epoch`.
-        fast_trainer: a Trainer made with the run's arguments: train by the fast loop; `None`: by Lightning's Trainer.
+        client: Client whose module trains.
+        callbacks: All federated callbacks.
+        settings: Settings of local training.
+        loader: Training batches.
+        start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
+            size.
+        phase: Phase of the visit: its name, and whose terms act in it.
+        work: Epochs or optimizer steps.
+        val_loader: Validation batches for `check_val_every_n_epoch`.
+        fast_trainer: A Trainer made with the run's arguments, for the fast loop. `None`: use Lightning's loop.
+
+    Returns:
+        The callback that counted the steps.
 
     Raises:
-        RuntimeError: if Lightning ran no step although there was data (a fit that silently trains nothing is a bug).
-        NotInFastLoop: if the fast loop met what it cannot repeat; nothing but `client` has changed then.
+        RuntimeError: If Lightning took no step although there was data.
+        NotInFastLoop: If the fast loop met something that it cannot repeat. Only `client` has changed then.
     """
     record = client.record.lightning.setdefault(phase.name, {})
     kind = KeepingVisitCallback if settings.optimizer_state == "keep" else VisitCallback

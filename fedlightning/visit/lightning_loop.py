@@ -1,4 +1,4 @@
-"""The local loop `trainer`: one fit by a quiet Lightning Trainer of its own. Everything Lightning can do works here."""
+"""The local loop `trainer`: one fit by a quiet Lightning Trainer. Everything that Lightning can do works here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNLIMITED = -1
 
 
 class MemoryCheckpointIO(CheckpointIO):
-    """Lets Lightning's own save and resume carry a client's optimizers and clocks, without a file."""
+    """A checkpoint in memory, so that Lightning's own save and resume carry a client's optimizers without a file."""
 
     def __init__(self, checkpoint: dict[str, Any] | None = None) -> None:
         self.checkpoint = checkpoint
@@ -47,11 +47,17 @@ def train_with_lightning(
     phase: Phase,
     val_loader: Any = None,
 ) -> Trainer:
-    """Train `client.module` in place with `callbacks` (`visit` among them); the Trainer that did it.
+    """Train `client.module` in place and return the Trainer that did it.
 
     Args:
-        client, settings, loader, start_sampler, phase, val_loader: see :func:`fedlightning.visit.fit.fit`.
-        visit: knows how much work there is.
+        client: As in :func:`fedlightning.visit.fit.fit`, like all that have no text of their own here.
+        visit: Callback that knows the amount of work.
+        callbacks: Callbacks in Lightning's order, `visit` among them.
+        settings: See there.
+        loader: See there.
+        start_sampler: See there.
+        phase: See there.
+        val_loader: See there.
     """
     record = client.record.lightning[phase.name]
     keep = settings.optimizer_state == "keep"
@@ -105,10 +111,10 @@ def train_with_lightning(
 
 
 def release(trainer: Trainer) -> None:
-    """Cut what a finished Trainer holds of the client's model.
+    """Cut the references of a finished Trainer to the client's model.
 
-    A Trainer is full of reference cycles: without this, the models of many clients stay in memory until Python's
-    collector comes by.
+    A Trainer is full of reference cycles. Without this, the models of many clients stay in memory until Python's
+    garbage collector runs.
     """
     for optimizer in trainer.optimizers:
         optimizer.state.clear()
@@ -124,7 +130,7 @@ def release(trainer: Trainer) -> None:
 
 
 def _resumable(checkpoint: dict[str, Any] | None, module: LightningModule) -> dict[str, Any] | None:
-    """The kept checkpoint with the module's present weights; copied, since optimizers edit their state in place."""
+    """Return a copy of the kept checkpoint with the module's present weights; optimizers edit their state in place."""
     if checkpoint is None:
         return None
     return copy.deepcopy(checkpoint) | {"state_dict": module.state_dict()}

@@ -1,8 +1,9 @@
-"""The meaning of `self.log`: Lightning's rules, once for everything that logs in place of its Trainer.
+"""The meaning of `self.log`: Lightning's rules, once for every loop that stands in for its Trainer.
 
-:mod:`~fedlightning.visit.fast.log` (one client), :mod:`~fedlightning.engines.stacked.logs` (training of a stack) and
-:mod:`~fedlightning.engines.stacked.scoring` (evaluation of a stack) read a call by :func:`log_call` or :func:`rule_of`
-and keep its value as :func:`scalar`. What they refuse, and when they reduce, is their own.
+Three places log: :mod:`~fedlightning.visit.fast.log` (one client), :mod:`~fedlightning.engines.stacked.logs` (training
+of a stack) and :mod:`~fedlightning.engines.stacked.scoring` (evaluation of a stack). All of them read a call by
+:func:`log_call` or :func:`rule_of` and keep its value as :func:`scalar`. What they refuse, and when they reduce,
+differs.
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ def rule_of(
     on_epoch: bool | None = None,
     reduce_fx: str | Callable[[Any], Any] = "mean",
 ) -> LogRule:
-    """Return the rule for a value logged in `hook`.
+    """Return the rule for a value that is logged in `hook`.
 
     Args:
         hook: Hook that runs, such as `training_step`.
-        name: As in `LightningModule.log`, like all that follow.
-        logger: `None`: true.
-        on_step: `None`: what Lightning does in this hook.
-        on_epoch: `None`: what Lightning does in this hook.
+        name: As in `LightningModule.log`.
+        logger: As in `LightningModule.log`.
+        on_step: As in `LightningModule.log`. `None`: Lightning's default in this hook.
+        on_epoch: As in `LightningModule.log`. `None`: Lightning's default in this hook.
         reduce_fx: Name of a reduction, or torch's or Python's function of that name.
 
     Raises:
-        MisconfigurationException: Lightning's own, if nothing may be logged in `hook`, or not so.
+        MisconfigurationException: Lightning's own, if nothing may be logged in `hook`, or not by step or epoch.
 
     Example:
         >>> rule = rule_of("training_step", "loss", on_epoch=True)
@@ -93,8 +94,8 @@ class LogCall(NamedTuple):
     """One call of `self.log`.
 
     Attributes:
-        rule: Its reading.
-        batch_size: Weight of the value in a mean over the epoch; `None`: the size of the batch.
+        rule: Lightning's reading of it.
+        batch_size: Weight of the value in a mean over the epoch. `None`: the size of the batch.
         enable_graph: Whether the value is to keep its autograd graph.
         reduce_fx: As it was given.
     """

@@ -1,4 +1,4 @@
-"""What the core does inside a client's fit, as a Lightning callback: :class:`VisitCallback`."""
+"""The core's own part in a fit, as a Lightning callback: :class:`VisitCallback`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class _Moves:
     """Steps of one parameter group in which the same parameters moved.
 
     Attributes:
-        there: which of its parameters had a gradient; names: what those are called; rates: the steps' learning rates.
+        there: Whether each parameter of the group has a gradient.
+        names: Names of those that have one.
+        rates: Learning rates of the steps.
     """
 
     there: list[bool]
@@ -33,7 +35,23 @@ class _Moves:
 
 
 class VisitCallback(Callback):
-    """What the core does inside a client's fit. It runs after the federated callbacks and before the ordinary ones."""
+    """Addressed seeds, corrections of unscaled gradients, and a count of the steps that the optimizer really took.
+
+    It runs after the federated callbacks and before the ordinary ones.
+
+    Args:
+        client: Client whose module trains.
+        callbacks: All federated callbacks.
+        settings: Settings of local training.
+        phase: Phase of the visit.
+        work: Epochs or optimizer steps.
+
+    Attributes:
+        unit: `"epochs"` or `"steps"`.
+        steps: Optimizer steps taken.
+        attempts: Optimizer steps attempted; the gradient scaler may have skipped some.
+        lr_sums: By parameter name, the sum of its learning rate over the steps taken.
+    """
 
     never_logs = True
 
@@ -71,6 +89,7 @@ class VisitCallback(Callback):
             self._handles.append(optimizer.register_step_post_hook(partial(self._stepped, index)))
 
     def _refuse_fused(self, optimizer: Optimizer) -> None:
+        """Raise ValueError if a fused optimizer would hide the unscaled gradients from the correctors."""
         if any(group.get("fused") for group in optimizer.param_groups):
             names = ", ".join(callback.key for callback in self.correctors)
             raise ValueError(
@@ -79,7 +98,7 @@ class VisitCallback(Callback):
             )
 
     def _decay_learning_rates(self, trainer: Trainer) -> None:
-        """Learning-rate decay per round survives the re-creation of the optimizer."""
+        """Apply the decay per round, which an optimizer that is made anew in every visit does not know."""
         keeps = self.settings.optimizer_state == "keep" and "checkpoint" in self.client.record.lightning[self.phase]
         rounds = self.client.round - (self.client.record.last_round if keeps else 0)
         factor = self.settings.lr_decay**rounds * (1.0 if keeps else self.lr_factor)
@@ -144,7 +163,7 @@ class VisitCallback(Callback):
         self.steps += index == 0 and moved  # a training_step that returned None moves nothing
 
     def _settle(self, which: tuple[int, int]) -> None:
-        """Add up the learning rates of the steps so far of one optimizer's group, in the order of the steps."""
+        """Add up the learning rates of one optimizer's group, in the order of its steps."""
         moves = self._moves.pop(which, None)
         if moves is None:
             return
@@ -163,7 +182,7 @@ class VisitCallback(Callback):
 
 
 class KeepingVisitCallback(VisitCallback):
-    """Under `optimizer_state="keep"` the Trainer's limit is the whole federation's horizon: a visit ends before it."""
+    """Ends a visit under `optimizer_state="keep"`, where the Trainer's limit is the horizon of the whole federation."""
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         if self.unit == "steps" and self.attempts >= self.work:
@@ -175,10 +194,10 @@ class KeepingVisitCallback(VisitCallback):
 
 
 def address_of(phase: Phase) -> str:
-    """The name by which the randomness of `phase` is addressed."""
+    """Return the name by which the randomness of a phase is addressed."""
     return phase.repeats or phase.name
 
 
 def acting(callbacks: list[FederatedCallback], phase: Phase) -> list[FederatedCallback]:
-    """The callbacks among `callbacks` whose terms act in `phase`."""
+    """Return those of `callbacks` whose terms act in `phase`."""
     return [callback for callback in callbacks if phase.federated or callback.key in phase.terms_of]
