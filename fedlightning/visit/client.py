@@ -85,7 +85,7 @@ class Client:
         self.phase = Phase()
         self._streams: dict[str, Iterator[Any]] = {}
         self._anchor: dict[tuple[torch.device, str], Tensor] = {}
-        self._num_samples: int | None = None  # unknown until somebody asks
+        self._num_samples: int | None = None  # counted on first access
 
     @property
     def module(self) -> LightningModule:

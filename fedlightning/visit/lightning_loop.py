@@ -50,14 +50,15 @@ def train_with_lightning(
     """Train `client.module` in place and return the Trainer that did it.
 
     Args:
-        client: As in :func:`fedlightning.visit.fit.fit`, like all that have no text of their own here.
+        client: Client whose module and record are used.
         visit: Callback that knows the amount of work.
         callbacks: Callbacks in Lightning's order, `visit` among them.
-        settings: See there.
-        loader: See there.
-        start_sampler: See there.
-        phase: See there.
-        val_loader: See there.
+        settings: Settings of local training.
+        loader: Training batches.
+        start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
+            size.
+        phase: Phase of the visit.
+        val_loader: Validation batches for `check_val_every_n_epoch`.
     """
     record = client.record.lightning[phase.name]
     keep = settings.optimizer_state == "keep"
@@ -90,7 +91,7 @@ def train_with_lightning(
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )
-        # A visit ends its last epoch, if need be early. With a step limit Lightning would go on inside that epoch.
+        # A visit ends its last epoch, even early. With a step limit Lightning would continue inside that epoch.
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
         client.scratch["trainer"] = trainer

@@ -147,7 +147,7 @@ def score_in_turn(runner: LocalRunner, scoring: Scoring[Answer]) -> Answer:
 
     try:
         found = list(scores())
-    except BaseException as error:  # it may have a client open
+    except BaseException as error:  # the task may have a client open
         scoring.throw(error)
         raise
     return finish(scoring, found)

@@ -71,7 +71,7 @@ class Scorer:
         kind, trainer = type(module), self._blueprint.trainer
         if not self.fast or kind in self._refused or refusal(module, loader, trainer, testing) is not None:
             return None
-        # The first of its class is a copy: should it turn out to need the Trainer, its metrics hold nothing yet.
+        # The first module of a class is scored on a copy: if it turns out to need the Trainer, its own metrics are unused.
         scored = module if (kind, testing) in self._tried else detached_copy(module)
         losses = self._blueprint.losses
         losses.reset()

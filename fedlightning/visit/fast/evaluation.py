@@ -1,6 +1,6 @@
 """`Trainer.validate` and `Trainer.test` of one module on one loader and one device, and nothing else.
 
-The hooks are called in the Trainer's order with the same arguments, so what the module logs is the same.
+The hooks are called in the Trainer's order with the same arguments, so the module logs the same.
 """
 
 from __future__ import annotations
@@ -25,17 +25,24 @@ from fedlightning.visit.fast.trainer import FastTrainer
 SPECIAL = frozenset(
     f"on_{name}_{what}" for name in ("validation", "test") for what in ("model_eval", "model_train")
 ) | {"configure_callbacks", "configure_sharded_model", "log"}
-"""Methods of a LightningModule that are left to Lightning when they are overridden."""
+"""Methods of a LightningModule that are left to Lightning when a module overrides them."""
 
 
 class Listener(Protocol):
-    """Gets what an evaluation step returned."""
+    """Function that gets the output of every evaluation step."""
 
     def __call__(self, outputs: Any, batch: Any) -> None: ...
 
 
 def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) -> str | None:
-    """Why `module` cannot be scored here; `None` if nothing speaks against it."""
+    """Return the reason why the Trainer must score `module`, or `None` if there is none.
+
+    Args:
+        module: Module to score.
+        loader: Its batches.
+        base: A Trainer made with the run's arguments for evaluation on one device.
+        testing: Whether `test_step` is run, not `validation_step`.
+    """
     special = sorted(of_module(type(module)) & SPECIAL)
     if special:
         return f"{type(module).__name__} overrides {special[0]}"
@@ -52,7 +59,7 @@ def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) 
 
 @per_class
 def takes_plain_batches(kind: type[LightningModule]) -> bool:
-    """Whether the steps of a class take a batch and perhaps its number."""
+    """Return True if the evaluation steps of a class take a batch and at most its index besides."""
     steps = [step for step in (kind.validation_step, kind.test_step) if callable(step)]
     special = ("dataloader_iter", "dataloader_idx")
     return not any(is_param_in_hook_signature(step, name, explicit=True) for step in steps for name in special)
@@ -61,16 +68,18 @@ def takes_plain_batches(kind: type[LightningModule]) -> bool:
 def evaluate(
     module: LightningModule, loader: Any, base: Trainer, testing: bool, listen: Listener, inference_mode: bool = True
 ) -> dict[str, Tensor]:
-    """What `module` logs for the epoch when it is validated (or tested) on `loader`.
+    """Return what a module logs for the epoch when it is validated, or tested.
 
     Args:
-        module: comes back in its modes, on the base's device.
-        base: a Trainer made with the run's arguments for evaluation on one device.
-        listen: told of every step's output.
-        inference_mode: as the Trainer's argument.
+        module: Module to score. It keeps its modes, and is on the device of `base` afterwards.
+        loader: Its batches.
+        base: A Trainer made with the run's arguments for evaluation on one device.
+        testing: Whether `test_step` is run, not `validation_step`.
+        listen: Function that gets the output of every step.
+        inference_mode: As the Trainer's argument.
 
     Raises:
-        NotInFastLoop: if the module does what only Lightning's Trainer can serve.
+        NotInFastLoop: If the module does what only Lightning's Trainer can serve.
     """
     collector = LogCollector(module, training=False)
     names = names_of(testing)

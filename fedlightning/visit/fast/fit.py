@@ -1,11 +1,11 @@
 """The local loop `fast`: what `lightning.pytorch.Trainer.fit` does on one device, and nothing else.
 
 It calls the hooks of the module and of the callbacks in the Trainer's order with the same arguments, under the same
-precision plugin, so the result is the same bit for bit at a fraction of the cost of a step. `refusals.py` says where it
-does not apply. The order within a batch:
+precision plugin. So the result is the same bit for bit, at a fraction of the cost of a step. `refusals.py` says where
+it does not apply. The order within a batch:
 
-fetch, to device > on_train_batch_start > training_step > on_before_zero_grad, zero_grad > on_before_backward > backward >
-on_after_backward > on_before_optimizer_step > clipping > step > schedulers > on_train_batch_end
+fetch, to device > on_train_batch_start > training_step > on_before_zero_grad, zero_grad > on_before_backward > backward
+> on_after_backward > on_before_optimizer_step > clipping > step > schedulers > on_train_batch_end
 """
 
 from __future__ import annotations
@@ -37,16 +37,23 @@ from fedlightning.visit.visit_callback import VisitCallback
 def train_fast(
     client: Client, visit: VisitCallback, callbacks: list[Callback], loader: Any, base: Trainer, detect_anomaly: bool
 ) -> FastTrainer:
-    """Train `client.module` in place with `callbacks` (`visit` among them); the stand-in that they saw.
+    """Train `client.module` in place.
 
     Args:
-        client: whose module; visit: knows how much work there is; loader: training batches, addressed.
-        base: a Trainer made with the run's arguments.
+        client: Client whose module trains.
+        visit: Callback that knows the amount of work.
+        callbacks: Callbacks in Lightning's order, `visit` among them.
+        loader: Training batches, addressed.
+        base: A Trainer made with the run's arguments.
+        detect_anomaly: As the Trainer's argument.
+
+    Returns:
+        The stand-in for the Trainer, as module and callbacks saw it.
     """
     module = client.module
     precision = base.precision_plugin
     if getattr(precision, "scaler", None) is not None:
-        precision = copy.deepcopy(precision)  # a scaler learns: each fit starts with a new one
+        precision = copy.deepcopy(precision)  # a scaler adapts, so each fit starts with a new one
     collector = LogCollector(module, training=True)
     in_epochs = visit.unit == "epochs"
     trainer = FastTrainer(
@@ -70,13 +77,14 @@ class FastFit:
     """One fit of one module.
 
     Args:
-        trainer: the stand-in, with its loader and limits; collector: where the module logs.
-        detect_anomaly: look for the backward function that makes a NaN.
+        trainer: Stand-in for the Trainer, with its loader and limits.
+        collector: Collects what the module logs.
+        detect_anomaly: Look for the backward function that makes a NaN.
     """
 
     def __init__(self, trainer: FastTrainer, collector: LogCollector, detect_anomaly: bool = False) -> None:
         self.trainer, self.collector, self.module = trainer, collector, trainer.lightning_module
-        self.clock = vars(trainer)  # the loop's own counters; setting them as attributes is for nobody
+        self.clock = vars(trainer)  # the counters are written here: as attributes, the stand-in refuses them
         self.detect_anomaly = detect_anomaly
         self.precision = trainer.precision_plugin
         self.scaler = getattr(self.precision, "scaler", None)
@@ -85,7 +93,7 @@ class FastFit:
 
     # -- the fit ---------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Train. An exception goes to `on_exception` and on to the caller, as in Lightning."""
+        """Train. As in Lightning, an exception goes to `on_exception` and then to the caller."""
         module, trainer = self.module, self.trainer
         module.trainer = trainer
         self.hooks = hooks = Hooks(trainer, self.collector)
@@ -135,7 +143,7 @@ class FastFit:
         self._bind()
 
     def _make_optimizers(self) -> None:
-        """`configure_optimizers` in any of its forms; Lightning reads all but the simplest."""
+        """Call `configure_optimizers`. Lightning reads its result, unless that is a single optimizer."""
         trainer, module = self.trainer, self.module
         self.collector.enter("configure_optimizers")
         configured = module.configure_optimizers()
@@ -202,7 +210,7 @@ class FastFit:
         hooks.run("on_train_end")
 
     def _epoch(self, batches: Iterator[Any]) -> bool:
-        """One epoch, perhaps cut short; whether it reached its last batch."""
+        """Run one epoch; return True if it reached its last batch."""
         clock, collector, module = self.clock, self.collector, self.module
         last, max_steps = clock["num_training_batches"] - 1, self.limits[0]
         one_step = self.one_step.automatic if module.automatic_optimization else self.one_step.manual
@@ -236,7 +244,7 @@ class FastFit:
         return bool(clock["is_last_batch"])
 
     def _after_skipped(self) -> None:
-        """`on_train_batch_start` returned -1: the rest of the epoch is skipped, and it counts as finished."""
+        """Skip the rest of the epoch, which counts as finished, because `on_train_batch_start` returned -1."""
         if self.schedules:
             self._schedule("step", plateau=False)
             self._schedule("epoch", plateau=False)
@@ -268,7 +276,7 @@ class FastFit:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the loader's samplers which epoch it is, those that want to know."""
+    """Tell the samplers of a loader the number of the epoch, if they have `set_epoch`."""
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     for sampler in {id(sampler): sampler for sampler in samplers}.values():
         if callable(getattr(sampler, "set_epoch", None)):

@@ -1,4 +1,4 @@
-"""What `self.log` writes to under the fast loop: Lightning's rules and arithmetic, without its cost per call.
+"""`self.log` under the fast loop: Lightning's rules and arithmetic, without its cost per call.
 
 Lightning builds a torchmetrics object per name and reduces after every call, some 0.4 ms each. Here a call keeps the
 value; the reduction is done once an epoch, in the same order and precision, so that the numbers are the same bits.
@@ -24,7 +24,18 @@ from fedlightning.visit.log_rules import STARTS, LogRule, rule_of, scalar, wide_
 
 @dataclass
 class Entry(LogRule):
-    """One name logged in one hook."""
+    """One name logged in one hook: its rule, and its values in this epoch.
+
+    Attributes:
+        hook: Hook that logs it.
+        given: Arguments of the call; another call of the same hook must have the same ones.
+        dtype: Type in which the values are added up.
+        values: Values of the steps.
+        sizes: Their batch sizes.
+        last: Value of the last step.
+        metric: The metric that was logged, if it is one.
+        empty: Whether nothing has been logged in this epoch.
+    """
 
     hook: str
     given: tuple[Any, ...]
@@ -44,14 +55,21 @@ class Entry(LogRule):
         self.empty = True
 
     def of_epoch(self) -> Any:
-        """The value of the epoch so far."""
+        """Return the value of the epoch so far."""
         if self.metric is not None:
             return self.metric.compute()
         return reduce(self.reduction, self.values, self.sizes, self.dtype)
 
 
 def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.dtype) -> Tensor:
-    """Lightning's running reduction of scalars, one after the other, in `start` or the wider type of the values."""
+    """Return Lightning's running reduction of scalars.
+
+    Args:
+        reduction: `"mean"`, `"sum"`, `"min"` or `"max"`.
+        values: Values in the order of the steps.
+        sizes: Their weights in a mean.
+        start: Type in which they are added up, unless theirs is wider.
+    """
     kinds = {value.dtype for value in values}
     if kinds == {start} and (reduction != "mean" or all(type(size) is int for size in sizes)):
         rows = torch.stack(values).cpu().numpy()
@@ -75,14 +93,16 @@ def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.
 
 
 class LogCollector:
-    """All that one module logs during one fit or one evaluation.
+    """Collects all that one module logs during one fit or one evaluation.
 
     Args:
-        module: who logs; `training`: Lightning shows step values to callbacks in training only.
+        module: Module that logs.
+        training: Whether it trains. Lightning shows the values of steps to callbacks in training only.
 
     Attributes:
-        callback_metrics, logged_metrics: as a Lightning Trainer has them, brought up to date by the loop.
-        batch: the batch of the running step, for batch sizes that the module does not name.
+        callback_metrics: As a Lightning Trainer has them, brought up to date by the loop.
+        logged_metrics: As a Lightning Trainer has them, brought up to date by the loop.
+        batch: Batch of the running step, for batch sizes that the module does not name.
     """
 
     def __init__(self, module: LightningModule, training: bool) -> None:
@@ -100,7 +120,7 @@ class LogCollector:
 
     # -- the module's side -----------------------------------------------------------------------------------------
     def attach(self) -> None:
-        """Put :meth:`log` in the place of the module's own `log`; `log_dict` then comes here too."""
+        """Replace the module's `log` by :meth:`log`; `log_dict` calls it, too."""
         self._names["log"] = _Log(self)
 
     def detach(self) -> None:
@@ -109,7 +129,7 @@ class LogCollector:
         self._names["_current_fx_name"] = None
 
     def enter(self, hook: str | None) -> None:
-        """Tell in which hook the module is. Lightning's own code reads (and sets) the same private attribute."""
+        """Note the hook that runs. Lightning's own code reads (and sets) the same private attribute."""
         self._names["_current_fx_name"] = hook
 
     def log(
@@ -129,10 +149,12 @@ class LogCollector:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """`LightningModule.log`. Whatever Lightning would refuse, or this loop cannot repeat, is left to Lightning.
+        """Log a value, as `LightningModule.log`.
 
         Raises:
-            NotInFastLoop: then the visit is done by Lightning's Trainer, which has the right sentence.
+            NotInFastLoop: If Lightning would refuse the call, or this loop cannot repeat it. Then Lightning's Trainer
+                carries
+                out the visit, and it has the right error message.
         """
         hook = self._names["_current_fx_name"]
         given = (on_step, on_epoch, reduce_fx, prog_bar, logger, add_dataloader_idx, metric_attribute)
@@ -183,45 +205,45 @@ class LogCollector:
 
     # -- the loop's side -------------------------------------------------------------------------------------------
     def begin_batch(self, batch: Any) -> None:
-        """A batch is on the device; its hooks come next."""
+        """Note that a batch is on the device. Its hooks come next."""
         self.batch, self._batch_size = batch, None
         self._first = self._first is None
 
     def end_batch(self) -> None:
-        """The batch's last hook has run."""
+        """Note that the batch's last hook has run."""
         if self._by_step:
             self._update()
         self.batch = self._batch_size = None
 
     def end_batches(self) -> None:
-        """The epoch's last batch is over: from now on values are those of the epoch."""
+        """Note the end of the epoch's last batch. From now on values are those of the epoch."""
         self._first = None
 
     def end_epoch(self) -> None:
-        """The epoch's last hook has run."""
+        """Note that the epoch's last hook has run."""
         self._update()
         self._last_hook = None
 
     def clear(self) -> None:
-        """Forget the epoch's values; the metrics of the loop stay."""
+        """Forget the values of the epoch. The metrics of the loop stay."""
         for entry in self._entries.values():
             entry.reset()
         self._first = self._last_hook = None
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """What callbacks and plateau schedulers may monitor."""
+        """Metrics that callbacks and plateau schedulers may monitor."""
         self._update()
         return self._callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What a logger would get."""
+        """Metrics that a logger gets."""
         self._update()
         return self._logged_metrics
 
     def epoch_values(self) -> dict[str, Tensor]:
-        """What was logged for the epoch, by the names a logger sees: an evaluation's result."""
+        """Return what was logged for the epoch, by the names that a logger sees: the result of an evaluation."""
         return self._collect()[1]
 
     def _update(self) -> None:
