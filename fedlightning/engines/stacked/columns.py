@@ -11,10 +11,11 @@ from fedlightning.visit.log_rules import STARTS
 
 
 class Column:
-    """One logged name: a value for each client, reduced step by step in the order of the client's own steps.
+    """A value for each client under one logged name, reduced step by step in the order of the client's own steps.
 
-    The fast loop of a single client reduces once an epoch instead (:func:`fedlightning.visit.fast.log.reduce`). Here the
-    steps of an epoch are spread over groups of clients, and keeping them all would cost memory for every client.
+    The fast loop of one client keeps all values and reduces once an epoch (:func:`fedlightning.visit.fast.log.reduce`),
+    in Lightning's own order. The clients of a stack take their steps in groups, so that here every step is added to the
+    rows of its clients.
 
     Args:
         clients: Number of clients.

@@ -1,9 +1,9 @@
 """Scores of many modules of one class at once: their evaluation steps are taken together, as one stack of clients.
 
-Which modules: any whose step `vmap` can carry out and whose other evaluation hooks are at most those around an epoch.
-The first two of a class are scored both ways; where the scores differ, or anything else speaks against it, modules of the
-class are scored one after another, as in every other engine. That is decided once for each class, and once more for one
-model that all clients share.
+Modules qualify if `vmap` can run their step and if their other evaluation hooks are at most those around an epoch. The
+first two modules of a class are scored both ways. Where the scores differ, or anything else speaks against it, modules
+of the class are scored one after another, as in every other engine. That is decided once for each class, and once more
+for one model that all clients share.
 """
 
 from __future__ import annotations
@@ -49,29 +49,30 @@ Answer = TypeVar("Answer")
 Kind = tuple[type, bool, str]
 """A class, whether it is tested (or validated), and whether its models are `own` or `shared`."""
 ALIKE = 1e-2
-"""Scores of the same module may differ by so much, relative and absolute, when both ways are compared: far more than
-rounding does, far less than what a misunderstanding does."""
+"""Tolerance, relative and absolute, between the scores of both ways: far above rounding, far below a misreading."""
 HELD = 2**28
-"""Bytes that may be kept for metrics until they are fed."""
+"""Limit of the step outputs that are kept until metrics are updated, in bytes."""
 ARITHMETIC = {"own": 2**23, "shared": 2**26}
-"""Floating-point operations of a client's step on a CPU from which on a stack loses more than the calls it saves: with
-`own` models it reads all their weights at once, with a `shared` one it has larger activations than fit into a cache.
-Not measured in seconds: a run that is resumed must decide as before."""
+"""Floating-point operations of a client's step on a CPU above which stacking costs more than the calls it saves.
+
+With `own` models it reads all their weights at once; with a `shared` one its activations are larger than a cache. Not
+measured in seconds, because a resumed run must decide as before.
+"""
 TOGETHER = 2**28
-"""Such operations in a step of a stack."""
+"""Limit of floating-point operations in a step of a stack."""
 REFUSED = frozenset(
     ("setup", "teardown", "configure_model", "on_before_batch_transfer", "transfer_batch_to_device",
      "on_after_batch_transfer", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start",
      "on_test_batch_end")
 )  # fmt: skip
-"""Hooks that are left to one client after another."""
+"""Hooks of modules that are scored one by one."""
 
 
 class StackedEvaluation:
-    """Carries out scoring tasks.
+    """Carries out scoring tasks for many clients at once.
 
     Args:
-        runner: has the scorer that everything must agree with.
+        runner: Its scorer is what the results must agree with.
     """
 
     def __init__(self, runner: LocalRunner) -> None:
@@ -79,12 +80,14 @@ class StackedEvaluation:
         self._decided: dict[Kind, int] = {}  # how many take a step together at most; 0: scored one by one
 
     def answers(self, scorings: Sequence[Scoring[Answer]], size: int, own: bool) -> Iterator[Answer]:
-        """The answers of scoring tasks, in their order.
+        """Yield the answers of scoring tasks, in their order.
 
         Args:
-            scorings: of tasks; size: how many modules are scored at once, at most.
-            own: whether each task opens a client's own model. Once it is known that these are scored one by one, they are
-                opened so as well: models that wait for others are no longer near the processor.
+            scorings: The tasks in progress.
+            size: Largest number of modules that are scored at once.
+            own: Whether each task opens a client's own model. Once it is known that such models are scored one by one,
+                they are
+                also opened one by one, because models that wait for others are evicted from the processor's cache.
         """
         known = [at_most for (_, _, whose), at_most in self._decided.items() if whose == "own"]
         if own and known and not any(known):
@@ -103,7 +106,7 @@ class StackedEvaluation:
                 scoring.close()
 
     def scores(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
-        """The scores of each, together where that is possible."""
+        """Return the scores of each request; requests are carried out together where that is possible."""
         groups: dict[Any, list[int]] = {}
         signatures: dict[int, Signature] = {}
         often = Counter(id(one.module) for one in requests)
@@ -123,7 +126,7 @@ class StackedEvaluation:
     def _group(
         self, one: ScoreRequest, whose: Iterable[str], signatures: dict[int, Signature]
     ) -> tuple[Any, ...] | None:
-        """What it must have in common with others to be scored with them; `None` if it can be scored only alone."""
+        """Return a key: requests with equal keys can be scored together. `None`: the request must be scored alone."""
         kind, scorer = type(one.module), self._runner.scorer
         steps = of_module(kind)
         testing = one.split == "test" and "test_step" in steps
@@ -144,7 +147,7 @@ class StackedEvaluation:
     def _together(
         self, kind: tuple[type, bool], members: Sequence[ScoreRequest], signatures: Sequence[Signature]
     ) -> list[Scores]:
-        """The members' scores: of a stack if their class can be scored so, else one by one."""
+        """Score the members in one stack if their class allows it, else one by one."""
         second = next((place for place, signature in enumerate(signatures) if signature is not signatures[0]), None)
         key = (*kind, "shared" if second is None else "own")
         if key not in self._decided:
@@ -163,8 +166,10 @@ class StackedEvaluation:
         return [score_one(self._runner, member) for member in members]
 
     def _agrees(self, members: Sequence[ScoreRequest], kind: Kind) -> int:
-        """How many modules of a class may take a step together: 0 unless copies of the members have the same scores one
-        by one and in a stack, and a stack is worth while. It leaves no trace: a run that is resumed decides once more.
+        """Return the number of modules that can be evaluated as one stack, or 0 if they must be scored one by one.
+
+        It is 0 if copies of the members have other scores in a stack than alone, or if a stack does not pay. Nothing is
+        changed, so a resumed run can decide once more.
         """
         for one in members:
             if REFUSED & of_module(type(one.module)):
@@ -194,7 +199,11 @@ class StackedEvaluation:
     def _stacked(
         self, members: Sequence[ScoreRequest], signatures: Sequence[Signature], testing: bool, at_most: int
     ) -> list[Scores]:
-        """The members' scores; raises where they cannot be had together. `at_most` so many take a step together."""
+        """Score the members in one stack; `at_most` so many take a step together.
+
+        Raises:
+            NotStacked: If they cannot be scored together.
+        """
         limit, device = self._limit(testing), self._runner.blueprint.device
         mode = self._runner.settings.trainer_arguments.get("inference_mode", True)
         found: list[Scores] = []
@@ -222,7 +231,7 @@ class StackedEvaluation:
     def _steps(
         self, stack: Models, sources: Sequence[Rows | Iterated], testing: bool, at_most: int
     ) -> tuple[Sums, list[Feed]]:
-        """Take all steps. What was logged, and what is left to feed to each client's metrics."""
+        """Take all steps. Return what was logged, and for each client what its metrics must be updated with."""
         precision, device = self._runner.blueprint.precision, self._runner.blueprint.device
         step = ScoringStep(stack.template, names_of(testing), precision, stack.names, stack.shared)
         sums, held = Sums(len(sources)), 0
@@ -248,7 +257,7 @@ class StackedEvaluation:
 
 
 def alike(found: Scores, expected: Scores) -> bool:
-    """Whether two sets of scores differ by rounding at most."""
+    """Return True if two sets of scores differ by rounding at most."""
     if list(found) != list(expected):
         return False
     pairs = [(found[name], expected[name]) for name in found]
