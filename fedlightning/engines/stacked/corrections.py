@@ -86,7 +86,7 @@ class Correction:
             try:
                 return self._mapped(rows, parameters, found, rates)
             except (_PerClientError, RuntimeError, TypeError):
-                self._stacked = None  # cannot be mapped; an error of its own will come again below
+                self._stacked = None  # cannot be mapped; an error of the correction itself is raised again below
         return self._one_by_one(numbers, parameters, found, rates)
 
     def _mapped(

@@ -16,10 +16,13 @@ from fedlightning.visit.log_rules import STARTS, LogCall, log_call, scalar
 
 
 class StepLog:
-    """Takes the place of `self.log` in a module while :meth:`recording`.
+    """Replaces `self.log` of a module while :meth:`recording`.
+
+    Args:
+        module: The module.
 
     Attributes:
-        calls: By name, how the name was logged last.
+        calls: By name, the last call that logged it.
     """
 
     def __init__(self, module: LightningModule) -> None:

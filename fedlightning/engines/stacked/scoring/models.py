@@ -1,4 +1,4 @@
-"""Modules of one architecture side by side, for their evaluation: what they must have in common, and their tensors."""
+"""Modules of one architecture in one stack, for their evaluation: what they must have in common, and their tensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ from fedlightning.engines.stacked.stack import side_by_side, take
 PLAIN = frozenset((bool, int, float, str, type(None)))
 CONTAINERS = frozenset((list, dict, set))
 RUNNING = "_current_fx_name"
-"""Where Lightning notes in a module which of its hooks is running: an attribute that comes and goes."""
+"""Attribute in which Lightning notes the running hook of a module. It comes and goes."""
 METHODS = frozenset(("log", "log_dict", "validation_step", "test_step"))
+"""A module with one of these set on the instance is scored alone."""
 
 
 class Signature:
-    """A signature at a module.
+    """The tensors of a module and all that it must have in common with others to be scored in one stack.
+
+    Args:
+        module: The module.
 
     Attributes:
-        module: which; tensors: its parameters and buffers, each once, but for those of its metrics.
-        key: what modules must have in common to be scored together; `None` for one that never is. Modules of a
-            federation are built from one template, so this is what a callback may have given a client: tensors, plain
-            values, lengths of lists, replaced parts, methods set on the instance, forward hooks.
+        module: The module.
+        tensors: Its parameters and buffers, each once, without those of its metrics.
+        key: Modules with equal keys can be scored together; `None`: this one must be scored alone. Modules of a
+            federation
+            are built from one template, so the key holds what a callback may have changed: tensors, plain values,
+                lengths
+            of lists, replaced parts, methods set on the instance, forward hooks.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -42,8 +49,10 @@ class Signature:
         self.key = None if self._alone else (*self._traits, *shapes)
 
     def _walk(self, module: nn.Module, prefix: str) -> None:
-        """Note a module and what is inside. It reads the dicts that `torch` keeps of a module's content: public ways to
-        them take as long as the module's step, and there is none to its hooks.
+        """Add a module and all inside it.
+
+        It reads the dicts in which torch keeps the content of a module. Public ways to them take as long as the
+        module's step, and there is none to its hooks.
         """
         own = vars(module)
         self._traits += (prefix, type(module))
@@ -71,10 +80,13 @@ class Models:
     """The tensors of modules that are scored together.
 
     Args:
-        signatures: at modules that are alike; one object again and again is a model that all share; device: of the stack.
+        signatures: Modules with equal keys. One object again and again is a model that all clients share.
+        device: Device of the stack.
 
     Attributes:
-        template: the module whose code runs; names: of the tensors; shared: whether all have the same.
+        template: Module whose code runs.
+        names: Names of the tensors.
+        shared: Whether all clients have the same tensors.
     """
 
     def __init__(self, signatures: Sequence[Signature], device: torch.device) -> None:
@@ -90,17 +102,17 @@ class Models:
         self._versions = [tensor._version for tensor in self._tensors]
 
     def tensors(self, rows: Sequence[int]) -> list[Tensor]:
-        """The tensors of the clients at `rows`, ascending; or the one model's."""
+        """Return the tensors of the clients at `rows`, ascending; or those of the one model."""
         if self.shared or len(rows) == self._size:
             return self._tensors
         chosen = side_by_side(rows)
         return [take(tensor, chosen) for tensor in self._tensors]
 
     def check(self) -> None:
-        """Refuse steps that have left something in the module: the next batch might depend on it.
+        """Refuse steps that have left something in the module, because the next batch might depend on it.
 
         Raises:
-            NotStacked: if tensors, plain values or the lengths of lists are not what they were.
+            NotStacked: If tensors, plain values or the lengths of lists have changed.
         """
         if [tensor._version for tensor in self._tensors] != self._versions:
             raise NotStacked("a buffer is changed")
@@ -109,7 +121,7 @@ class Models:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """A block in which the template is where the stack is: a step may ask for `self.device`."""
+        """Within the block, the template is on the stack's device, because a step may read `self.device`."""
         home = self.template.device
         if home != self._device:
             self.template.to(self._device)

@@ -1,7 +1,7 @@
-"""One evaluation step of many clients, and a note of what they logged in it.
+"""One evaluation step of many clients, and the calls of `self.log` and of metrics in it.
 
-`validation_step` runs under :func:`torch.func.vmap`. Its calls of `self.log` and of torchmetrics objects are noted
-with their stacked arguments; afterwards each client's own metrics are fed with that client's rows.
+`validation_step` runs under :func:`torch.func.vmap`. Its calls of `self.log` and of torchmetrics objects are noted with
+their stacked arguments. Afterwards each client's own metrics are updated with that client's rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ from fedlightning.visit.log_rules import LogRule, scalar
 
 @dataclass(frozen=True)
 class Logged:
-    """`self.log`: of the step's output at `place`, or of the metric at a path."""
+    """A call of `self.log`.
+
+    Attributes:
+        rule: Lightning's reading of it.
+        batch_size: Weight in a mean over the epoch. `None`: the size of the batch.
+        place: Index of the value among the step's outputs; `None` for a metric.
+        metric: Path of the metric that was logged.
+    """
 
     rule: LogRule
     batch_size: int | None
@@ -39,9 +46,15 @@ class Logged:
 
 @dataclass(frozen=True)
 class MetricUpdate:
-    """A call of a metric's `update` (or of the metric itself, `forward`) with outputs from `first` to `end`.
+    """A call of a metric's `update`, or of the metric itself (`forward`).
 
-    `skeleton` holds the arguments; where they are `positional` tensors and nothing else, the outputs are they.
+    Attributes:
+        metric: Path of the metric.
+        forward: Whether the metric itself was called.
+        skeleton: The arguments, with a placeholder in the place of each tensor.
+        positional: Whether the arguments are positional tensors and nothing else.
+        first: Index of the first tensor among the step's outputs.
+        end: Index after the last one.
     """
 
     metric: str
@@ -54,11 +67,13 @@ class MetricUpdate:
 
 @dataclass
 class Step:
-    """What a stacked step gave.
+    """Result of a stacked step.
 
     Attributes:
-        outputs: `(n, ...)` each; events: what was done with them, in order.
-        loss: which of them is the loss that the step returned; size: samples in a client's batch.
+        outputs: Tensors `(n, ...)`.
+        events: Calls that used them, in order.
+        loss: Index of the loss among the outputs, if the step returned one.
+        size: Samples in a client's batch.
     """
 
     outputs: Sequence[Tensor] = ()
@@ -68,7 +83,7 @@ class Step:
 
 
 class _MetricStandIn(nn.Module):
-    """Stands where a metric is and notes what it is fed; `note` is `None` for what cannot be fed later."""
+    """Replaces a metric and notes its updates. `note` is `None` for a metric that cannot be updated later."""
 
     def __init__(self, path: str, note: Callable[[str, bool, Any], None] | None) -> None:
         super().__init__()
@@ -83,14 +98,14 @@ class _MetricStandIn(nn.Module):
         if self.note is None:
             raise NotStacked(f"the collection of metrics {self.path!r} is used")
         self.note(self.path, True, (args, kwargs))
-        return object()  # the batch's own value, known only when the metric is really fed
+        return object()  # stands for the batch's own value, known only after the real update
 
     def __getattr__(self, name: str) -> Any:
         raise NotStacked(f"the attribute {name!r} of the metric {self.path!r} is used")
 
 
 def metrics_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """The metrics inside a module, outermost ones only: (path, parent, attribute, metric)."""
+    """Yield the metrics inside a module, outermost ones only, as (path, parent, attribute, metric)."""
     for name, child in module.named_children():
         if isinstance(child, Metric | MetricCollection):
             yield f"{prefix}{name}", module, name, child
@@ -99,7 +114,7 @@ def metrics_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 class _Caller(nn.Module):
-    """Calls a step of `module`, so that `functional_call` can put a client's tensors into the module."""
+    """Calls a step of a module, so that `functional_call` can put a client's tensors into it."""
 
     def __init__(self, module: LightningModule, step: str) -> None:
         super().__init__()
@@ -113,9 +128,11 @@ class ScoringStep:
     """`validation_step` or `test_step` for many clients at once.
 
     Args:
-        module: lends its code, between :meth:`attached`; its own tensors are not touched.
-        testing: which step; context: what to run it in (Lightning's autocast).
-        names: of the tensors that a call gets; shared: whether they are the same for all clients.
+        module: Its code runs, within :meth:`attached`. Its own tensors are not touched.
+        evaluation: Names of validation, or of testing.
+        precision: Lightning's precision plugin, for autocast.
+        names: Names of the tensors that a call takes.
+        shared: Whether these are the same for all clients.
     """
 
     def __init__(
@@ -138,7 +155,7 @@ class ScoringStep:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """A block in which the module is in eval mode, and notes what it logs and what its metrics get."""
+        """Within the block, the module is in eval mode, and its calls of `self.log` and of metrics are noted."""
         module, before = self._module, trainer_of(self._module)
         modes = {child: child.training for child in module.modules()}
         metrics = list(metrics_of(module))
@@ -161,8 +178,10 @@ class ScoringStep:
         """Run the step.
 
         Args:
-            tensors: parameters and buffers, `(clients, ...)` each, or those of the one model for all.
-            batch: a tree of stacked tensors `(clients, batch, ...)`; index: of the batch.
+            tensors: Parameters and buffers, `(clients, ...)` each, or those of the one model for all.
+            batch: A tree of stacked tensors `(clients, batch, ...)`.
+            clients: Number of clients.
+            index: Index of the batch.
         """
         leaves, self._skeleton = split_tree(batch)
         self._index, own = index, tuple(tensors)
@@ -172,7 +191,7 @@ class ScoringStep:
         return self._step
 
     def _alone(self, tensors: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
-        """One client needs no map."""
+        """Run the step of one client, which needs no map."""
         own = tensors if self._shared else tuple(tensor.squeeze(0) for tensor in tensors)
         return [value.unsqueeze(0) for value in self._one(own, [leaf.squeeze(0) for leaf in leaves])]
 

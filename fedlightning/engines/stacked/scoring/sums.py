@@ -47,7 +47,7 @@ class Sums:
 
     def _add(self, rows: np.ndarray, event: Logged, step: Step) -> None:
         name = event.rule.name
-        if event.place is None:  # a metric: only who logged it is noted, its value is computed by each client's own
+        if event.place is None:  # a metric, whose value each client's own one computes: note only who logged it
             self._columns.setdefault(name, Column(self._clients, "last")).seen[rows] = True
             return
         values = step.outputs[event.place].cpu().numpy()

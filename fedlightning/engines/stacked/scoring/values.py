@@ -1,4 +1,4 @@
-"""What it means that a module logs a value while many clients are scored at once, and what cannot be meant."""
+"""What a module may do while many clients are scored at once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from fedlightning.visit.log_rules import LogCall, log_call
 
 
 class NotStacked(BaseException):
-    """A module does what one stack cannot do for many clients; the message says what.
+    """A module does something that one stack cannot do for many clients; the message says what.
 
-    No `Exception`: `hasattr` and a user's `except` must not swallow it and go on with something else.
+    It is no `Exception`, so that neither `hasattr` nor a user's `except` can swallow it and continue with something
+    else.
     """
 
 
 class NoTrainer:
-    """What is attached as `self.trainer` while many clients are scored at once: looking at it ends that."""
+    """Stand-in for `self.trainer` in a stacked evaluation: reading it ends the attempt."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotStacked(f"self.trainer.{name} is used")
@@ -27,11 +28,11 @@ def plain_log(hook: str, name: str, *args: Any, **kwargs: Any) -> LogCall:
     Args:
         hook: Hook of an evaluation.
         name: Name that is logged.
-        args: Arguments after the value.
-        kwargs: Arguments by name.
+        args: Arguments of `self.log` after the value.
+        kwargs: Arguments of `self.log` by name.
 
     Raises:
-        NotStacked: If it is no plain value of the epoch: models that log so are scored one by one.
+        NotStacked: If it is no plain value of the epoch. Modules that log so are scored one by one.
     """
     call = log_call(hook, name, *args, **kwargs)
     if not call.rule.reduction or call.enable_graph or not call.rule.on_epoch or "/dataloader_idx_" in name:
