@@ -38,7 +38,7 @@ class Entry:
     Attributes:
         task: The task.
         cost: Its expected duration, in any unit.
-        worker: Number of the worker that carries it out; `None`: nobody does.
+        worker: Number of the worker that carries it out, if any.
         tries: Number of workers that died of it.
         done: Whether its answer is there.
         answer: The answer.
@@ -199,7 +199,7 @@ class ProcessesEngine(Engine):
         return self._workers.pop(index).end(grace)
 
     def _forget(self) -> None:
-        """End the workers of tasks that nobody waits for, since these may take long."""
+        """End the workers of unfinished tasks, since these may take long."""
         for index in list(self._busy):
             self._end(index, grace=0.0)
         if self._broadcast is not None:

@@ -51,7 +51,7 @@ class Fit:
         message: The message from the server.
         phase: Part that trains, and for how long.
         work: Epochs or optimizer steps.
-        loader: Training batches that nobody has iterated yet. `None`: make a loader.
+        loader: Training batches, not iterated yet. `None`: make a loader.
     """
 
     client: Client

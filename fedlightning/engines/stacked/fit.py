@@ -54,7 +54,7 @@ class StackedFit:
         gatherer: Stacks batches.
         clip_value: `gradient_clip_val`.
         clip_algorithm: `gradient_clip_algorithm`.
-        bytes_of_step: Memory of a step for each client; 0: not known.
+        bytes_of_step: Memory of a step for each client. 0 if it is not known.
     """
 
     def __init__(

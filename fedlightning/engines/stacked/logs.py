@@ -89,7 +89,8 @@ class StackedLogs:
         """Return each client's metrics as Lightning's `callback_metrics` holds them after a fit.
 
         Logged by step only: the last value. By epoch: reduced over the last epoch, means weighted by batch sizes. By
-        both: `name` and `name_epoch` hold the value of the epoch, `name_step` that of the last step.
+        both: `name` and `name_epoch` hold the value of the epoch, `name_step` that of the last step. Sums are taken in
+        float64, not in Lightning's precision: stacked losses differ from those of a client alone in the last bits anyway.
         """
         columns: dict[str, Column] = {}
 

@@ -23,7 +23,7 @@ Closure = Callable[[], Tensor | None]
 
 
 class FastStep:
-    """What Lightning does between a batch that is on the device and the end of its step.
+    """One training step: all between a batch that is on the device and `on_train_batch_end`.
 
     Args:
         trainer: Stand-in for the Trainer, with its optimizers.

@@ -1,4 +1,4 @@
-"""What a module may do while many clients are scored at once."""
+"""Limits of a stacked evaluation: what a module may log and read while many clients are scored at once."""
 
 from __future__ import annotations
 
