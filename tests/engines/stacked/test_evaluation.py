@@ -192,7 +192,7 @@ def test_scores_of_the_global_model_are_taken_over() -> None:
     _, engine = federation.engines()
     known = stages.stage_g(federation.server, engine, evaluate)
     scored: list[int] = []
-    engine._evaluation.scores = lambda wanted: scored.append(len(wanted)) or []  # type: ignore[method-assign,func-returns-value]
+    engine._evaluation.scores = lambda requests: scored.append(len(requests)) or []  # type: ignore[method-assign,func-returns-value]
     rows = stages.stage_l1(federation.server, engine, evaluate, known)
     assert not scored
     assert [(row.client, row.metric, row.value) for row in rows] == [
