@@ -35,8 +35,8 @@ from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
-from fedlightning.callbacks.pfedla import PFedLA
-from fedlightning.callbacks.pfedme import PFedMe
+from fedlightning.callbacks.pfedla import pFedLA
+from fedlightning.callbacks.pfedme import pFedMe
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
 from fedlightning.callbacks.scaffold import SCAFFOLD
 
@@ -86,10 +86,12 @@ __all__ = [
     "Local",
     "LocalAdaptation",
     "LocalCheckpoint",
-    "PFedLA",
-    "PFedMe",
     "PLayerFL",
     "PLayerFLRandom",
     "PerFedAvg",
     "Sensitivity",
+    "pFedLA",
+    "pFedMe",
 ]
+
+PFedLA, PFedMe = pFedLA, pFedMe

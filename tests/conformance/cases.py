@@ -37,8 +37,8 @@ CASES: dict[str, Case] = {
     "PerFedAvg": Case(c.PerFedAvg(alpha=0.1), neutral=c.PerFedAvg(alpha=0.0)),
     "PerFedAvg FO": Case(c.PerFedAvg(alpha=0.1, variant="FO"), neutral=c.PerFedAvg(alpha=0.0, variant="FO")),
     "PerFedAvg exact": Case(c.PerFedAvg(alpha=0.1, variant="exact"), neutral=c.PerFedAvg(alpha=0.0, variant="exact")),
-    "PFedMe": Case(c.PFedMe(), skip=NO_PLAIN_FORM),
-    "PFedMe all": Case(c.PFedMe(all_clients=True, server_rate=0.5), skip=NO_PLAIN_FORM),
+    "pFedMe": Case(c.pFedMe(), skip=NO_PLAIN_FORM),
+    "pFedMe all": Case(c.pFedMe(all_clients=True, server_lr=0.5), skip=NO_PLAIN_FORM),
     "L2GD": Case(
         c.L2GD(), skip={"one_client": "the coin decides how many steps there are"}, arguments={"local_steps": 1}
     ),
@@ -77,8 +77,8 @@ CASES: dict[str, Case] = {
     "FedAMP own": Case(c.FedAMP(sigma=1.0, start="own"), neutral=c.FedAMP(lam=0.0, start="own")),
     "HeurFedAMP": Case(c.HeurFedAMP(alpha=10.0), neutral=c.HeurFedAMP(lam=0.0)),
     "FedALA": Case(c.FedALA(num_layers=2)),
-    "PFedLA": Case(c.PFedLA()),
-    "PFedLA relu": Case(c.PFedLA(hn_lr=0.1, normalise="relu")),
+    "pFedLA": Case(c.pFedLA()),
+    "pFedLA relu": Case(c.pFedLA(hn_lr=0.1, normalise="relu")),
     "HeurpFedLA": Case(c.HeurpFedLA()),
     "IFCA": Case(c.IFCA(), neutral=c.IFCA(num_clusters=1)),
     "IFCA option 1": Case(c.IFCA(option=1), skip=NO_PLAIN_FORM),
