@@ -12,8 +12,6 @@ class Central(FederatedCallback):
     data. Optimizers go on from round to round, so R rounds of E epochs are one ordinary training of R*E epochs on the
     pooled training set.
 
-    Nothing travels but the pooled model, and there is no state.
-
     Example:
         >>> from fedlightning.callbacks import Central
         >>> [job] = next(Central().plan_round(server=None))

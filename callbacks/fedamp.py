@@ -51,9 +51,8 @@ class FedAMP(ClientModels):
     Distances are over trainable parameters, in float64. Float buffers are mixed like parameters; integers are the
     client's own.
 
-    ``xi_ii`` must not be negative: ``alpha (N - 1) <= sigma`` is checked. With ``sigma`` far below the squared
-    distances of the models each client trains alone, pulled to its own model. With ``sigma`` far above, all models
-    count alike.
+    ``xi_ii`` must not be negative: ``alpha (N - 1) <= sigma`` is checked. If ``sigma`` is far below the models' squared
+    distances, each client trains alone, pulled to its own model. If it is far above, all models count alike.
 
     Args:
         lam: Strength of the collaboration. Default 1 (paper).
@@ -187,7 +186,7 @@ class HeurFedAMP(FedAMP):
     fixed ``xi_ii``. All else is FedAMP's: the client's part, what travels, what is kept and what is deployed.
 
     Args:
-        lam: Strength of the pull. Default 1 (paper).
+        lam: Strength of the pull. Default 1.
         alpha: ``alpha_k`` of the first round, which only scales the pull ``lam / alpha_k`` here. Default 1e4 (paper).
         sigma: Sharpness of the softmax. Default 10 (ours: the paper tunes it). 0 counts all others alike.
         xi_self: ``xi_ii`` in [0, 1]. ``None`` (default) is ``1 / N`` (ours: the paper tunes it). 1 is Local with a pull

@@ -99,7 +99,7 @@ class LGFedAvg(FederatedCallback):
         """Refuse names that are not there; warn where the split leaves one side empty.
 
         Raises:
-            ValueError: If a name matches nothing, or there are fewer layers.
+            ValueError: If a name matches nothing, or there are fewer than ``num_layers`` layers.
         """
         count = len(part_names(setup.module, self.shared, self.num_layers))
         if count in (0, len(setup.kinds)):
@@ -189,7 +189,7 @@ def part_names(module: nn.Module, names: str | Sequence[str] | None, num_layers:
         num_layers: Number of layers, used where ``names`` is ``None``.
 
     Raises:
-        ValueError: If a name matches nothing, or there are fewer layers.
+        ValueError: If a name matches nothing, or there are fewer than ``num_layers`` layers.
 
     Example:
         >>> module = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1))
