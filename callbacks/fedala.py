@@ -200,4 +200,5 @@ PASSES_COMPARED, SETTLED = 10, 0.1
 
 
 def _wide(value: Tensor) -> torch.dtype:
+    """Return the dtype for arithmetic on ``value``: fp32 at least."""
     return torch.promote_types(value.dtype, torch.float32)

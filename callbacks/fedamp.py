@@ -151,6 +151,7 @@ class FedAMP(ClientModels):
 
     # -- client --------------------------------------------------------------------------------------------------------
     def _own(self, client: Client) -> State:
+        """Return ``w_i`` as the client keeps it; empty before its first visit."""
         own: State = client.state.get(self.key, {}).get("w", {})
         return own
 

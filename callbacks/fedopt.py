@@ -38,6 +38,15 @@ class FedOpt(FederatedCallback):
 
     Raises:
         ValueError: If a decay is outside [0, 1), or ``server_lr`` or ``tau`` is not positive.
+
+    Example:
+        Without decay a step is ``eta_s`` long, however far the clients' mean has moved.
+
+        >>> from types import SimpleNamespace
+        >>> from fedlightning.callbacks import FedAdam
+        >>> server, rule = SimpleNamespace(state={}, trainable=["w"]), FedAdam(server_lr=0.5, beta1=0.0, beta2=0.0)
+        >>> rule.server_step(server, {"w": torch.zeros(2)}, {"w": torch.tensor([4.0, 400.0])})["w"]
+        tensor([0.4999, 0.5000])
     """
 
     def __init__(

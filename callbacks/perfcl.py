@@ -91,6 +91,7 @@ class PerFCL(FENDA):
 
     @property
     def _contrasts(self) -> bool:
+        """Whether a contrastive loss is on."""
         return self.mu > 0 or self.gamma > 0
 
     def claims(self, role: str) -> bool:

@@ -157,7 +157,7 @@ class pFedLA(ClientModels):
         return list(range(len(layers_of(server))))
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
-        """A step of every participant's hypernetwork, all from the models at the round's start; then ``theta_i``."""
+        """Update every participant's hypernetwork from the models at the round's start, then set ``theta_i``."""
         models = self.models(server)
         psi = dict(server.state.get(self.key, {}).get("psi", {}))
         for update in updates:

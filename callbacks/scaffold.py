@@ -90,6 +90,7 @@ class SCAFFOLD(FederatedCallback):
         return Wire(down={"c": "parameters"}, up={"delta_c": "parameters"})
 
     def _variates(self, server: Server) -> State:
+        """Return ``c`` of the server, zeros at first."""
         stored: State = server.state.get(self.key, {}).get("c", {})
         return stored or zeros_like(server.model, server.trainable)
 

@@ -131,6 +131,7 @@ def contrastive_loss(z: Tensor, positive: Tensor, negative: Tensor, temperature:
 
 
 def _unit(z: Tensor) -> Tensor:
+    """Return features ``(batch, width)`` of length 1; rows of zeros stay zero."""
     z = rows(z)
     norm = z.norm(dim=1, keepdim=True)
     return z / norm.clamp_min(1e-8) * (norm > 1e-8)

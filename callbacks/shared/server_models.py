@@ -32,6 +32,13 @@ class ClientModels(FederatedCallback):
     ``w^0``. Models are replaced when the round is over: all that goes down in a round is made from the models at its
     start, whoever is visited first. Memory at the server is O(N * model), by definition of these methods. There is no
     global model.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> server = SimpleNamespace(state={}, clients=["a", "b"], model={"w": torch.zeros(1)})
+        >>> base, update = ClientModels(), SimpleNamespace(client="a", steps=1, state={"w": torch.ones(1)})
+        >>> base.reduce(server, [update]), base.models(server)
+        ({}, {'a': {'w': tensor([1.])}, 'b': {'w': tensor([0.])}})
     """
 
     def check(self, setup: Setup) -> None:
@@ -128,4 +135,5 @@ def combine(own: Mapping[str, Tensor], parts: Iterable[tuple[float, Mapping[str,
 
 
 def _is_integer(value: Tensor) -> bool:
+    """Return True for integer and boolean entries."""
     return not (value.is_floating_point() or value.is_complex())
