@@ -41,8 +41,8 @@ from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
-from fedlightning.callbacks.pfedla import PFedLA
-from fedlightning.callbacks.pfedme import PFedMe
+from fedlightning.callbacks.pfedla import pFedLA
+from fedlightning.callbacks.pfedme import pFedMe
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
 from fedlightning.callbacks.scaffold import SCAFFOLD
 from fedlightning.compat.renamed import present_class
@@ -93,8 +93,8 @@ __all__ = [
     "MOON",
     "PerFCL",
     "PerFedAvg",
-    "PFedLA",
-    "PFedMe",
+    "pFedLA",
+    "pFedMe",
     "PLayerFL",
     "PLayerFLRandom",
     "SCAFFOLD",

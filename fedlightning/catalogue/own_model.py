@@ -35,13 +35,13 @@ ROWS = (
         composes="FedProx, SCAFFOLD, server optimizers on the global half; not with manual optimization",
     ),
     Algorithm(
-        "PFedMe", "personal",
+        "pFedMe", "personal",
         "Personal models are held near a global one, which follows them (Moreau envelopes).",
         'T. Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020',
         client_state="theta_i (personal model)",
         deployed=beside_global("theta_i"),
         weights="uniform (paper) or samples (authors' code)",
-        composes="FedPer; server optimizers while server_rate is 1; plain SGD, not with manual optimization",
+        composes="FedPer; server optimizers while server_lr is 1; plain SGD, not with manual optimization",
     ),
     Algorithm(
         "L2GD", "personal",
