@@ -54,6 +54,7 @@ ROWS = (
         "HeurFedAMP", "FedAMP with attention by the angles between models, for deep networks.",
         weights="attention by cosines",
         composes="as FedAMP",
+        module="fedamp",
     ),
     _PFEDLA,
     _PFEDLA.variant(
@@ -70,6 +71,7 @@ ROWS = (
         server_state="q models, who chose what last",
         weights="samples (default) or uniform, within a cluster",
         composes="as IFCA",
+        module="ifca",
     ),
 )
 # fmt: on

@@ -61,6 +61,7 @@ ROWS = (
         deployed="w after one step on own training data; LocalCheckpoint (w is the meta-model: GlobalCheckpoint)",
         weights="uniform (paper) or samples",
         composes="FedProx, FedPer, server optimizers; SGD, not with manual optimization",
+        module="per_fedavg",
     ),
     Algorithm(
         "FLIU", "personal",
@@ -88,6 +89,7 @@ ROWS = (
         deployed="the adapted copy, from GlobalCheckpoint's selection where there is one; w is also a global model",
         weights="those of the method beside it",
         composes="every global method, FedPer, FedBN; not methods that deploy a model of their own (Ditto, APFL)",
+        module="local_adaptation",
     ),
 )
 # fmt: on

@@ -1,4 +1,4 @@
-"""``fedlightning algorithms``: the catalogue, for people."""
+"""The command `fedlightning algorithms`: the catalogue as text."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedlightning.catalogue import ALGORITHMS, Algorithm, find, list_algorithms
+from fedlightning.catalogue import FAMILIES, Algorithm, find, list_algorithms, rows
 from fedlightning.config.errors import InputError
-
-_FAMILIES = {
-    "global": "One model for all clients",
-    "personal": "A model for each client",
-    "baseline": "Baselines",
-}
 
 
 def algorithms(words: Sequence[str]) -> int:
-    """List the algorithms, or explain those that are named."""
+    """List the algorithms, or explain those that are named.
+
+    Args:
+        words: What follows `fedlightning algorithms`: names, patterns or families; all algorithms by default.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        InputError: If there is no algorithm of a name.
+    """
     parser = argparse.ArgumentParser(
         prog="fedlightning algorithms",
         description="List the algorithms, or explain one: what travels, what stays, its options.",
@@ -32,9 +36,9 @@ def algorithms(words: Sequence[str]) -> int:
     names = parser.parse_args(list(words)).name
     console = Console() if sys.stdout.isatty() else Console(width=100)
     if not names:
-        show_list(console, [row.name for row in ALGORITHMS])
+        show_list(console, list_algorithms())
     for name in names:
-        listed = list_algorithms(name) if "*" in name or name.lower() in _FAMILIES else []
+        listed = list_algorithms(name) if "*" in name or name.lower() in FAMILIES else []
         if listed:
             show_list(console, listed)
             continue
@@ -47,16 +51,21 @@ def algorithms(words: Sequence[str]) -> int:
 
 
 def show_list(console: Console, names: Sequence[str]) -> None:
-    """One line an algorithm, by family."""
-    for family, title in _FAMILIES.items():
-        rows = [row for row in ALGORITHMS if row.family == family and row.name in names]
-        if not rows:
+    """Print one line per algorithm, by family.
+
+    Args:
+        console: Where to print.
+        names: Names of the algorithms.
+    """
+    for family, title in FAMILIES.items():
+        members = [row for row in rows() if row.family == family and row.name in names]
+        if not members:
             continue
         console.print(title, style="bold")
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, min_width=16)
         table.add_column()
-        for row in rows:
+        for row in members:
             table.add_row(f"  {row.name}", escape(row.sentence))
         console.print(table)
         console.print()
@@ -64,7 +73,12 @@ def show_list(console: Console, names: Sequence[str]) -> None:
 
 
 def show_algorithm(console: Console, row: Algorithm) -> None:
-    """Everything about one algorithm."""
+    """Print everything about one algorithm: its row and its options.
+
+    Args:
+        console: Where to print.
+        row: Its row; what the row leaves empty is not printed.
+    """
     console.print(row.name, style="bold")
     console.print(escape(row.sentence), highlight=False)
     console.print()
@@ -83,7 +97,8 @@ def show_algorithm(console: Console, row: Algorithm) -> None:
         ("class", row.class_path),
         ("YAML", row.config),
     ):
-        facts.add_row(name, escape(text))
+        if text:
+            facts.add_row(name, escape(text))
     console.print(facts, highlight=False)
     options = row.options()
     console.print()

@@ -38,7 +38,7 @@ def completion(words: Sequence[str]) -> int:
 
 def script(shell: str) -> str:
     """The completion script of ``shell``; options are read off the parsers."""
-    from fedlightning.catalogue import ALGORITHMS
+    from fedlightning.catalogue import list_algorithms
     from fedlightning.commands import COMMANDS, compare, report, sweep
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
@@ -47,7 +47,7 @@ def script(shell: str) -> str:
 
     passed_on = [option for option in Commands.option_strings("fit") if PASSED_ON.match(option)]
     choices = {
-        "algorithms": [row.name for row in ALGORITHMS],
+        "algorithms": list_algorithms(),
         "completion": ["bash", "zsh"],
         "compare": [*compare.parser().option_strings(), *passed_on, *class_names()],
         "sweep": [*sweep.parser().option_strings(), *passed_on, *class_names()],

@@ -37,20 +37,25 @@ class Commands(FederatedCLI):
 
     trainer: FederatedTrainer  # type: ignore[assignment]
 
-    def fit(self, resume: str | None = None, test_after_fit: bool = True) -> None:
+    def fit(self, resume: str | None = None, test_after_fit: bool = True, allow_config_change: bool = False) -> None:
         """Train a federation, test it and show the results.
 
         The run's files go to <default_root_dir>/<name>/version_N (by default runs/federation/version_0): config.yaml,
         metrics.csv, summary.json and checkpoints.
 
         Args:
-            resume: go on with an interrupted run: "last" (the run of this name that was saved last) or a run's folder,
+            resume: go on with an interrupted run: "last" (the run of this name that was saved last), "auto" (go on if there
+                is something to go on from, else start: one command for a job that may be requeued) or a run's folder,
                 whose config.yaml is then read unless --config is given.
             test_after_fit: score all models on test data in the end, where the data has any.
+            allow_config_change: go on with an interrupted run although its configuration has changed; summary.json lists
+                what has.
         """
         console = _console()
         try:
-            self.trainer.fit(self.model, self.datamodule, resume=_absolute(resume))
+            self.trainer.fit(
+                self.model, self.datamodule, resume=_absolute(resume), allow_config_change=allow_config_change
+            )
         except Exception as error:
             if explain(error) is not None:
                 _leave_nothing(self.trainer)
@@ -202,7 +207,7 @@ def with_run_config(command: str, words: list[str]) -> list[str]:
     given = _value_of(option, words) if option else None
     if option == "--run" and given is None:
         raise InputError("it needs the folder of a run: --run runs/NAME/version_N.")
-    if given is None or (option == "--resume" and (given in ("last", "null") or _value_of("--config", words))):
+    if given is None or (option == "--resume" and (given in ("last", "auto", "null") or _value_of("--config", words))):
         return words
     return ["--config", str(find_run(given) / "config.yaml"), *words]
 
@@ -233,7 +238,7 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
 
 
 def _absolute(resume: str | None) -> str | Path | None:
-    return resume if resume in (None, "last") else find_run(str(resume))
+    return resume if resume in (None, "last", "auto") else find_run(str(resume))
 
 
 def _leave_nothing(trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Names that may be written in a configuration: our own classes and the options of the trainer."""
+"""Names that may be written in a configuration: classes without their package, and the options of the trainer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,22 @@ from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
 
 from fedlightning.arguments import REPLACED
+from fedlightning.catalogue import installed
 from fedlightning.datamodules import Partitioner
+from fedlightning.errors import warn
 from fedlightning.trainer import FederatedTrainer
 
 
 @cache
 def class_names() -> dict[str, str]:
-    """Classes that can be named without their package: short name to full path."""
+    """Return the classes that can be named without their package: short name to full path.
+
+    Algorithms of other packages are among them, and are imported: jsonargparse finds the classes that are loaded.
+
+    Example:
+        >>> class_names()["FedProx"]
+        'fedlightning.callbacks.FedProx'
+    """
     found = {}
     for package, kind in (
         (fedlightning.callbacks, Callback),
@@ -32,15 +41,32 @@ def class_names() -> dict[str, str]:
             value = getattr(package, name)
             if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value):
                 found[name] = f"{package.__name__}.{name}"
+    for row in installed():
+        try:
+            row.load()
+        except Exception as error:  # whatever another package's import may raise
+            warn(f"{row.name} cannot be used: {row.class_path} cannot be loaded ({type(error).__name__}: {error}).")
+        else:
+            found.setdefault(row.name, row.class_path)
     return found
 
 
 def trainer_options() -> list[str]:
-    """The trainer's arguments without those that it always refuses (Lightning's, which have no meaning here)."""
+    """Return the trainer's arguments without those that it always refuses: Lightning's that have no meaning here."""
     return [name for name in inspect.signature(FederatedTrainer).parameters if name not in REPLACED]
 
 
 def option_names() -> list[str]:
-    """All options of a fit, for suggestions."""
+    """Return all options of a fit, for suggestions."""
     trainer = [f"--trainer.{name}" for name in trainer_options()]
-    return ["--config", "--resume", "--test_after_fit", "--run", "--checkpoint", "--out", "--print_config", *trainer]
+    return [
+        "--config",
+        "--resume",
+        "--test_after_fit",
+        "--allow_config_change",
+        "--run",
+        "--checkpoint",
+        "--out",
+        "--print_config",
+        *trainer,
+    ]

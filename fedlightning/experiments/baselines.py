@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedlightning.catalogue import ALGORITHMS, find
+from fedlightning.catalogue import find, installed, rows
 from fedlightning.experiments.methods import Config
 
 AUTO = ("Local", "Central", "FedAvg", "LocalAdaptation")
@@ -53,14 +53,15 @@ def _callbacks(config: Config) -> list[dict[str, Any]]:
 
 def _name(callback: dict[str, Any]) -> str:
     """The class's own name where it is in the catalogue or in our package, else its full path."""
-    module, _, name = str(callback["class_path"]).rpartition(".")
-    return name if module.partition(".")[0] == "fedlightning" else f"{module}.{name}"
+    path = str(callback["class_path"])
+    listed = path.partition(".")[0] == "fedlightning" or path in {row.class_path for row in installed()}
+    return path.rpartition(".")[2] if listed else path
 
 
 def _kept(name: str) -> bool:
     """Checkpoints, diagnostics and ordinary callbacks stay; the catalogue's algorithms and users' own do not."""
     if "." not in name:
-        return name not in {row.name for row in ALGORITHMS}
+        return name not in {row.name for row in rows()}
     from importlib import import_module
 
     from fedlightning.callbacks import GlobalCheckpoint, LocalCheckpoint

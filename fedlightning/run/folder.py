@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import torch
 
 from fedlightning.run.files import is_writer, write_text_atomically
+from fedlightning.run.persistence import MANIFEST
 from fedlightning.scoring.results import Row, read_rows, write_rows
 
 RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
+AUTO = "auto"
+"""Value of `resume`: go on if there is something to go on from, else start."""
 
 
 class RunFolder:
@@ -41,13 +45,21 @@ class RunFolder:
             self.path = Path(agreed[0])
         os.environ[RUN_FOLDER] = str(self.path)  # processes that DDP starts later inherit it
 
-    def refuse_used(self) -> None:
+    def refuse_used(self, discard_unsaved: bool = False) -> None:
         """Refuse to start a new run in a folder that holds one.
 
+        Args:
+            discard_unsaved: Remove what a run left that was killed before it had saved a state.
+
         Raises:
-            ValueError: naming the folder.
+            ValueError: Naming the folder.
         """
-        if (self.path / "metrics.csv").exists() and is_writer():
+        if not is_writer():
+            return
+        if discard_unsaved and not (self.last / MANIFEST).exists():
+            for path in (self.path / "metrics.csv", self.path / "summary.json", *self.path.glob("logs*")):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if (self.path / "metrics.csv").exists():
             raise ValueError(
                 f"There is a run in {self.path} already. Choose another version, leave version out, or resume it with "
                 f"resume='{self.path}'."
@@ -91,6 +103,29 @@ class RunFolder:
         """Replace ``summary.json``."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_text_atomically(self.path / "summary.json", json.dumps(summary, indent=1, default=str))
+
+
+def folder_of(path: str | Path) -> RunFolder:
+    """Return the run's folder at `path`."""
+    path = Path(path)
+    return RunFolder(path.parent.parent, path.parent.name, path.name)
+
+
+def find_resumable(root: str | Path, name: str, version: str | None) -> Path | None:
+    """Return the run to go on with, or `None` if there is nothing to go on from: one command for a requeued job.
+
+    Args:
+        root: Where runs lie.
+        name: The experiment's name.
+        version: The run's folder, where it is fixed; else the run of that name that wrote its state last.
+    """
+    if version is not None:
+        path = Path(root) / name / version
+        return path if (path / "checkpoints" / "last" / MANIFEST).exists() else None
+    try:
+        return find_last(root, name)
+    except FileNotFoundError:
+        return None
 
 
 def find_last(root: str | Path, name: str) -> Path:

@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fedlightning.catalogue import create
 from fedlightning.compat.quiet import quiet
 from fedlightning.hooks import FederatedCallback
 from fedlightning.testing.checks import CHECKS
 
 
 def check_algorithm(
-    algorithm: FederatedCallback,
+    algorithm: FederatedCallback | str,
     *,
     neutral: FederatedCallback | None = None,
     only: Iterable[str] | None = None,
@@ -31,7 +32,8 @@ def check_algorithm(
     """Run the conformance checks on an algorithm.
 
     Args:
-        algorithm: an instance with the options to check; it is copied for every check.
+        algorithm: an instance with the options to check, which is copied for every check, or an algorithm's name
+            (as in :func:`fedlightning.catalogue.find`) for one with its defaults.
         neutral: an instance that must equal plain training with one client (``FedProx(mu=0)``); by default the check
             ``one_client`` is run on ``algorithm`` itself.
         only: names of the checks to run; by default all of :data:`fedlightning.testing.checks.CHECKS`.
@@ -50,6 +52,7 @@ def check_algorithm(
     unknown = sorted({*chosen, *left_out} - set(CHECKS))
     if unknown:
         raise ValueError(f"There is no check '{unknown[0]}'. The checks are {sorted(CHECKS)}.")
+    algorithm = create(algorithm) if isinstance(algorithm, str) else algorithm
     passed = []
     for name in chosen:
         if name in left_out:

@@ -240,6 +240,8 @@ class _Stopped(BaseException):
 class _StopAfter(FederatedCallback):
     """Interrupts a run in the round after ``rounds``."""
 
+    takes_part = False
+
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
 

@@ -7,7 +7,11 @@ import pytest
 from fedlightning.callbacks import HeurpFedLA, PFedLA
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import SIZES
+from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, differs, federate, same, spied, toy_data
+
+CASES = {"HeurpFedLA": Case(HeurpFedLA())}
+KEPT = {"HeurpFedLA": Kept("HeurpFedLA", server=("models", "psi"), client=("theta",))}
 
 LAYERS = (("net.0.weight", "net.0.bias"), ("net.3.weight", "net.3.bias"))
 

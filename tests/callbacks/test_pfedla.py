@@ -8,6 +8,7 @@ import torch
 from fedlightning.callbacks import FedAdam, FedAvg, FedBN, Local, PFedLA
 from fedlightning.callbacks.hypernetwork import HyperNetwork
 from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -22,6 +23,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"PFedLA": Case(PFedLA()), "PFedLA relu": Case(PFedLA(hn_lr=0.1, normalise="relu"))}
+KEPT = {"PFedLA": Kept("PFedLA", server=("models", "psi"))}
 
 NAMES = ("0", "1", "2")
 LAYERS = (("net.0.weight", "net.0.bias"), ("net.3.weight", "net.3.bias"))

@@ -12,6 +12,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import FedAvg, FedPer, PFedMe
 from fedlightning.tensors import module_state
 from tests.callbacks.common import A, B, batches
+from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -26,6 +27,12 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "PFedMe": Case(PFedMe(), skip=NO_PLAIN_FORM),
+    "PFedMe all": Case(PFedMe(all_clients=True, server_rate=0.5), skip=NO_PLAIN_FORM),
+}
+KEPT = {"PFedMe": Kept("PFedMe", client=("theta",))}
 
 EXACT = {"lam": 2.0, "inner_steps": 60, "personal_lr": 0.3}
 

@@ -79,11 +79,10 @@ RUNS = {
 class Stop(FederatedCallback):
     """The user's Ctrl-C, in the middle of a round."""
 
+    takes_part = False
+
     def __init__(self, round, after=1):
         self.round, self.after, self.visits = round, after, 0
-
-    def hyperparameters(self):
-        return {}  # no option of the run: the next attempt is interrupted elsewhere
 
     def on_visit_start(self, client):
         if client.round == self.round:
