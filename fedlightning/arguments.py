@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
@@ -24,33 +25,6 @@ REPLACED = {
     "min_steps": "local_steps",
     "enable_checkpointing": "save_state (resume) and the callbacks LocalCheckpoint and GlobalCheckpoint (selection)",
 }
-FORWARDED = (
-    "accelerator",
-    "strategy",
-    "devices",
-    "num_nodes",
-    "precision",
-    "plugins",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "deterministic",
-    "benchmark",
-    "inference_mode",
-    "use_distributed_sampler",
-    "profiler",
-    "detect_anomaly",
-    "sync_batchnorm",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "overfit_batches",
-    "val_check_interval",
-    "check_val_every_n_epoch",
-    "log_every_n_steps",
-    "reload_dataloaders_every_n_epochs",
-)
 CHOICES = {
     "optimizer_state": (None, "reset", "keep"),
     "float_buffers": ("average", "local", "server"),

@@ -73,6 +73,7 @@ class Update:
         lr_sum: sum over the real steps of the first parameter group's learning rate.
         metrics: what the module logged in training (last values).
         evaluations: scores of this visit's model: (stage, data, split, metric, value, num_samples).
+        gaps: evaluations that failed: (stage, data, split, reason).
         error: why this client contributes nothing (no samples, NaN ...); ``None`` if all went well.
         cause: the exception behind it, for whoever debugs.
     """
@@ -87,6 +88,7 @@ class Update:
     lr_sum: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     evaluations: list[tuple[str, str, str, str, float, int]] = field(default_factory=list)
+    gaps: list[tuple[str, str, str, str]] = field(default_factory=list)
     model: str = "global"
     tag: str = ""
     error: str | None = None

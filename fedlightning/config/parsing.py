@@ -17,7 +17,8 @@ from lightning import seed_everything
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fedlightning.arguments import FORWARDED, REPLACED
+from fedlightning.arguments import REPLACED
+from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.config.errors import InputError, root_cause
 from fedlightning.config.names import class_names
 from fedlightning.config.old_names import read_old_names

@@ -37,7 +37,7 @@ from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
 from fedlightning.visit.probes import move_batch
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import Fit, Score, ScoringTask, VisitSteps, score_one
+from fedlightning.visit.requests import Fit, Score, ScoringTask, VisitSteps
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.visit.visit_callback import acting, address_of
 
@@ -195,18 +195,10 @@ class VectorizedEngine(Engine):
     def _score_trained(self, members: Sequence[Member]) -> None:
         """Score the models that visits wait for, together where possible. A client whose scores fail, fails alone."""
         scores = [cast(Score, member.score) for member in members]
-        try:
-            found = iter(self._evaluation.scores([one for score in scores for one in score.requests]))
-        except Exception:
-            found = None
+        found = iter(self._evaluation.scores([one for score in scores for one in score.requests]))
         for member, score in zip(members, scores, strict=True):
             self.runner.bind(score.client)
-            try:
-                own = [next(found) if found is not None else score_one(self.runner, one) for one in score.requests]
-            except Exception as error:
-                member.go_on(partial(member.visit.throw, error))
-            else:
-                member.go_on(partial(member.visit.send, own))
+            member.go_on(partial(member.visit.send, [next(found) for _ in score.requests]))
 
     def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
         """Group the clients that can train in one stack: same phase, same tensors and plain values of the modules."""

@@ -108,6 +108,7 @@ class Federation:
             warn(f"The run goes on with another configuration: {_some(changed)}.")
         self.seconds = float(extra.get("seconds", 0.0))
         self.history = list(extra.get("history", []))
+        self.server.failures = list(extra.get("failures", []))
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
         mark = extra.get("metrics")
@@ -191,6 +192,7 @@ class Federation:
                 "history": self.history,
                 "lasting": self.lasting,
                 "metrics": self.recorder.run.metrics.mark(),
+                "failures": self.server.failures,
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
 
@@ -215,7 +217,7 @@ class Federation:
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
             if update.error is not None:
-                warn(f"After the last round: {update.error}.")
+                server.note_failure(update.client, update.error, "After the last round")
         if "L1" in self.stages and self.evaluate_every > 0:
             self.recorder.record(stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data)))
         self.final_done = True
@@ -233,6 +235,7 @@ class Federation:
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.seconds, arguments, self.history)
             | ({"config_changes": self.changes} if self.changes else {})
+            | ({"failures": self.server.failures} if self.server.failures else {})
         )
 
     def export(self) -> None:
@@ -270,15 +273,26 @@ def _some(texts: list[str], most: int = 5) -> str:
 
 
 def _explain(server: Server, updates: list[Update]) -> None:
-    """Warn of clients that contributed nothing, with the reason."""
+    """Warn of clients that contributed nothing, or could not be evaluated, with the reason.
+
+    Raises:
+        ScoringError: If no trained model could be scored.
+    """
     for update in updates:
         if update.error is not None:
-            warn(f"Round {server.round + 1}: {update.error}.")
+            server.note_failure(update.client, update.error)
         elif update.steps == 0 and update.skipped:
             warn(
                 f"Round {server.round + 1}: client '{update.client}' took no real step, so its weight is 0: "
                 f"{update.skipped} had no gradient, or were skipped by the gradient scaler."
             )
+        for stage, data, split, reason in update.gaps:
+            missed = f"client '{update.client}' was not scored at stage {stage} on {data} {split} data: {reason}"
+            server.note_failure(update.client, missed)
+    gaps = [(update.client, gap) for update in updates for gap in update.gaps]
+    if gaps and not any(update.evaluations for update in updates):
+        client, (stage, _, _, reason) = gaps[0]
+        raise stage_scores.ScoringError(f"No model could be scored at stage {stage}; client '{client}': {reason}")
 
 
 def _by_client(rows: list[Row]) -> dict[tuple[str, str, str, str], dict[str, tuple[float, int]]]:

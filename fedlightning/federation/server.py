@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import in_order
+from fedlightning.errors import warn
 from fedlightning.hooks import POOLED, CallbackList, FederatedCallback, Job
 from fedlightning.layers import expand
 from fedlightning.messages import Message, Update, check_extras
@@ -44,6 +45,7 @@ class Server:
         bytes_up: Bytes sent to the server so far.
         bytes_down: Bytes sent to clients so far.
         steps: Optimizer steps of all clients so far.
+        failures: Clients that failed so far: round (from 1), client, reason.
         scores: This round's scores; see :meth:`score`.
     """
 
@@ -78,6 +80,7 @@ class Server:
         self.bytes_up = 0
         self.bytes_down = 0
         self.steps = 0
+        self.failures: list[dict[str, Any]] = []
         self.scores: dict[tuple[str, str, str, str], dict[str, tuple[float, int]]] = {}
 
     # -- what algorithms ask for ---------------------------------------------------------------------------------
@@ -119,6 +122,17 @@ class Server:
             Per client (value, evaluated samples); empty if it was not evaluated.
         """
         return self.scores.get((stage, "local", split, metric), {})
+
+    def note_failure(self, client: str, reason: str, when: str = "") -> None:
+        """Warn of a client that failed, in training or in evaluation, and keep it for the summary.
+
+        Args:
+            client: The client's id.
+            reason: A sentence that names the client.
+            when: Start of the warning; default: the round.
+        """
+        self.failures.append({"round": self.round + 1, "client": client, "reason": reason})
+        warn(f"{when or f'Round {self.round + 1}'}: {reason}.")
 
     def module_with(self, state: State) -> LightningModule:
         """Build a module that holds `state`."""

@@ -6,20 +6,27 @@ copy of its state, so absent clients are treated like those that took part. The 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
-from fedlightning.hooks import Job
+from fedlightning.hooks import POOLED, Job
 from fedlightning.messages import Update
-from fedlightning.scoring.results import Row
-from fedlightning.scoring.tasks import EVERYBODY, ScoreClient, ScoredModel, ScoreModel
-from fedlightning.tensors import load_state, module_state
+from fedlightning.scoring.results import LATEST, Gap, Row
+from fedlightning.scoring.tasks import EVERYBODY, LOCAL, ScoreClient, ScoredModel, ScoreModel
+from fedlightning.tensors import State, load_state, module_state
 from fedlightning.visit.requests import Evaluate, Scores
+
+
+class ScoringError(RuntimeError):
+    """A stage at which no model could be scored."""
 
 
 def update_rows(updates: Iterable[Update]) -> list[Row]:
@@ -52,7 +59,7 @@ def stage_g(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
             if module is not None:
                 yield ScoreModel(module, (client,), own, scored)
 
-    return [row for rows in engine.map(tasks()) for row in rows]
+    return _without_gaps(server, (row for rows in engine.map(tasks()) for row in rows))
 
 
 def score_global(
@@ -65,7 +72,27 @@ def score_global(
             tasks.append(ScoreModel(module, clients, Evaluate(evaluate.splits), scored))
     if "pooled" in evaluate.data:
         tasks.append(ScoreModel(module, (EVERYBODY,), Evaluate(evaluate.splits, ("pooled",)), scored))
-    return [row for rows in engine.map(tasks) for row in rows]
+    return _without_gaps(server, (row for rows in engine.map(tasks) for row in rows))
+
+
+def _without_gaps(server: Server, found: Iterable[Row]) -> list[Row]:
+    """Tell of models that could not be scored, and return the scores of the others.
+
+    Raises:
+        ScoringError: If none could be scored.
+    """
+    rows = list(found)
+    gaps = [row for row in rows if isinstance(row, Gap)]
+    if gaps and len(gaps) == len(rows):
+        raise ScoringError(
+            f"No model could be scored at stage {gaps[0].stage}; client '{gaps[0].client}': {gaps[0].reason}"
+        )
+    for gap in gaps:
+        missed = (
+            f"client '{gap.client}' was not scored at stage {gap.stage} on {gap.data} {gap.split} data: {gap.reason}"
+        )
+        server.note_failure(gap.client, missed)
+    return [row for row in rows if not isinstance(row, Gap)]
 
 
 def _shares(clients: Sequence[str], width: int) -> list[tuple[str, ...]]:
@@ -86,10 +113,7 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
             there.
     """
     shared = module_state(server.module_with(server.model)) if known else None
-    scores: dict[str, dict[str, Scores]] = {}
-    for row in known:
-        if row.data == "local" and row.checkpoint == "latest":
-            scores.setdefault(row.client, {}).setdefault(row.split, {})[row.metric] = row.value
+    known_of = _scores_of_global(known)
     scored = ScoredModel(server.round + 1, "L1", "personal")
     tasks = (
         ScoreClient(
@@ -98,11 +122,32 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
             scored,
             others=server.clients,
             shared=shared,
-            known=scores.get(client, {}),
+            known=known_of(client, evaluate.data),
         )
         for client in server.clients
     )
-    return [row for rows in engine.map(tasks) for row in rows]
+    return _without_gaps(server, (row for rows in engine.map(tasks) for row in rows))
+
+
+def _scores_of_global(rows: Sequence[Row]) -> Callable[[str, Sequence[str]], dict[tuple[str, str], Scores]]:
+    """Return what gives a client that holds the global model its scores: from stage G, where they stand already."""
+    found: dict[str, dict[str, Scores]] = {}  # by client and split
+    for row in rows:
+        if row.checkpoint == LATEST:
+            found.setdefault(row.client, {}).setdefault(row.split, {})[row.metric] = row.value
+    pooled = {(split, POOLED): scores for split, scores in found.get(EVERYBODY, {}).items()}
+    others = {
+        (split, f"client:{client}"): scores
+        for client, by_split in found.items()
+        if client != EVERYBODY
+        for split, scores in by_split.items()
+    }
+
+    def known_of(client: str, data: Sequence[str]) -> dict[tuple[str, str], Scores]:
+        own = {(split, LOCAL): scores for split, scores in found.get(client, {}).items()}
+        return own | pooled | (others if "clients" in data else {})
+
+    return known_of
 
 
 def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
@@ -117,9 +162,46 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
             for kept in engine.store.get(client).checkpoints.values():
                 scored = ScoredModel(kept["round"], kept["stage"], "personal", kept["name"])
                 message = server.message(Job(client, work=0))
-                yield ScoreClient(message, evaluate, scored, others=server.clients, kept=kept["model"])
+                data = tuple(name for name in evaluate.data if name != POOLED or is_first(client, kept))
+                yield ScoreClient(
+                    message, replace(evaluate, data=data), scored, others=server.clients, kept=kept["model"]
+                )
 
-    return rows + [row for found in engine.map(tasks()) for row in found]
+    first: dict[Any, str] = {}  # of the clients that kept one and the same model
+    same_as: dict[tuple[str, str], str] = {}
+
+    def is_first(client: str, kept: dict[str, Any]) -> bool:
+        """Return True unless another client has kept the very model: it has one score on the pooled data."""
+        if server.callbacks.role("personal_module") is not None:  # what it deploys is more than the kept entries
+            return True
+        leader = first.setdefault(_content(kept["model"]), client)
+        same_as[client, kept["name"]] = leader
+        return leader == client
+
+    own: dict[tuple[str, str], list[Row]] = {}  # by client and checkpoint
+    for row in (row for found in engine.map(tasks()) for row in found):
+        own.setdefault((row.client, row.checkpoint), []).append(row)
+    for (client, name), found in own.items():
+        leader = same_as.get((client, name), client)
+        for split in evaluate.splits:
+            part = [row for row in found if row.split == split]
+            local = [row for row in part if row.data == LOCAL]
+            again = [
+                replace(row, client=client, round=found[0].round, stage=found[0].stage)
+                for row in (own[leader, name] if leader != client else ())
+                if row.split == split and row.data == POOLED
+            ]
+            rows += [*local, *again, *part[len(local) :]]
+    return _without_gaps(server, rows)
+
+
+def _content(state: State) -> bytes:
+    """Return a digest of a state: equal for equal states."""
+    found = hashlib.sha256()
+    for name, value in state.items():
+        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data if value.numel() else b"")
+    return found.digest()
 
 
 def deployed_module(server: Server, engine: Engine, client: str | None, checkpoint: str) -> LightningModule:

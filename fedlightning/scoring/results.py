@@ -58,6 +58,19 @@ class Row:
 
 
 COLUMNS = [field.name for field in fields(Row)]
+LATEST = "latest"
+"""Checkpoint of a row: the model as it stands, not one that a callback selected."""
+
+
+@dataclass(frozen=True)
+class Gap(Row):
+    """Scores that could not be computed, in the place of their rows. It is told to the user, and not written.
+
+    Attributes:
+        reason: The error in words.
+    """
+
+    reason: str = ""
 
 
 class RowTable(Sequence[Row]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -12,12 +14,14 @@ from torch.utils.data import DataLoader
 
 from fedlightning.hooks import Stage
 from fedlightning.messages import Message, tree_bytes
-from fedlightning.scoring.results import Row
+from fedlightning.scoring.results import Gap, Row
 from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import Evaluate, ScoreRequest, Scores, Scoring, score_in_turn
+from fedlightning.visit.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
 from fedlightning.visit.runner import LocalRunner
 
+LOCAL = "local"
+"""Data of a row: the client's own."""
 EVERYBODY = "all"
 """Client of a row whose score was computed on the union of all clients' data."""
 
@@ -102,8 +106,7 @@ class ScoreClient:
         others: All clients' ids, for `evaluate.data` with `"clients"`.
         kept: State of a selected model, loaded over the deployed one; callbacks do not see its scores.
         shared: State of the global model.
-        known: The global model's scores on the client's own data, by split; taken over where the client holds exactly
-            that model.
+        known: The global model's scores by split and data; taken over where the client holds exactly that model.
     """
 
     message: Message
@@ -112,7 +115,7 @@ class ScoreClient:
     others: Sequence[str] = ()
     kept: State | None = None
     shared: State | None = None
-    known: Mapping[str, Scores] = field(default_factory=dict)
+    known: Mapping[tuple[str, str], Scores] = field(default_factory=dict)
 
     @property
     def client(self) -> str:
@@ -132,16 +135,22 @@ class ScoreClient:
     def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
         """Yield the requests, then end with the rows."""
         stage = cast(Stage, self.scored.stage)
-        with runner.client(self.message, record, evaluating=True) as client:
-            module = runner.personal_module(client, stage)
-            if self.kept is not None:
-                load_state(module, self.kept)
+        with ExitStack() as stack:
+            try:
+                client = stack.enter_context(runner.client(self.message, record, evaluating=True))
+                module = runner.personal_module(client, stage)
+                if self.kept is not None:
+                    load_state(module, self.kept)
+            except Exception as error:
+                yield ()
+                splits = (Place(self.client, split, LOCAL, 0) for split in self.evaluate.splits)
+                return [row for place in splits for row in place.rows(self.scored, MissingScores(error))], None
             is_global = self.shared is not None and equal(module_state(module), self.shared)
             places: list[tuple[Place, Scores]] = []
 
             def requests() -> Iterator[ScoreRequest]:
                 for place, loader in _loaders(runner, self.client, self.evaluate, self.others):
-                    known = self.known.get(place.split, {}) if is_global and place.data == "local" else {}
+                    known = self.known.get((place.split, place.data), {}) if is_global else {}
                     places.append((place, dict(known)))
                     if not known:
                         yield place.request(runner, module, loader, self.scored)
@@ -152,7 +161,8 @@ class ScoreClient:
             for place, known in places:
                 scores = known or next(found)
                 rows += place.rows(self.scored, scores)
-                if place.data == "local" and self.kept is None:
+                missing = isinstance(scores, MissingScores)
+                if place.data == LOCAL and self.kept is None and not missing:
                     runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
             if client.record.checkpoints == record.checkpoints:
                 return rows, None
@@ -190,6 +200,8 @@ class Place:
     def rows(self, scored: ScoredModel, scores: Scores) -> list[Row]:
         """Return the scores as rows."""
         one = (scored.round, scored.stage, scored.model, scored.checkpoint, self.data, self.split, self.client)
+        if isinstance(scores, MissingScores):
+            return [Gap(*one, "", math.nan, self.size, scores.reason)]
         return [Row(*one, metric, value, self.size) for metric, value in scores.items()]
 
 
@@ -200,8 +212,8 @@ def _loaders(
     data = runner.data
     for split in evaluate.splits:
         sources: dict[str, Callable[[], DataLoader[Any] | None]] = {}
-        if "local" in evaluate.data:
-            sources["local"] = partial(data.client_dataloader, client, split)
+        if LOCAL in evaluate.data:
+            sources[LOCAL] = partial(data.client_dataloader, client, split)
         if "pooled" in evaluate.data:
             sources["pooled"] = partial(data.pooled_dataloader, split)
         if "clients" in evaluate.data:

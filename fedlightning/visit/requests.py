@@ -132,10 +132,32 @@ class ScoringTask(Protocol[Answer_co]):
         """Yield the requests; end with the answer and the client's new record (`None`: unchanged)."""
 
 
+class MissingScores(Scores):
+    """No scores, because scoring raised.
+
+    Attributes:
+        reason: The error in words.
+        cause: The error.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__()
+        self.cause = cause
+        self.reason = f"{type(cause).__name__}: {cause}"
+
+
 def score_one(runner: LocalRunner, request: ScoreRequest) -> Scores:
     """Score one module alone. Every global random generator is left as it was."""
     with isolated(*request.seed):
+        return score_or_miss(runner, request)
+
+
+def score_or_miss(runner: LocalRunner, request: ScoreRequest) -> Scores:
+    """Score one module; an error in its code or data is a gap in the scores, not the end of the run."""
+    try:
         return runner.scorer.score(request.module, request.loader, request.split)
+    except Exception as error:
+        return MissingScores(error)
 
 
 def score_in_turn(runner: LocalRunner, scoring: Scoring[Answer]) -> Answer:

@@ -28,7 +28,7 @@ from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
 from fedlightning.visit.loop_choice import LoopChoice
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import Fit, Score, Scores
+from fedlightning.visit.requests import Fit, Score, Scores, score_or_miss
 from fedlightning.visit.scorer import Scorer
 from fedlightning.visit.visit_callback import VisitCallback, address_of
 
@@ -210,4 +210,4 @@ class LocalRunner:
 
     def score(self, request: Score) -> list[Scores]:
         """Score a client's trained model, one request after another. Random draws continue from those of the fit."""
-        return [self.scorer.score(one.module, one.loader, one.split) for one in request.requests]
+        return [score_or_miss(self, one) for one in request.requests]

@@ -23,7 +23,7 @@ from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.requests import Evaluate, Fit, FitResult, Score, ScoreRequest, Scores, VisitSteps
+from fedlightning.visit.requests import Evaluate, Fit, FitResult, MissingScores, Score, ScoreRequest, Scores, VisitSteps
 
 if TYPE_CHECKING:
     from fedlightning.visit.runner import LocalRunner
@@ -96,7 +96,7 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
             if message.work != 0 or message.returns:
                 client.record.personal = kept
             if message.work != 0 and message.client != POOLED:
-                update.evaluations = yield from _evaluate(runner, client, "L2", evaluate)
+                update.evaluations = yield from _evaluate(runner, client, update, evaluate)
             answer = update, client.record
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -191,11 +191,12 @@ def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> N
 
 
 def _evaluate(
-    runner: LocalRunner, client: Client, stage: Stage, evaluate: Evaluate
+    runner: LocalRunner, client: Client, update: Update, evaluate: Evaluate
 ) -> Generator[Score, Any, list[Evaluation]]:
     """Request the scores of the model that the client deploys now, on its own and on the pooled data; return them."""
     if not evaluate.splits:
         return []
+    stage: Stage = "L2"
     module = runner.personal_module(client, stage)
     places: list[tuple[str, str]] = []
     requests: list[ScoreRequest] = []
@@ -209,6 +210,9 @@ def _evaluate(
     found: list[Scores] = (yield Score(client, requests)) if requests else []
     rows: list[Evaluation] = []
     for (data, split), request, scores in zip(places, requests, found, strict=True):
+        if isinstance(scores, MissingScores):
+            update.gaps.append((stage, data, split, scores.reason))
+            continue
         size = len(request.loader.dataset)  # type: ignore[arg-type]
         rows += [(stage, data, split, metric, value, size) for metric, value in scores.items()]
         if data == "local":
