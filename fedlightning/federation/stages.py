@@ -129,12 +129,15 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
     return _without_gaps(server, (row for rows in engine.map(tasks) for row in rows))
 
 
-def _scores_of_global(rows: Sequence[Row]) -> Callable[[str, Sequence[str]], dict[tuple[str, str], Scores]]:
+Known = dict[tuple[str, str], tuple[Scores, int]]
+
+
+def _scores_of_global(rows: Sequence[Row]) -> Callable[[str, Sequence[str]], Known]:
     """Return what gives a client that holds the global model its scores: from stage G, where they stand already."""
-    found: dict[str, dict[str, Scores]] = {}  # by client and split
+    found: dict[str, dict[str, tuple[Scores, int]]] = {}  # by client and split
     for row in rows:
         if row.checkpoint == LATEST:
-            found.setdefault(row.client, {}).setdefault(row.split, {})[row.metric] = row.value
+            found.setdefault(row.client, {}).setdefault(row.split, ({}, row.num_samples))[0][row.metric] = row.value
     pooled = {(split, POOLED): scores for split, scores in found.get(EVERYBODY, {}).items()}
     others = {
         (split, f"client:{client}"): scores
@@ -143,7 +146,7 @@ def _scores_of_global(rows: Sequence[Row]) -> Callable[[str, Sequence[str]], dic
         for split, scores in by_split.items()
     }
 
-    def known_of(client: str, data: Sequence[str]) -> dict[tuple[str, str], Scores]:
+    def known_of(client: str, data: Sequence[str]) -> Known:
         own = {(split, LOCAL): scores for split, scores in found.get(client, {}).items()}
         return own | pooled | (others if "clients" in data else {})
 

@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 from collections.abc import Iterable
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ class MetricsFile:
         writer = csv.writer(text)
         if self._size == 0:
             writer.writerow(COLUMNS)
-        writer.writerows(astuple(row) for row in rows)
+        writer.writerows(row.cells for row in rows)
         written = text.getvalue().encode()
         with self.path.open("ab") as file:
             file.write(written)

@@ -7,7 +7,7 @@ import math
 import os
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, overload
 
@@ -55,6 +55,11 @@ class Row:
             self.client,
             self.metric,
         )
+
+    @property
+    def cells(self) -> tuple[int | str | float, ...]:
+        """All values, in the order of the columns of `metrics.csv`."""
+        return (*self.address, self.value, self.num_samples)
 
 
 COLUMNS = [field.name for field in fields(Row)]
@@ -167,7 +172,7 @@ def write_rows(path: Path, rows: Iterable[Row], append: bool = True) -> None:
         writer = csv.writer(file)
         if new:
             writer.writerow(COLUMNS)
-        writer.writerows(astuple(row) for row in rows)
+        writer.writerows(row.cells for row in rows)
     if written != path:
         os.replace(written, path)
 

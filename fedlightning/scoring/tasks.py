@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from fedlightning.hooks import Stage
+from fedlightning.hooks import POOLED, Stage
 from fedlightning.messages import Message, tree_bytes
 from fedlightning.scoring.results import Gap, Row
 from fedlightning.tensors import State, equal, load_state, module_state
@@ -80,9 +80,10 @@ class ScoreModel:
 
         def requests() -> Iterator[ScoreRequest]:
             for client in self.clients:
-                for place, loader in _loaders(runner, client, self.evaluate, self.others):
-                    places.append(place)
-                    yield place.request(runner, self.module, loader, self.scored)
+                for source in _sources(runner, client, self.evaluate, self.others):
+                    for place, loader in _existing(client, *source):
+                        places.append(place)
+                        yield place.request(runner, self.module, loader, self.scored)
 
         found = yield requests()
         return [
@@ -106,7 +107,8 @@ class ScoreClient:
         others: All clients' ids, for `evaluate.data` with `"clients"`.
         kept: State of a selected model, loaded over the deployed one; callbacks do not see its scores.
         shared: State of the global model.
-        known: The global model's scores by split and data; taken over where the client holds exactly that model.
+        known: The global model's scores and number of samples, by split and data; taken over where the client holds
+            exactly that model.
     """
 
     message: Message
@@ -115,7 +117,7 @@ class ScoreClient:
     others: Sequence[str] = ()
     kept: State | None = None
     shared: State | None = None
-    known: Mapping[tuple[str, str], Scores] = field(default_factory=dict)
+    known: Mapping[tuple[str, str], tuple[Scores, int]] = field(default_factory=dict)
 
     @property
     def client(self) -> str:
@@ -149,10 +151,13 @@ class ScoreClient:
             places: list[tuple[Place, Scores]] = []
 
             def requests() -> Iterator[ScoreRequest]:
-                for place, loader in _loaders(runner, self.client, self.evaluate, self.others):
-                    known = self.known.get((place.split, place.data), {}) if is_global else {}
-                    places.append((place, dict(known)))
-                    if not known:
+                for split, data, make in _sources(runner, self.client, self.evaluate, self.others):
+                    known, size = self.known.get((split, data), ({}, 0)) if is_global else ({}, 0)
+                    if known:
+                        places.append((Place(self.client, split, data, size), dict(known)))
+                        continue
+                    for place, loader in _existing(self.client, split, data, make):
+                        places.append((place, {}))
                         yield place.request(runner, module, loader, self.scored)
 
             found = iter((yield requests()))
@@ -205,21 +210,27 @@ class Place:
         return [Row(*one, metric, value, self.size) for metric, value in scores.items()]
 
 
-def _loaders(
+Make = Callable[[], DataLoader[Any] | None]
+
+
+def _sources(
     runner: LocalRunner, client: str, evaluate: Evaluate, others: Sequence[str]
-) -> Iterator[tuple[Place, DataLoader[Any]]]:
-    """Yield the loaders that exist for a client, with their places."""
+) -> Iterator[tuple[str, str, Make]]:
+    """Yield the data that a client's model is scored on: split, data as in rows, and what makes the loader."""
     data = runner.data
     for split in evaluate.splits:
-        sources: dict[str, Callable[[], DataLoader[Any] | None]] = {}
         if LOCAL in evaluate.data:
-            sources[LOCAL] = partial(data.client_dataloader, client, split)
-        if "pooled" in evaluate.data:
-            sources["pooled"] = partial(data.pooled_dataloader, split)
+            yield split, LOCAL, partial(data.client_dataloader, client, split)
+        if POOLED in evaluate.data:
+            yield split, POOLED, partial(data.pooled_dataloader, split)
         if "clients" in evaluate.data:
-            foreign = [other for other in others if other != client]
-            sources |= {f"client:{other}": partial(data.client_dataloader, other, split) for other in foreign}
-        for kind, make in sources.items():
-            loader = make()
-            if loader is not None and len(loader) > 0:
-                yield Place(client, split, kind, len(loader.dataset)), loader  # type: ignore[arg-type]
+            for other in others:
+                if other != client:
+                    yield split, f"client:{other}", partial(data.client_dataloader, other, split)
+
+
+def _existing(client: str, split: str, data: str, make: Make) -> Iterator[tuple[Place, DataLoader[Any]]]:
+    """Yield the loader with its place, if there is one that holds anything."""
+    loader = make()
+    if loader is not None and len(loader) > 0:
+        yield Place(client, split, data, len(loader.dataset)), loader  # type: ignore[arg-type]
