@@ -373,7 +373,9 @@ class Steep(Toy):
 def test_a_step_where_only_v_overflows_is_a_step_of_w_only():
     personal, data = Steep(), toy_data({"0": 80})
     half = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**15))]}
-    trainer, spy = spied(Toy(), data, [APFL(mix="logits", personal=personal, adaptive=False)], max_rounds=1, **half)
+    trainer, spy = spied(
+        Toy(), data, [APFL(mix="logits", personal_model=personal, adaptive=False)], max_rounds=1, **half
+    )
     assert spy.updates[0].steps > 0
     same(own(trainer)["v"], module_state(personal))
 
@@ -384,7 +386,7 @@ def test_a_personal_model_that_diverges_is_a_failed_client():
             super().__init__()
             self.net[3].weight.data *= 1e38
 
-    apfl = APFL(mix="logits", personal=Explodes(), alpha=1.0, adaptive=False)
+    apfl = APFL(mix="logits", personal_model=Explodes(), alpha=1.0, adaptive=False)
     with pytest.raises(RuntimeError, match=r"'net.*' of the personal model holds NaN or infinite values"):
         federate(Toy(), toy_data({"0": 24}), [apfl])
 
@@ -405,7 +407,7 @@ def test_another_network_as_personal_model(precision):
     module, data = Toy("steplr"), toy_data(SIZES)
     personal = Wide()
     options = {"max_rounds": 4, "precision": precision, "optimizer_state": "keep"}
-    trainer, spy = spied(module, data, [APFL(mix="logits", personal=personal)], **options)
+    trainer, spy = spied(module, data, [APFL(mix="logits", personal_model=personal)], **options)
     same(global_state(trainer), global_state(federate(module, data, **options)))
     assert own(trainer)["v"]["net.0.weight"].shape == (20, 6) and differs(own(trainer)["v"], module_state(personal))
     assert own(trainer)["optimizer"]["param_groups"][0]["momentum"] == 0.9
@@ -467,8 +469,11 @@ def test_a_module_whose_hooks_hold_state():
     [
         ({"alpha": 1.5}, r"alpha=1\.5; a share of the local model must be in \[0, 1\]"),
         ({"mix": "weights"}, "mix='weights'. Use 'params'"),
-        ({"personal": Toy()}, "Set mix='logits'"),
-        ({"personal": nn.Linear(6, 3), "mix": "logits"}, "got a Linear as personal model. Pass a LightningModule"),
+        ({"personal_model": Toy()}, "Set mix='logits'"),
+        (
+            {"personal_model": nn.Linear(6, 3), "mix": "logits"},
+            "got a Linear as personal model. Pass a LightningModule",
+        ),
     ],
 )
 def test_wrong_arguments(options, sentence):
