@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import APFL, FedAvg, FedProx, Local
+from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
+from fedlightning.commands.run import Commands
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import module_state
 from tests.callbacks.common import SIZES, batches
@@ -30,6 +35,7 @@ from tests.helpers import (
 )
 
 MIXES = ["params", "logits"]
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 
 
 def own(trainer, client="0"):
@@ -153,6 +159,20 @@ def test_the_derivative_of_alpha_is_exact(mix):
     assert abs(slope) > 1e-5
     # logits keep alpha as a float32 buffer
     assert (a - after["alpha"]) / rate == pytest.approx(slope, rel=1e-5 if mix == "params" else 1e-3)
+
+
+def test_the_rule_for_one_client_is_the_rule_for_a_stack():
+    torch.manual_seed(0)
+    v, w, gradients = ({"a": torch.randn(3, 4, 5), "b": torch.randn(3, 2)} for _ in range(3))
+    slopes = alpha_slope(v, w, gradients, stacked=True)
+    for row in range(3):
+        of_row = [{name: value[row] for name, value in state.items()} for state in (v, w, gradients)]
+        assert float(slopes[row]) == pytest.approx(float(alpha_slope(*of_row)), rel=1e-12)
+        by_hand = sum(float(((v[n] - w[n]) * gradients[n])[row].sum()) for n in v)
+        assert float(slopes[row]) == pytest.approx(by_hand, rel=1e-5)
+    torch.testing.assert_close(mix(v["a"], w["a"], 0.25), 0.25 * v["a"] + 0.75 * w["a"])
+    assert next_alpha(0.5, slope=0.2, lr=0.1, decay=0.4) == pytest.approx(0.5 - 0.1 * (0.2 + 0.4 * 0.5))
+    assert (next_alpha(0.5, 9.0, 1.0), next_alpha(0.5, -9.0, 1.0)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -479,6 +499,30 @@ def test_a_module_whose_hooks_hold_state():
 def test_wrong_arguments(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         APFL(**options)
+
+
+def test_the_personal_model_by_its_old_name():
+    model = Toy()
+    with pytest.warns(DeprecationWarning, match=r"APFL: the argument 'personal' is called 'personal_model' now"):
+        assert APFL(mix="logits", personal=model).personal_model is model
+    with pytest.raises(TypeError, match="'personal' and 'personal_model', which are the same argument"):
+        APFL(mix="logits", personal=model, personal_model=model)
+    assert "personal" not in APFL().hyperparameters() and "personal_model" in APFL().hyperparameters()
+
+
+@pytest.mark.parametrize("name", ["personal", "personal_model"])
+def test_the_personal_model_in_yaml(tmp_path, name):
+    wide = {"net": {"class_path": "DigitsCNN", "init_args": {"norm": "batch"}}, "num_classes": 10}
+    apfl = {"mix": "logits", name: {"class_path": "fedlightning.models.Classifier", "init_args": wide}}
+    config = {"trainer": {"callbacks": [{"class_path": "fedlightning.callbacks.APFL", "init_args": apfl}]}}
+    (tmp_path / "apfl.yaml").write_text(yaml.safe_dump(config))
+    words = ["--config", str(QUICKSTART), "--config", str(tmp_path / "apfl.yaml"), "--data.max_train=150"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = Commands("fit", [*words, f"--trainer.default_root_dir={tmp_path}"]).trainer.callbacks.find(APFL)
+    assert any(isinstance(child, nn.BatchNorm2d) for child in found.personal_model.modules())
+    told = [str(one.message) for one in caught if "the argument 'personal' is called" in str(one.message)]
+    assert bool(told) == (name == "personal")
 
 
 class Manual(Toy):
