@@ -19,12 +19,11 @@ from fedlightning.callbacks.diagnostics.layer_values import (
     LayerValues,
     Reduce,
     at_rest,
-    counts_of,
     first_and_all,
     layer_order,
-    wide,
 )
-from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
+from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters, counts_of
+from fedlightning.callbacks.shared.wide import wide
 
 
 class HessianTrace(LayerRecorder):

@@ -28,8 +28,9 @@ from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_an
 from fedlightning.callbacks.diagnostics.layer_rows import ALL, cut_layers, read_layers, write_layers
 from fedlightning.callbacks.diagnostics.layer_similarity import common_samples, layer_grams
 from fedlightning.callbacks.diagnostics.layer_tables import METHODS, StageTable, round_rows
-from fedlightning.callbacks.diagnostics.layer_values import counts_of, full_precision, layer_order, refuse_module
+from fedlightning.callbacks.diagnostics.layer_values import full_precision, layer_order, refuse_module
 from fedlightning.callbacks.diagnostics.sensitivity import SensitivityAccumulator, counted_parameters, scale_of
+from fedlightning.callbacks.diagnostics.sensitivity_terms import counts_of
 
 Quantity = Literal["sensitivity_online", "sensitivity", "grad_var_samples", "grad_var_params", "hessian_trace", "cka"]
 MeasuredStage = Literal["L1", "L2"]
