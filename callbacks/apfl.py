@@ -9,15 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from fedlightning.algorithm import (
-    Client,
-    FederatedCallback,
-    Setup,
-    Stage,
-    Update,
-    WeightingName,
-    renamed_arguments,
-)
+from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, Update, WeightingName, renamed_arguments
 from fedlightning.callbacks.shared.wide import wide
 from fedlightning.wrappers import uses_forward
 
@@ -86,10 +78,8 @@ class APFL(FederatedCallback):
         if personal_model is not None and mix != "logits":
             raise ValueError("APFL got a personal model of its own, whose parameters do not mix. Set mix='logits'.")
         if personal_model is not None and not isinstance(personal_model, LightningModule):
-            raise ValueError(
-                f"APFL got a {type(personal_model).__name__} as personal model. Pass a LightningModule: it says how v "
-                "trains."
-            )
+            kind = type(personal_model).__name__
+            raise ValueError(f"APFL got a {kind} as personal model. Pass a LightningModule: it says how v trains.")
         self.alpha = alpha
         self.adaptive = adaptive
         self.alpha_lr = alpha_lr

@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import (
-    Client,
-    FederatedCallback,
-    Layer,
-    Server,
-    Setup,
-    Update,
-    Wire,
-    isolated,
-    move_batch,
-    ordered_layers,
-)
-from fedlightning.callbacks.diagnostics.gradient_variance import gradient_moments
-from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_and_error
+from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, Update, Wire, isolated
+from fedlightning.callbacks.diagnostics.layer_look import COUNTS, QUANTITIES, SENT, LayerLook, Quantity
 from fedlightning.callbacks.diagnostics.layer_rows import ALL, cut_layers, read_layers, write_layers
-from fedlightning.callbacks.diagnostics.layer_similarity import common_samples, layer_grams
 from fedlightning.callbacks.diagnostics.layer_tables import METHODS, StageTable, round_rows
-from fedlightning.callbacks.diagnostics.layer_values import full_precision, layer_order, refuse_module
-from fedlightning.callbacks.diagnostics.sensitivity import SensitivityAccumulator, counted_parameters, scale_of
-from fedlightning.callbacks.diagnostics.sensitivity_terms import counts_of, layers_sent, order_to_send
+from fedlightning.callbacks.diagnostics.layer_values import refuse_module
+from fedlightning.callbacks.diagnostics.sensitivity import SensitivityAccumulator, scale_of
+from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent, order_to_send
 
-Quantity = Literal["sensitivity_online", "sensitivity", "grad_var_samples", "grad_var_params", "hessian_trace", "cka"]
 MeasuredStage = Literal["L1", "L2"]
-QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
-COUNTS = "num_parameters"
-SENT: tuple[str, ...] = (COUNTS, *(name for name in QUANTITIES if name != "cka"))
-"""Quantities of which a client sends one number per layer, in this order."""
-OF_GRADIENTS = ("sensitivity", "grad_var_samples", "grad_var_params")
-"""Quantities that one pass over training batches gives."""
-Columns = tuple[Sequence[float], ...]
-"""One number per layer, and its standard error where there is one."""
 
 
 class LayerDiagnostics(FederatedCallback):
@@ -147,7 +125,7 @@ class LayerDiagnostics(FederatedCallback):
         """Declare the order `(pieces,)`, values `(stages, quantities, layers, 2)` and grams `(stages, layers, n, n)`."""
         return Wire(up={"order": (-1,), "values": (-1, -1, -1, 2), "grams": (-1, -1, -1, -1)})
 
-    # -- client: when ------------------------------------------------------------------------------------------------
+    # -- client ------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:
         """Begin the record of this visit, if the round is one to record, and measure stage L1 if asked for."""
         if client.round % self.every_n_rounds == 0:
@@ -185,81 +163,27 @@ class LayerDiagnostics(FederatedCallback):
             visit.stages["L2"] = self._measure(client, "L2", visit)
         tables, grams = zip(*(visit.stages[stage] for stage in self.stages), strict=True)
         update.extras[self.key] = {
-            "order": order_to_send(client.module, visit.order),
+            "order": order_to_send(client.module, visit.order or ()),
             "values": torch.stack(tables),
             **({"grams": torch.stack(grams)} if "cka" in self.quantities else {}),
         }
 
-    # -- client: what ------------------------------------------------------------------------------------------------
     def _measure(self, client: Client, stage: str, visit: _Visit) -> tuple[Tensor, Tensor]:
         """Table `(quantities, layers, 2)` and Gram matrices `(layers, n, n)` of the client's module; leaves no trace."""
         module, home = client.module, client.module.device
+        if not self._has_passes:  # then no batch is there to show the order, but training has shown it
+            visit.order = list(visit.online.order or ()) if visit.online is not None else []
         module.to(client.device)
         try:
             # A number of its own for every (run, round, client, stage): next_batch and the steps draw from addresses,
             # and what a data set's augmentation draws stays in this block.
             seed = client.rng(f"layer diagnostics {stage}").initial_seed()
             with isolated(seed):
-                visit.order = visit.order or self._order(client, visit, seed)
-                look = _Look(client, stage, visit.order, ordered_layers(module, visit.order), seed)
-                counts = counts_of(look.layers, counted_parameters(module, self.weights_only))
-                found: dict[str, Columns] = {COUNTS: ([float(count) for count in counts],)}
-                found |= self._gradients(look) | self._online(look, visit) | self._hessian(look)
-                values = torch.full((len(SENT), len(counts), 2), torch.nan, dtype=torch.float64)
-                for name, columns in found.items():
-                    if name == COUNTS or name in self.quantities:
-                        values[SENT.index(name), :, : len(columns)] = torch.tensor(columns, dtype=torch.float64).T
-                return values, self._grams(look)
+                look = LayerLook(self, client, stage, seed, visit.order, visit.online)
+                visit.order = look.order
+                return look.values(), look.grams()
         finally:
             module.to(home)
-
-    def _order(self, client: Client, visit: _Visit, seed: int) -> list[str]:
-        if self._has_passes:
-            batch = client.next_batch("layer order")
-            return layer_order(client.module, batch, full_precision(client.precision), seed)
-        return list(visit.online.order or ()) if visit.online is not None else []
-
-    def _gradients(self, look: _Look) -> dict[str, Columns]:
-        if not any(name in self.quantities for name in OF_GRADIENTS):
-            return {}
-        batches = look.batches("gradients", self.num_batches)
-        moments = gradient_moments(
-            look.module, batches, look.precision, look.seed, weights_only=self.weights_only, order=look.order
-        )
-        at_mean = SensitivityAccumulator(look.module, self.weights_only, look.order)
-        at_mean.add(moments.mean)
-        return {
-            "sensitivity": (at_mean.result("mean_gradient").sensitivity,),
-            "grad_var_samples": (moments.over_samples(look.layers),),
-            "grad_var_params": (moments.over_params(look.layers),),
-        }
-
-    def _online(self, look: _Look, visit: _Visit) -> dict[str, Columns]:
-        if look.stage != "L2" or visit.online is None or not any(visit.online.steps.values()):
-            return {}
-        visit.online.order = look.order
-        return {"sensitivity_online": (visit.online.result().sensitivity,)}
-
-    def _hessian(self, look: _Look) -> dict[str, Columns]:
-        if "hessian_trace" not in self.quantities:
-            return {}
-        _, draws = hutchinson(
-            look.module,
-            look.batches("hessian", self.hessian_batches),
-            look.precision,
-            look.seed,
-            num_probes=self.hessian_probes,
-            weights_only=self.weights_only,
-            order=look.order,
-        )
-        return {"hessian_trace": mean_and_error(draws)}
-
-    def _grams(self, look: _Look) -> Tensor:
-        if "cka" not in self.quantities:
-            return torch.empty(0)
-        batch, count = common_samples(look.client, self.cka_samples)
-        batch, address = move_batch(look.module, batch), ("layer similarity", look.client.round)
-        return layer_grams(look.module, batch, count, look.layers, look.precision, *address, debiased=self.cka_debiased)
 
     # -- server ------------------------------------------------------------------------------------------------------
     def on_round_start(self, server: Server) -> None:
@@ -311,33 +235,7 @@ class LayerDiagnostics(FederatedCallback):
 class _Visit:
     """The record of one visit: the layers' order, measurements by stage, and the online sensitivity of one epoch."""
 
-    order: list[str] = field(default_factory=list)
+    order: list[str] | None = None
     stages: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     online: SensitivityAccumulator | None = None
     epoch: tuple[str, int] = ("", 0)
-
-
-@dataclass(frozen=True)
-class _Look:
-    """One measurement of a client's module."""
-
-    client: Client
-    stage: str
-    order: list[str]
-    layers: list[Layer]
-    seed: int
-
-    @property
-    def module(self) -> LightningModule:
-        return self.client.module
-
-    @property
-    def precision(self) -> Any:
-        return full_precision(self.client.precision)
-
-    def batches(self, purpose: str, count: int | None) -> Iterator[Any]:
-        """`count` training batches, at most an epoch."""
-        loader = self.client.loader("train")
-        assert loader is not None
-        for _ in range(min(count or len(loader), len(loader))):
-            yield self.client.next_batch(f"layer diagnostics {self.stage} {purpose}")

@@ -259,17 +259,8 @@ def rank_correlation(
     sums, sizes = np.array([block.sum() for block in blocks]), np.array([len(block) for block in blocks])
     means = sums[picks].sum(axis=1) / sizes[picks].sum(axis=1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return RankCorrelation(
-        a,
-        b,
-        float(everything.mean()),
-        float(low),
-        float(high),
-        len(everything),
-        len(values),
-        float((everything > 0).mean()),
-        left_out,
-    )
+    rho, positive = float(everything.mean()), float((everything > 0).mean())
+    return RankCorrelation(a, b, rho, float(low), float(high), len(everything), len(values), positive, left_out)
 
 
 def correlation_rows(
