@@ -55,10 +55,9 @@ class FedLAMA(FederatedCallback):
 
     Example:
         >>> from fedlightning.callbacks import FedLAMA
-        >>> less_critical(d=[0.1, 5.0, 0.2], sizes=[10, 10, 10], cut=FedLAMA().cut)  # averaged every phi tau rounds
-        [0, 2, 1]
-        >>> less_critical(d=[0.1, 5.0, 0.2], sizes=[100, 10, 10], cut="nearest")
-        [0]
+        >>> discrepancies, sizes = [0.1, 5.0, 0.2, 4.0], [10, 10, 10, 10]
+        >>> less_critical(discrepancies, sizes, FedLAMA().cut)  # only layer 1 is averaged every tau rounds
+        [0, 2, 3]
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class FedLAMA(FederatedCallback):
 
     # -- which layers travel when --------------------------------------------------------------------------------------
     def _full_average(self, server: Server) -> bool:
-        """Whether everything is averaged at the end of this round."""
+        """True if everything is averaged at the end of this round."""
         done = server.round + 1
         return done % (self.phi * self.tau) == 0 or done == server.max_rounds
 
@@ -173,6 +172,12 @@ def less_critical(d: Sequence[float], sizes: Sequence[int], cut: str) -> list[in
         d: Discrepancy of each layer. Where all are 0 they count as equal.
         sizes: Number of parameters of each layer.
         cut: `"crossing"` or `"nearest"`.
+
+    Example:
+        >>> less_critical(d=[0.1, 5.0, 0.2, 4.0], sizes=[10, 10, 10, 10], cut="nearest")
+        [0, 2, 3]
+        >>> less_critical(d=[9.0, 0.1, 0.1, 9.0], sizes=[10, 10, 10, 10], cut="crossing")
+        [1, 2, 0]
     """
     d = d if any(d) else [1.0] * len(d)
     order = sorted(range(len(d)), key=lambda index: d[index])  # ties by index

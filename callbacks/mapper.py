@@ -65,9 +65,6 @@ class MAPPER(KeepsModel):
         >>> from fedlightning.callbacks import MAPPER
         >>> MAPPER(grid=[0.0, 0.5, 1.0]).global_steps is None
         True
-        >>> h_l, h_c = {"weight": torch.tensor([[4.0]])}, {"weight": torch.tensor([[0.0]])}
-        >>> mixture(torch.nn.Linear(1, 1, bias=False), h_l, h_c, lam=0.25)
-        {'weight': tensor([[1.]])}
     """
 
     def __init__(
@@ -213,6 +210,11 @@ def mixture(module: nn.Module, h_l: State, h_c: State, lam: float) -> State:
         h_l: The local model.
         h_c: The global model.
         lam: The share of the local model, in [0, 1].
+
+    Example:
+        >>> h_l, h_c = {"weight": torch.tensor([[4.0]])}, {"weight": torch.tensor([[0.0]])}
+        >>> mixture(nn.Linear(1, 1, bias=False), h_l, h_c, lam=0.25)
+        {'weight': tensor([[1.]])}
     """
     names = [name for name, kind in entry_kinds(module).items() if kind == "trainable"]
     return {**h_l, **interpolate(select(h_l, names), select(h_c, names), lam)} if lam else h_c

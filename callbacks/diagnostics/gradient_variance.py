@@ -161,6 +161,13 @@ def gradient_moments(
 
     Raises:
         ValueError: If there is no batch.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> module = BoringModel()
+        >>> moments = gradient_moments(module, [torch.ones(1, 32), -torch.ones(1, 32)], Precision())
+        >>> moments.batches, {name: tuple(mean.shape) for name, mean in moments.mean.items()}
+        (2, {'layer.weight': (2, 32), 'layer.bias': (2,)})
     """
     first, batches = first_and_all(batches)
     if order is None:

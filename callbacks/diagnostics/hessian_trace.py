@@ -138,6 +138,12 @@ def hutchinson(
 
     Raises:
         ValueError: If there is no batch, or an operation of the module has no second derivative.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> order, draws = hutchinson(BoringModel(), [torch.ones(4, 32)], Precision(), "seed", num_probes=3)
+        >>> order, tuple(draws.shape)
+        (['layer'], (3, 1))
     """
     first, batches = first_and_all(batches)
     if order is None:

@@ -94,6 +94,12 @@ def plot_layers(
 
     Raises:
         ValueError: If there is nothing to draw.
+
+    Example:
+        >>> values = {"net.0": 0.9, "net.1": 0.4}
+        >>> rows = [LayerRow(1, "L2", "0", index, name, "cka", values[name]) for index, name in enumerate(values, 1)]
+        >>> [axis.get_title() for axis in plot_layers(rows).axes]
+        ['linear CKA with the other clients']
     """
     from matplotlib.figure import Figure
 
@@ -167,6 +173,12 @@ def plot_transition(
 
     Raises:
         ValueError: If no run has that sensitivity, summed over clients.
+
+    Example:
+        >>> values = {"net.0": 1.0, "net.1": 0.5}
+        >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity", v) for k, (n, v) in enumerate(values.items(), 1)]
+        >>> [axis.get_title() for axis in plot_transition({"seed 0": rows}, threshold=1.05).axes]
+        ['ratio $F_{l+1}/F_l$', 'federated layers $p(t)$']
     """
     from matplotlib.figure import Figure
 

@@ -25,6 +25,10 @@ class LayerRow:
         quantity: The quantity's name.
         value: The number; a ratio may be infinite or NaN.
         std_error: Its standard error; NaN where there is none.
+
+    Example:
+        >>> LayerRow(round=1, stage="L2", client="0", layer_index=1, layer="net.0", quantity="cka", value=0.5).std_error
+        nan
     """
 
     round: int
@@ -72,6 +76,10 @@ def read_layers(path: str | Path) -> list[LayerRow]:
 
     Args:
         path: The file, or the folder of a run.
+
+    Example:
+        >>> read_layers("a/folder/without/a/run")
+        []
     """
     path = Path(path)
     path = path / "layers.csv" if path.is_dir() else path
@@ -95,7 +103,15 @@ def read_layers(path: str | Path) -> list[LayerRow]:
 
 
 def cut_layers(path: Path, rounds: int) -> None:
-    """Keep the first `rounds` rounds of the CSV file at `path`: a resumed run writes the others again."""
+    """Keep the first `rounds` rounds of the CSV file at `path`: a resumed run writes the others again.
+
+    Example:
+        >>> path = Path("cut.csv")
+        >>> write_layers(path, [LayerRow(number, "L2", "0", 1, "net.0", "cka", 0.5) for number in (1, 2, 3)])
+        >>> cut_layers(path, rounds=2)
+        >>> [row.round for row in read_layers(path)]
+        [1, 2]
+    """
     if not path.exists():
         return
     rows = read_layers(path)

@@ -74,6 +74,13 @@ def layer_grams(
 
     Returns:
         `(num_layers, count, count)`, float32 on the CPU.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from fedlightning.algorithm import ordered_layers
+        >>> module, batch = BoringModel(), torch.randn(5, 32)
+        >>> tuple(layer_grams(module, batch, 5, ordered_layers(module), Precision(), "seed").shape)
+        (1, 5, 5)
     """
     grams = torch.full((len(layers), count, count), torch.nan)
     with _caught(module, layers) as outputs:

@@ -30,6 +30,11 @@ class StageTable:
         num_parameters: Number of parameters that count in each layer.
         values: By quantity, `(num_layers, 2)`: the number and its standard error, NaN where there is none.
         grams: Unit Gram matrices `(num_layers, n, n)`, or `None`.
+
+    Example:
+        >>> table = StageTable("0", "L2", ["body"], [4], {"hessian_trace": torch.tensor([[8.0, 1.0]])})
+        >>> [(row.quantity, row.value, row.std_error) for row in table.rows(1)]
+        [('hessian_trace', 8.0, 1.0), ('hessian_trace_per_parameter', 2.0, 0.25)]
     """
 
     client: str
@@ -88,6 +93,12 @@ def round_rows(number: int, tables: Sequence[StageTable]) -> list[LayerRow]:
     Args:
         number: The round, from 1.
         tables: The clients' measurements.
+
+    Example:
+        >>> values = {"sensitivity": torch.tensor([[1.0, math.nan], [3.0, math.nan]])}
+        >>> tables = [StageTable(client, "L2", ["body", "head"], [4, 4], values) for client in "01"]
+        >>> [row.value for row in round_rows(1, tables) if (row.client, row.quantity) == (ALL, "sensitivity_cumulative")]
+        [2.0, 8.0]
     """
     rows = [row for table in tables for row in table.rows(number)]
     for stage in dict.fromkeys(table.stage for table in tables):

@@ -181,6 +181,12 @@ def refuse_module(module: LightningModule, owner: str) -> None:
 
     Raises:
         ValueError: Names `owner`, the module and another way.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> refuse_module(BoringModel().half(), "HessianTrace")
+        Traceback (most recent call last):
+        ValueError: HessianTrace needs parameters in float32 or float64, but 'layer.weight' of BoringModel is torch.float16...
     """
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -197,7 +203,13 @@ def refuse_module(module: LightningModule, owner: str) -> None:
 
 
 def full_precision(precision: Precision) -> Precision:
-    """Return a precision plugin without autocast and loss scaling, in the dtype of the parameters."""
+    """Return a precision plugin without autocast and loss scaling, in the dtype of the parameters.
+
+    Example:
+        >>> from lightning.pytorch.plugins.precision import MixedPrecision
+        >>> full_precision(MixedPrecision("bf16-mixed", "cpu")).precision
+        '32-true'
+    """
     return precision if isinstance(precision, DoublePrecision) else Precision()
 
 
@@ -251,6 +263,17 @@ def layer_order(module: LightningModule, batch: Any, precision: Precision, *seed
         batch: A batch on its device.
         precision: Precision plugin of the step.
         seed: Address of the step's randomness.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> class Reversed(BoringModel):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.ModuleDict({"head": nn.Linear(4, 2), "body": nn.Linear(32, 4)})
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer["head"](self.layer["body"](batch)).sum()
+        >>> layer_order(Reversed(), torch.ones(1, 32), Precision())
+        ['layer.body', 'layer.head']
     """
     order = ForwardOrder(module)
     try:

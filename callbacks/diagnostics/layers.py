@@ -52,6 +52,12 @@ def sensitivities(
         quantity: `"sensitivity_online"` or `"sensitivity"`.
         stage: `L1` or `L2`.
         client: A client's id. `all` is the sum over the clients, from which the transition follows.
+
+    Example:
+        >>> values = {"body": 1.0, "head": 3.0}
+        >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
+        >>> sensitivities(rows)[1].ratios
+        [4.0]
     """
     values: dict[int, dict[str, float]] = {}
     counts: dict[int, dict[str, int]] = {}
@@ -76,6 +82,12 @@ def ratio_rows(runs: Runs, quantity: str = "sensitivity_online", stage: str = "L
 
     Returns:
         Rows with run, round, layer_index (l), layer, next, ratio.
+
+    Example:
+        >>> values = {"body": 1.0, "head": 3.0}
+        >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
+        >>> ratio_rows({"seed 0": rows})
+        [{'run': 'seed 0', 'round': 1, 'layer_index': 1, 'layer': 'body', 'next': 'head', 'ratio': 4.0}]
     """
     return [
         {"run": run, "round": number, "layer_index": index, "layer": one, "next": two, "ratio": ratio}
@@ -100,6 +112,12 @@ def transition_curve(
 
     Returns:
         Rows with run, round, threshold, p, layer (the last federated one).
+
+    Example:
+        >>> values = {"body": 1.0, "head": 3.0}
+        >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
+        >>> [(row["threshold"], row["p"]) for row in transition_curve({"seed 0": rows}, [2.0, 5.0])]
+        [(2.0, 1), (5.0, 2)]
     """
     grid = list(thresholds)
     return [
@@ -273,6 +291,12 @@ def correlation_rows(
         a: A quantity.
         others: The quantities to compare it with.
         options: Passed to :func:`rank_correlation`.
+
+    Example:
+        >>> values = {"sensitivity_online": (1.0, 2.0, 3.0), "cka": (0.9, 0.5, 0.1)}
+        >>> rows = [LayerRow(1, "L2", "0", k, f"l{k}", q, v) for q, vs in values.items() for k, v in enumerate(vs, 1)]
+        >>> [(row["b"], round(row["rho"], 6)) for row in correlation_rows({"seed 0": rows}, resamples=10)]
+        [('cka', -1.0)]
     """
     there = {row.quantity for rows in runs.values() for row in rows if row.client != ALL}
     return [asdict(rank_correlation(runs, a, b, **options)) for b in others if b in there]

@@ -29,6 +29,12 @@ def draw(
 
     Returns:
         The matplotlib figure.
+
+    Example:
+        >>> from fedlightning.callbacks import Sensitivity
+        >>> found = Sensitivity(["body", "head"], [10, 5], [1.0, 3.0])
+        >>> [axis.get_title() for axis in draw(found, threshold=1.05).axes][2]
+        'federated layers $p(t)$'
     """
     from matplotlib.figure import Figure
 

@@ -169,7 +169,13 @@ def counted_parameters(module: nn.Module, weights_only: bool = False) -> dict[st
 
 
 def counts_of(layers: Sequence[Layer], counted: Mapping[str, Tensor]) -> list[int]:
-    """Return how many parameters count in each layer."""
+    """Return how many parameters count in each layer.
+
+    Example:
+        >>> module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        >>> counts_of(ordered_layers(module), counted_parameters(module))
+        [9, 4]
+    """
     return [sum(counted[name].numel() for name in layer.parameters if name in counted) for layer in layers]
 
 
@@ -197,7 +203,13 @@ def order_to_send(module: nn.Module, order: Iterable[str]) -> Tensor:
 
 
 def layers_sent(module: nn.Module, order: Tensor) -> list[Layer]:
-    """Return the layers of `module` in the order of :func:`order_to_send`."""
+    """Return the layers of `module` in the order of :func:`order_to_send`.
+
+    Example:
+        >>> module = nn.ModuleDict({"head": nn.Linear(1, 1), "body": nn.Linear(1, 1)})
+        >>> [layer.name for layer in layers_sent(module, torch.tensor([1, 0]))]
+        ['body', 'head']
+    """
     names = [piece.name for piece in pieces(module)]
     return ordered_layers(module, [names[index] for index in order.tolist()])
 

@@ -88,7 +88,13 @@ def unit_gram(features: Tensor, debiased: bool = False) -> Tensor:
 
 
 def cka_of_grams(a: Tensor, b: Tensor) -> float:
-    """Return the CKA of two matrices of :func:`unit_gram`, both `(n, n)`."""
+    """Return the CKA of two matrices of :func:`unit_gram`, both `(n, n)`.
+
+    Example:
+        >>> gram = unit_gram(torch.tensor([[1.0], [-1.0], [3.0]]))
+        >>> round(cka_of_grams(gram, gram), 6)
+        1.0
+    """
     return float((wide(a) * wide(b)).sum())
 
 
