@@ -1,51 +1,66 @@
-"""APFL."""
+"""APFL: the callback, and its update rule as three functions (`mix`, `alpha_slope`, `next_alpha`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 
-from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, Update, WeightingName
-from fedlightning.callbacks.apfl_mixtures import LogitMixture, ParameterMixture
+from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, Update, WeightingName, renamed_arguments
+from fedlightning.callbacks.shared.wide import wide
 from fedlightning.wrappers import uses_forward
 
 if TYPE_CHECKING:
+    from fedlightning.callbacks.apfl_mixtures import ParameterMixture
     from fedlightning.callbacks.apfl_stacked import StackedMixtures
 
 
 class APFL(FederatedCallback):
-    r"""Adaptive personalised federated learning: each client deploys a mixture of a local and the global model.
+    r"""Adaptive personalized federated learning: each client deploys a mixture of a local and the global model.
 
     Deng, Kamani, Mahdavi, "Adaptive personalized federated learning", 2020.
 
-    Down: ``w``. Up: ``w_i``. State: ``v_i`` (from ``w^0``) and ``a_i`` at each client. With ``vbar = a v + (1 - a) w``,
-    on every batch:
+    Down: `w`. Up: `w_i`. State: `v_i` (from `w^0`) and `a_i` at each client. With `vbar = a v + (1 - a) w`, on every
+    batch:
 
-    * ``w <- w - eta grad f(w)`` (exactly FedAvg: the server's trajectory is the same for every ``a``);
-    * ``v <- v - eta a grad f(vbar)``, by an optimizer of the kind the module configures, ``grad`` at the ``vbar`` of
-      before the step (paper) with the same clipping;
-    * on the first batch of a round ``a <- clip_[0,1](a - eta_a <v - w, grad f(vbar)>)``.
+    * `w <- w - eta grad f(w)`. This is exactly FedAvg: the server's trajectory is the same for every `a`.
+    * `v <- v - eta a grad f(vbar)`, by a second optimizer as the module configures it. The gradient is taken at the
+      `vbar` of before the step (as in the paper) and clipped like that of `w`.
+    * On the first batch of a round, `a <- clip_[0,1](a - eta_a <v - w, grad f(vbar)>)`.
 
-    Deployed: ``vbar`` with the received ``w`` (stage L1) or the last local one (L2), and the buffers that training
-    ``v`` has moved at ``vbar`` (with ``a = 0`` those of ``w``).
+    Deployed: `vbar` with the received `w` (stage L1) or the last local one (L2), and the buffers that training `v` has
+    moved at `vbar` (with `a = 0` those of `w`).
 
-    FedProx, SCAFFOLD and server optimizers act on ``w`` only: they are about the model that travels, while ``v`` is
-    meant to drift, held by ``a``. Layers that another callback keeps at home (FedPer, FedBN) train in ``w`` like the
-    others and are mixed like the others.
+    FedProx, SCAFFOLD and server optimizers act on `w` only: they are about the model that travels, while `v` is meant to
+    drift, held by `a`. Layers that another callback keeps at home (FedPer, FedBN) train in `w` like the others and are
+    mixed like the others.
 
     Args:
-        alpha: start of ``a`` (FENDA-FL paper: 0.5; APFL paper also fixed 0.25, 0.5, 0.75).
-        adaptive: whether ``a`` is learned.
-        alpha_lr: ``eta_a``; ``None``: the step's ``eta`` (the authors' code). FENDA-FL paper: tuned in 1 to 1e-4.
-        alpha_decay: adds ``alpha_decay * a`` to the derivative (the authors' code: 0.02; the paper: none).
-        mix: ``"params"`` (paper), on any module; ``"logits"`` (FENDA-FL paper, FedTorch): ``forward`` gives ``a h_v +
-            (1 - a) h_w`` and ``v`` trains on the loss of that, for modules whose steps call ``self(x)``.
-        personal: another LightningModule as the local model, for ``mix="logits"`` only; its optimizer keeps its own
-            learning rate and follows the relative schedule of the module's.
-        weighting: ``"samples"``, or ``"uniform"`` (paper).
+        alpha: Initial share `a` of the local model (FENDA-FL paper: 0.5; the APFL paper also fixed 0.25, 0.5 and 0.75).
+        adaptive: Whether `a` is learned.
+        alpha_lr: Learning rate `eta_a` of the share. `None` uses the learning rate of the step (the authors' code). The
+            FENDA-FL paper tuned it in 1 to 1e-4.
+        alpha_decay: Adds `alpha_decay * a` to the slope (the authors' code: 0.02; the paper: none).
+        mix: `"params"` (paper) mixes parameters, of any module. `"logits"` (FENDA-FL paper, FedTorch) mixes outputs:
+            `forward` gives `a h_v + (1 - a) h_w` and `v` trains on the loss of that. It needs a module whose steps call
+            `self(x)`.
+        personal_model: Another LightningModule as the local model, for `mix="logits"` only. Its optimizer keeps its own
+            learning rate and follows the relative schedule of the module's. `None` uses a copy of the module.
+        weighting: Weights of the clients: `"samples"` or `"uniform"` (paper).
+
+    Raises:
+        ValueError: If `alpha` is outside [0, 1], `mix` is unknown, or `personal_model` cannot be mixed.
+
+    Example:
+        >>> from fedlightning.callbacks import APFL
+        >>> APFL(alpha=0.25).alpha
+        0.25
     """
 
+    @renamed_arguments(personal="personal_model")
     def __init__(
         self,
         alpha: float = 0.5,
@@ -53,29 +68,32 @@ class APFL(FederatedCallback):
         alpha_lr: float | None = None,
         alpha_decay: float = 0.0,
         mix: Literal["params", "logits"] = "params",
-        personal: LightningModule | None = None,
+        personal_model: LightningModule | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"APFL got alpha={alpha}; a share of the local model must be in [0, 1].")
         if mix not in ("params", "logits"):
             raise ValueError(f"APFL got mix={mix!r}. Use 'params' (any module) or 'logits' (steps that call self(x)).")
-        if personal is not None and mix != "logits":
+        if personal_model is not None and mix != "logits":
             raise ValueError("APFL got a personal model of its own, whose parameters do not mix. Set mix='logits'.")
-        if personal is not None and not isinstance(personal, LightningModule):
-            raise ValueError(
-                f"APFL got a {type(personal).__name__} as personal model. Pass a LightningModule: it says how v trains."
-            )
+        if personal_model is not None and not isinstance(personal_model, LightningModule):
+            kind = type(personal_model).__name__
+            raise ValueError(f"APFL got a {kind} as personal model. Pass a LightningModule: it says how v trains.")
         self.alpha = alpha
         self.adaptive = adaptive
         self.alpha_lr = alpha_lr
         self.alpha_decay = alpha_decay
         self.mix = mix
-        self.personal = personal
+        self.personal_model = personal_model
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization, and logit mixing where the step does not use ``forward``."""
+        """Refuse manual optimization, visits in several phases, and logit mixing where the step skips `forward`.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
             raise ValueError(f"APFL trains a second model beside {name}, which optimizes manually. Use FedPer.")
@@ -90,46 +108,109 @@ class APFL(FederatedCallback):
 
     # -- one visit ----------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set up ``v`` and its optimizer beside the client's module."""
+        """Set up `v` and its optimizer beside the client's module."""
         mixture = self._mixture(self.client)
         mixture.start(trainer, pl_module)
         self.client.scratch[self.key] = mixture
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The mixture's gradient, before ``w`` moves."""
+        """Take the gradient at the mixture before `w` moves; `v` and `a` move right after `w`."""
         self.client.scratch[self.key].accumulate(batch, batch_idx)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Detach ``v`` from the optimizer of ``w``."""
+        """Detach `v` from the optimizer of `w`."""
         self.client.scratch[self.key].stop()
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Keep ``v_i`` and ``a_i``."""
+        """Keep `v_i` and `a_i` in the client's state."""
         mixture = client.scratch.pop(self.key, None)
         if mixture is not None:
             client.state[self.key] = mixture.state()
 
     @property
     def is_stackable(self) -> bool:
-        """A stack mixes parameters only."""
+        """Whether clients can train in a stack: mixtures of parameters can, mixtures of logits cannot."""
         return self.mix == "params"
 
     def stack_hooks(self, fit: Any) -> StackedMixtures:
-        """The same for a stack of clients."""
+        """Return the same steps for a stack of clients."""
         from fedlightning.callbacks.apfl_stacked import StackedMixtures
 
         return StackedMixtures(self, fit)
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """``vbar``, with whatever ``w`` the client's module holds at ``stage``."""
+        """Return `vbar`, with the `w` that the client's module holds at `stage`."""
         return self._mixture(client).deployed(client.copy_module())
 
     def _mixture(self, client: Client) -> ParameterMixture:
+        from fedlightning.callbacks.apfl_mixtures import LogitMixture, ParameterMixture
+
         return ParameterMixture(client, self) if self.mix == "params" else LogitMixture(client, self)
+
+
+# -- the update rule -------------------------------------------------------------------------------------------------
+
+
+def mix(v: Tensor, w: Tensor, alpha: float | Tensor) -> Tensor:
+    """Return the mixture `vbar = a v + (1 - a) w`.
+
+    Args:
+        v: A parameter of the local model.
+        w: The same parameter of the global model.
+        alpha: The share `a` of the local model, in [0, 1].
+
+    Example:
+        >>> mix(torch.tensor([4.0]), torch.tensor([0.0]), alpha=0.25)
+        tensor([1.])
+    """
+    return alpha * v + (1 - alpha) * w
+
+
+@torch.no_grad()
+def alpha_slope(
+    v: Mapping[str, Tensor], w: Mapping[str, Tensor], gradients: Mapping[str, Tensor], stacked: bool = False
+) -> Tensor:
+    """Return `df/da = <v - w, grad f(vbar)>`, the derivative of the mixture's loss by the share `a`.
+
+    Args:
+        v: Parameters of the local model by name.
+        w: Parameters of the global model by name.
+        gradients: `grad f(vbar)` by name. Parameters that the loss does not reach are left out.
+        stacked: The first dimension of every tensor is the client; the result then has one value per client.
+
+    Returns:
+        A scalar, or `(num_clients,)` if stacked; in float64.
+
+    Example:
+        >>> v, w = {"layer": torch.tensor([3.0, 1.0])}, {"layer": torch.tensor([1.0, 1.0])}
+        >>> alpha_slope(v, w, {"layer": torch.tensor([0.5, 9.0])}).item()
+        1.0
+    """
+    sums = []
+    for name, gradient in gradients.items():
+        term = wide(v[name] - w[name]) * wide(gradient)
+        sums.append(term.flatten(1).sum(1) if stacked else term.sum())
+    return torch.stack(sums).sum(0)
+
+
+def next_alpha(alpha: float, slope: float, lr: float, decay: float = 0.0) -> float:
+    """Return `clip_[0,1](a - eta_a (df/da + decay a))`, the share after one step.
+
+    Args:
+        alpha: The present share `a`.
+        slope: `df/da`, see `alpha_slope`.
+        lr: The share's learning rate `eta_a`.
+        decay: Weight of `a` added to the slope.
+
+    Example:
+        >>> next_alpha(0.5, slope=1.0, lr=0.1), next_alpha(0.5, slope=-1.0, lr=10.0)
+        (0.4, 1.0)
+    """
+    return min(max(alpha - lr * (slope + decay * alpha), 0.0), 1.0)
 
 
 def _uses_forward(setup: Setup) -> bool:
     try:
         return uses_forward(setup.module, setup.first_batch())
-    except RuntimeError:  # the step wants a running trainer: the first visit will tell
+    except RuntimeError:  # the step needs a running trainer: the first visit will tell
         return True

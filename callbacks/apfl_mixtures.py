@@ -1,4 +1,4 @@
-"""What APFL trains beside a client's module: the personal model, its optimizer and the share ``a``."""
+"""The second model that APFL trains beside a client's module: `v`, its optimizer and the share `a`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fedlightning.algorithm import (
     Client,
     NoLossError,
+    State,
     clone,
     entry_kinds,
     first_nonfinite,
@@ -23,6 +24,7 @@ from fedlightning.algorithm import (
     optimizers_in,
     training_loss,
 )
+from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
 from fedlightning.wrappers import mix_logits, personal_gradients
 from fedlightning.wrappers.follow import follow
 
@@ -31,25 +33,40 @@ if TYPE_CHECKING:
 
 
 class ParameterMixture:
-    """``v`` in a twin of the client's module; its parameters are ``vbar`` for the time of a gradient."""
+    """APFL's steps on `v` and `a` for one client, with mixed parameters.
+
+    `v` lives in a twin of the client's module. Its parameters are `vbar` while a gradient is taken.
+
+    Args:
+        client: The client, whose state holds `v` and `a` from its last visit.
+        options: The callback with its hyper-parameters.
+
+    Attributes:
+        alpha: The share `a`.
+        new_alpha: The share from the next step on; `None` if it stays.
+        moves_alpha: Whether `a` still has to move in this round.
+        twin: The module that holds `v`.
+        gradients: `a grad f(vbar)` by name, summed over the batches of the present step.
+    """
 
     def __init__(self, client: Client, options: APFL) -> None:
         self.client, self.options = client, options
         kept = client.state.get(options.key, {})
         self.alpha = float(kept.get("alpha", options.alpha))
-        self.next_alpha: float | None = None
+        self.new_alpha: float | None = None
+        self.moves_alpha = options.adaptive
         self.kept_optimizer, self.kept_rates = kept.get("optimizer"), kept.get("rates")
         self.twin = self.fresh()
         if "v" in kept:
             load_state(self.twin, kept["v"])
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: State = {}
 
     def fresh(self) -> LightningModule:
-        """A new local model: ``v_i = w^0``."""
+        """Return a new local model: `v_i = w^0`."""
         return self.client.initial_module()
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Move ``v`` to the device, make its optimizer, follow the optimizer of ``w``."""
+        """Move `v` to the device, make its optimizer, and follow the optimizer of `w`."""
         self.trainer, self.module = trainer, module
         self.twin.to(module.device)
         self.twin.trainer = trainer
@@ -58,7 +75,6 @@ class ParameterMixture:
             self.optimizer.load_state_dict(copy.deepcopy(self.kept_optimizer))  # which does not copy the tensors
         self.parameters = {n: p for n, p in self.twin.named_parameters() if p.requires_grad}
         self.handle = trainer.optimizers[0].register_step_post_hook(lambda *_: self.step())
-        self.moves_alpha = self.options.adaptive
 
     def stop(self) -> None:
         """Let go of the trainer."""
@@ -68,49 +84,46 @@ class ParameterMixture:
 
     @torch.no_grad()
     def accumulate(self, batch: Any, batch_idx: int) -> None:
-        """Add this batch's share of ``grad f(vbar)``; on the first batch of the round, work out the next ``a``."""
+        """Add this batch's part of `a grad f(vbar)`; on the first batch of the round, compute the next `a`."""
         window = self.trainer.accumulate_grad_batches
         if batch_idx % window == 0:
             self.gradients = {}
         if self.alpha == 0.0 and not self.moves_alpha:
             return  # v does not move, and neither will a in this visit
-        if self.options.personal is None:
+        if self.options.personal_model is None:
             follow(self.module, self.twin)
         try:
-            gradients, derivative = self.mixture_gradient(batch, batch_idx)
+            gradients, slope = self.mixture_gradient(batch, batch_idx)
         except NoLossError:
             return  # the step skips this batch, for w too
         for name, gradient in gradients.items():
             share = gradient / window
             self.gradients[name] = self.gradients[name] + share if name in self.gradients else share
-        derivative = self.trainer.strategy.reduce(derivative, reduce_op="mean")
-        if self.moves_alpha and bool(torch.isfinite(derivative)):
+        slope = self.trainer.strategy.reduce(slope, reduce_op="mean")
+        if self.moves_alpha and bool(torch.isfinite(slope)):
             lr = self.options.alpha_lr
             lr = float(self.trainer.optimizers[0].param_groups[0]["lr"]) if lr is None else lr
-            slope = float(derivative) + self.options.alpha_decay * self.alpha
-            self.next_alpha = min(max(self.alpha - lr * slope, 0.0), 1.0)
+            self.new_alpha = next_alpha(self.alpha, float(slope), lr, self.options.alpha_decay)
             self.moves_alpha = False
 
-    def mixture_gradient(self, batch: Any, batch_idx: int) -> tuple[dict[str, Tensor], Tensor]:
-        """``a grad f(vbar)`` by name, and ``df/da = <v - w, grad f(vbar)>``."""
-        own = dict(self.module.named_parameters())
+    def mixture_gradient(self, batch: Any, batch_idx: int) -> tuple[State, Tensor]:
+        """Return `a grad f(vbar)` by name, and `df/da = <v - w, grad f(vbar)>`."""
+        w = dict(self.module.named_parameters())
         v = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            parameter.copy_(self.alpha * v[name] + (1 - self.alpha) * own[name])
-        _, at_mixture = self.client.batch_gradient(batch, self.twin, update_buffers=True, batch_idx=batch_idx)
+            parameter.copy_(mix(v[name], w[name], self.alpha))
+        _, at_vbar = self.client.batch_gradient(batch, self.twin, update_buffers=True, batch_idx=batch_idx)
         for name, parameter in self.parameters.items():
             parameter.copy_(v[name])
-        wide = torch.float32 if self.module.device.type == "mps" else torch.float64
-        terms = [((v[n] - own[n]).to(wide) * gradient.to(wide)).sum() for n, gradient in at_mixture.items()]
-        derivative = torch.stack(terms).sum() if terms else torch.zeros((), device=self.module.device)
-        return {name: self.alpha * gradient for name, gradient in at_mixture.items()}, derivative
+        slope = alpha_slope(v, w, at_vbar) if at_vbar else torch.zeros((), device=self.module.device)
+        return {name: self.alpha * gradient for name, gradient in at_vbar.items()}, slope
 
     @torch.no_grad()
     def step(self) -> None:
-        """``v <- v - eta a grad f(vbar)``, right after the step of ``w``; nothing where ``a`` is 0.
+        """Do `v <- v - eta a grad f(vbar)` right after the step of `w`, then move `a`; `v` stays where `a` is 0.
 
-        A step of ``w`` that the gradient scaler skipped is none of ``v`` either, nor is one where only ``v``'s scaled
-        gradients overflow.
+        A step of `w` that the gradient scaler skipped is no step of `v` either. Where only the scaled gradients of `v`
+        overflow, `v` alone stays.
         """
         reduce = self.trainer.strategy.reduce  # over the ranks of one client, under DDP
         gradients = {name: reduce(gradient, reduce_op="mean") for name, gradient in self.gradients.items()}
@@ -124,19 +137,19 @@ class ParameterMixture:
             self.follow_schedule(self.trainer.optimizers[0])
             self.optimizer.step()
         self.gradients = {}
-        if self.next_alpha is not None:
-            self.alpha, self.next_alpha = self.next_alpha, None
+        if self.new_alpha is not None:
+            self.alpha, self.new_alpha = self.new_alpha, None
 
     def follow_schedule(self, main: Optimizer) -> None:
-        """Learning rates, and whatever else a scheduler moves, are those of the step of ``w``."""
+        """Take over the learning rates of `w`'s optimizer, and whatever else a scheduler moves."""
         for own, group in zip(self.optimizer.param_groups, main.param_groups, strict=False):
             own.update({name: value for name, value in group.items() if name not in ("params", "param_names")})
 
     def state(self) -> dict[str, Any]:
-        """What the client keeps.
+        """Return what the client keeps: `v`, `alpha` and, where optimizers go on, the optimizer's state.
 
         Raises:
-            FloatingPointError: if ``v`` has diverged.
+            FloatingPointError: If `v` has diverged.
         """
         v = clone(module_state(self.twin), "cpu")
         bad = first_nonfinite({name: v[name] for name in self.parameters})
@@ -151,60 +164,63 @@ class ParameterMixture:
         return kept
 
     def deployed(self, module: LightningModule) -> LightningModule:
-        """``module`` (holding ``w``) with ``vbar`` in its parameters and ``v``'s buffers; unchanged at ``a = 0``."""
+        """Put `vbar` into the parameters of `module`, which holds `w`, and `v`'s buffers; nothing changes at `a = 0`."""
         if self.alpha == 0.0:
             return module
-        own, v = module_state(module), module_state(self.twin)
+        w, v = module_state(module), module_state(self.twin)
         kinds = entry_kinds(module)
         trainable = [name for name, kind in kinds.items() if kind == "trainable"]
         buffers = [name for name, kind in kinds.items() if kind.endswith("buffer")]
-        mixed = interpolate({n: v[n] for n in trainable}, {n: own[n] for n in trainable}, self.alpha)
+        mixed = interpolate({n: v[n] for n in trainable}, {n: w[n] for n in trainable}, self.alpha)
         load_state(module, {**clone(mixed), **{name: v[name] for name in buffers}})
         return module
 
 
 class LogitMixture(ParameterMixture):
-    """``v`` as a network of its own beside ``w``; the gradient of the mixed prediction's loss already carries ``a``."""
+    """APFL's steps on `v` and `a` for one client, with mixed outputs `h = a h_v + (1 - a) h_w`.
+
+    `v` is a network of its own beside `w`. The gradient of the mixed output's loss already carries the factor `a`.
+    """
 
     def fresh(self) -> LightningModule:
-        """A copy of the given personal model, or the federation's initial one."""
-        given = self.options.personal
+        """Return a copy of the given personal model, or the federation's initial one."""
+        given = self.options.personal_model
         if given is None:
             return self.client.initial_module()
         return copy.deepcopy(given).to(next(self.client.module.parameters()).dtype)
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Put ``v`` beside a view of ``w``."""
+        """Put `v` beside a view of `w`."""
         super().start(trainer, module)
         rates = [group["lr"] for group in self.optimizer.param_groups]
         kept = self.kept_rates if self.client.keeps_optimizers else None
         self.rates: list[float] = kept or [trainer.optimizers[0].param_groups[0]["lr"], *rates]
         self.view = mix_logits(self.client.copy_module(), self.twin, self.alpha)
         self.view.trainer = trainer
-        own = dict(module.named_parameters())
+        w = dict(module.named_parameters())
         for name, parameter in self.view.named_parameters():
-            if name in own:
-                parameter.data = own[name].data  # the view follows w as its optimizer moves it in place
+            if name in w:
+                parameter.data = w[name].data  # the view follows w as its optimizer moves it in place
 
     def stop(self) -> None:
         """Let go of the trainer."""
         super().stop()
         self.view.trainer = None
 
-    def mixture_gradient(self, batch: Any, batch_idx: int) -> tuple[dict[str, Tensor], Tensor]:
-        """``df(h)/dv`` by name, and ``df/da = <df/dh, h_v - h_w>``, with ``h = a h_v + (1 - a) h_w``."""
+    def mixture_gradient(self, batch: Any, batch_idx: int) -> tuple[State, Tensor]:
+        """Return `df(h)/dv` by name, and `df/da = <df/dh, h_v - h_w>`."""
         follow(self.module, self.view)
         self.view.get_buffer("personal_alpha").fill_(self.alpha)
         scale = self.client.loss_scale
         with torch.enable_grad(), self.client.probing(self.view, update_buffers=True):
-            gradients, derivative, _ = personal_gradients(
+            gradients, slope, _ = personal_gradients(
                 self.view, lambda: scale * training_loss(self.view, batch, batch_idx)
             )
-        return {name: gradient / scale for name, gradient in gradients.items()}, derivative / scale
+        return {name: gradient / scale for name, gradient in gradients.items()}, slope / scale
 
     def follow_schedule(self, main: Optimizer) -> None:
-        """A personal model of another kind keeps its own learning rate and takes the relative schedule."""
-        if self.options.personal is None:
+        """Take over `w`'s learning rates; another personal model keeps its own and takes their relative schedule."""
+        if self.options.personal_model is None:
             return super().follow_schedule(main)
         first, *own = self.rates
         factor = main.param_groups[0]["lr"] / first if first else 1.0
@@ -213,9 +229,9 @@ class LogitMixture(ParameterMixture):
         return None
 
     def state(self) -> dict[str, Any]:
-        """What the client keeps; with the learning rates that both began with, where optimizers go on."""
+        """Return what the client keeps; where optimizers go on, also the learning rates that both began with."""
         return {**super().state(), **({"rates": self.rates} if self.client.keeps_optimizers else {})}
 
     def deployed(self, module: LightningModule) -> LightningModule:
-        """``module`` (holding ``w``) whose ``forward`` gives the mixture."""
+        """Let the `forward` of `module`, which holds `w`, return the mixture."""
         return mix_logits(module, self.twin, self.alpha)

@@ -1,4 +1,4 @@
-"""FedLAMA."""
+"""FedLAMA: layer-wise intervals of averaging."""
 
 from __future__ import annotations
 
@@ -29,24 +29,35 @@ class FedLAMA(FederatedCallback):
 
     Lee, Zhang, Avestimehr, "Layer-wise adaptive model aggregation for scalable federated learning", AAAI 2023.
 
-    Layer ``l`` is averaged every ``tau_l`` rounds, ``tau_l`` in ``{tau, phi tau}``; in between it stays as each client
-    trained it. Up: the layers due. Down: the layers averaged since the client's last visit. State: the model at each
-    client; ``tau_l`` and ``d_l`` at the server. Everything is averaged every ``phi tau`` rounds and in the last one.
+    Layer `l` is averaged every `tau_l` rounds, `tau_l` in `{tau, phi tau}`; in between it stays as each client trained
+    it. Everything is averaged every `phi tau` rounds and in the last one.
 
-    * when ``l`` is averaged to ``u_l``: ``d_l = sum_i p_i ||u_l - x_il||^2 / (tau_l dim_l)`` over trainable parameters;
-    * every ``phi tau`` rounds, when all have just been averaged: with the layers in ascending order of ``d``, let
-      ``delta = sum d dim`` and ``lambda = sum dim`` of the first ones as shares of the whole; the layers up to where
-      ``delta`` crosses ``1 - lambda`` get ``phi tau``, the others ``tau``.
+    Up: the layers due. Down: the layers averaged since the client's last visit. State: the model at each client; `tau_l`
+    and `d_l` at the server.
 
-    One unit of the paper's intervals is one round. Participants are drawn anew only when all is averaged (paper).
-    The global model holds the newest average of every layer.
+    * When `l` is averaged to `u_l`: `d_l = sum_i p_i ||u_l - x_il||^2 / (tau_l dim_l)` over trainable parameters.
+    * Every `phi tau` rounds, when all have just been averaged: with the layers in ascending order of `d`, let
+      `delta = sum d dim` and `lambda = sum dim` of the first ones as shares of the whole. The layers up to where `delta`
+      crosses `1 - lambda` get `phi tau`, the others `tau`.
+
+    One unit of the paper's intervals is one round. Participants are drawn anew only when all is averaged (paper). The
+    global model holds the newest average of every layer.
 
     Args:
-        phi: factor of the long interval (paper: 2, 4, 8). 1 is FedAvg every ``tau`` rounds.
-        tau: base interval in rounds (paper: 6 to 10 local steps, which a round of local epochs has anyway).
-        cut: the layers with the long interval end with the ``"crossing"`` one (the authors' code) or where the two
-            curves are ``"nearest"``.
-        weighting: ``"samples"`` or ``"uniform"``, of the mean and of ``d``.
+        phi: Factor of the long interval (paper: 2, 4, 8). 1 is FedAvg every `tau` rounds.
+        tau: Base interval in rounds (paper: 6 to 10 local steps, which a round of local epochs has anyway).
+        cut: The layers with the long interval end with the `"crossing"` one (the authors' code) or where the two curves
+            are `"nearest"`.
+        weighting: Weights of the clients in the mean and in `d`: `"samples"` or `"uniform"`.
+
+    Raises:
+        ValueError: If an interval is no whole number from 1 on, or `cut` is unknown.
+
+    Example:
+        >>> from fedlightning.callbacks import FedLAMA
+        >>> discrepancies, sizes = [0.1, 5.0, 0.2, 4.0], [10, 10, 10, 10]
+        >>> less_critical(discrepancies, sizes, FedLAMA().cut)  # only layer 1 is averaged every tau rounds
+        [0, 2, 3]
     """
 
     def __init__(
@@ -66,9 +77,9 @@ class FedLAMA(FederatedCallback):
         self.cut = cut
         self.weighting = weighting
 
-    # -- when ----------------------------------------------------------------------------------------------------------
+    # -- the server's state --------------------------------------------------------------------------------------------
     def _own(self, server: Server) -> dict[str, Any]:
-        """The state: at first every layer has the base interval."""
+        """The state; at first every layer has the base interval."""
         layers = partition(server.module)
         fresh = {
             "tau": dict.fromkeys(layers, self.tau),
@@ -78,68 +89,68 @@ class FedLAMA(FederatedCallback):
         }
         return {**fresh, **server.state.get(self.key, {})}
 
-    def _all_due(self, server: Server) -> bool:
+    # -- which layers travel when --------------------------------------------------------------------------------------
+    def _full_average(self, server: Server) -> bool:
+        """True if everything is averaged at the end of this round."""
         done = server.round + 1
         return done % (self.phi * self.tau) == 0 or done == server.max_rounds
 
     def _due(self, server: Server) -> list[str]:
-        intervals = self._own(server)["tau"]
-        return [layer for layer, tau in intervals.items() if self._all_due(server) or (server.round + 1) % tau == 0]
+        """The layers that are averaged at the end of this round."""
+        everything, tau = self._full_average(server), self._own(server)["tau"]
+        return [layer for layer, tau_l in tau.items() if everything or (server.round + 1) % tau_l == 0]
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """The layers that are averaged at the end of this round."""
+        """Return the entries of the layers that are averaged at the end of this round."""
         layers = partition(module)
         return [name for layer in self._due(server) for name in layers[layer]]
 
     def plan_round(self, server: Server) -> Plan:
-        """Participants stay the same until everything has been averaged."""
-        clients = self._own(server).get("participants") or server.participants()
-        server.state[self.key] = self._own(server) | {"participants": [] if self._all_due(server) else clients}
+        """Visit the same participants until everything has been averaged."""
+        own = self._own(server)
+        clients = own.get("participants") or server.participants()
+        server.state[self.key] = own | {"participants": [] if self._full_average(server) else clients}
         yield [Job(client, down=self._news(server, client)) for client in clients]
 
     def _news(self, server: Server, client: str) -> tuple[str, ...]:
-        """What has been averaged since the client's last visit; its other layers go on from where they are."""
+        """The entries averaged since the client's last visit; its other layers go on from where they are."""
         own, layers = self._own(server), partition(server.module)
         seen = own["seen"].get(client, -1)
         new = {name for layer, when in own["averaged"].items() if when >= seen for name in layers[layer]}
         return tuple(name for name in server.shared_names(without=self) if name in new)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Also for evaluation: only what is new to the client."""
+        """Send only what is new to the client, also for evaluation."""
         message.state = select(server.models[job.model], self._news(server, job.client))
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
-        """The newest average of every layer."""
+        """Return the newest average of every layer; `None` if another callback keeps layers with the clients."""
         complete = len(server.shared_names(without=self)) == len(server.kinds)
         return server.module_with(server.model) if complete else None
 
-    # -- discrepancy ---------------------------------------------------------------------------------------------------
+    # -- discrepancies and intervals -----------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
-        """Stream ``sum_i p_i ||x_il - w_l||^2`` with the old ``w_l``; the mean's own distance comes off at the end."""
-        own = self._own(server)
-        own["seen"] = {**own["seen"], update.client: server.round}
-        weight = server.weight(update)
+        """Add `p_i ||x_il - w_l||^2` for each layer, with the old `w_l`: the mean `u_l` is not known yet."""
+        own, p_i = self._own(server), server.weight(update)
         sums = dict(own.get("sums", {}))
         for layer, names in self._trainable(server, update.state).items():
             apart = distance(server.model, select(update.state, names)) ** 2
             total, weights = sums.get(layer, (0.0, 0.0))
-            sums[layer] = (total + weight * apart, weights + weight)
-        server.state[self.key] = own | {"sums": sums}
+            sums[layer] = (total + p_i * apart, weights + p_i)
+        seen = {**own["seen"], update.client: server.round}
+        server.state[self.key] = own | {"seen": seen, "sums": sums}
 
     def on_reduced(self, server: Server, state: State) -> State:
-        """``d_l``, and every ``phi tau`` rounds the new intervals."""
-        own = self._own(server)
-        sums, d, averaged = own.pop("sums", {}), dict(own["d"]), dict(own["averaged"])
-        layers = self._trainable(server, state)
+        """Compute `d_l` of the layers just averaged, and every `phi tau` rounds the new intervals."""
+        own, layers = self._own(server), self._trainable(server, state)
+        sums, d, tau = own.pop("sums", {}), dict(own["d"]), own["tau"]
         sizes = {layer: sum(state[name].numel() for name in names) for layer, names in layers.items()}
         for layer, names in layers.items():
             total, weights = sums.get(layer, (0.0, 0.0))
-            if weights > 0:
+            if weights > 0:  # sum_i p_i ||x_i - u||^2 = sum_i p_i ||x_i - w||^2 - ||u - w||^2, as u is the mean
                 spread = total / weights - distance(server.model, select(state, names)) ** 2
-                d[layer] = max(spread, 0.0) / (own["tau"][layer] * sizes[layer])
-        for layer in self._due(server):
-            averaged[layer] = server.round
-        tau = dict(own["tau"])
+                d[layer] = max(spread, 0.0) / (tau[layer] * sizes[layer])
+        averaged = own["averaged"] | dict.fromkeys(self._due(server), server.round)
         if (server.round + 1) % (self.phi * self.tau) == 0:
             order = list(sizes)
             long = less_critical([d[layer] for layer in order], [sizes[layer] for layer in order], self.cut)
@@ -148,24 +159,30 @@ class FedLAMA(FederatedCallback):
         return state
 
     def _trainable(self, server: Server, state: State) -> dict[str, list[str]]:
-        """The trainable parameters in ``state`` by layer, tied ones once."""
-        wanted = set(parameter_names(server, state))
-        found = {layer: [n for n in names if n in wanted] for layer, names in partition(server.module).items()}
+        """The trainable parameters in `state` by layer, tied ones once."""
+        counted = set(parameter_names(server, state))
+        found = {layer: [n for n in names if n in counted] for layer, names in partition(server.module).items()}
         return {layer: names for layer, names in found.items() if names}
 
 
 def less_critical(d: Sequence[float], sizes: Sequence[int], cut: str) -> list[int]:
-    """Which layers get the long interval.
+    """Return the numbers of the layers that get the long interval, in ascending order of `d`.
 
     Args:
-        d: discrepancy per layer and parameter; where all are 0 they count as equal.
-        sizes: parameters per layer.
-        cut: ``"crossing"`` or ``"nearest"``.
+        d: Discrepancy of each layer. Where all are 0 they count as equal.
+        sizes: Number of parameters of each layer.
+        cut: `"crossing"` or `"nearest"`.
+
+    Example:
+        >>> less_critical(d=[0.1, 5.0, 0.2, 4.0], sizes=[10, 10, 10, 10], cut="nearest")
+        [0, 2, 3]
+        >>> less_critical(d=[9.0, 0.1, 0.1, 9.0], sizes=[10, 10, 10, 10], cut="crossing")
+        [1, 2, 0]
     """
     d = d if any(d) else [1.0] * len(d)
     order = sorted(range(len(d)), key=lambda index: d[index])  # ties by index
     mass, total = sum(value * size for value, size in zip(d, sizes, strict=True)), sum(sizes)
-    delta = share = 0.0
+    delta = share = 0.0  # the paper's delta and lambda
     gaps: list[float] = []
     for index in order:
         delta += d[index] * sizes[index] / mass

@@ -1,4 +1,15 @@
-"""HeteroFL."""
+"""HeteroFL. The way of the model through a round, and where each step is:
+
+1. The server cuts the client's slice out of the model (`on_broadcast`). `wrappers.submodel` finds which units of which
+   layers belong together (`plan_cuts`) and from them the kept indices of every entry (`entry_slices`);
+   `wrappers.slices.take` indexes.
+2. The client shrinks its module to the same indices (`on_build`, `wrappers.submodel.shrink`) and puts the scaler and the
+   masked loss on it (`shared.submodels`). It trains and sends its slice and its classes (`on_send`).
+3. The server averages each element over the clients that hold it (`reduce`, `wrappers.slices.ElementMean`).
+4. With static batch normalisation it then asks for the new model's statistics (`plan_round`, `personal_module`).
+
+Before round 1 `wrappers.submodel_check.verify` tries that the module has sub-models at all (`check`).
+"""
 
 from __future__ import annotations
 
@@ -22,6 +33,7 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
+    as_names,
     load_state,
     training_loss,
 )
@@ -41,30 +53,42 @@ class HeteroFL(FederatedCallback):
     Diao, Ding, Tarokh, "HeteroFL: computation and communication efficient federated learning for heterogeneous
     clients", ICLR 2021.
 
-    Down and up: the client's slice of ``W``: the first ``ceil(r C_l)`` of the ``C_l`` units of every hidden layer
-    (inputs and classes are never cut). No state. The global model has all units; a client deploys its slice.
+    Down and up: the client's slice of `W`: the first `ceil(r C_l)` of the `C_l` units of every hidden layer (inputs and
+    classes are never cut). No state. The global model has all units; a client deploys its slice.
 
-    * *scaler*: hidden linear and convolutional outputs are divided by ``r`` in training;
-    * *masked loss*: in training the logits of classes that a client has no sample of are 0, and rows of the head are
-      averaged over the clients that have the class;
-    * server: every entry is the mean over the clients whose slice holds it; held by nobody, it keeps its value.
+    * *Scaler*: in training, outputs of hidden linear and convolutional layers are divided by `r`.
+    * *Masked loss*: in training, the logits of classes that a client has no sample of are 0; rows of the head are
+      averaged over the clients that have the class.
+    * *Server*: every entry is the mean over the clients whose slice holds it. Held by nobody, it keeps its value.
 
-    For chains of Linear, Conv and normalisation layers (and residual sums of them), registered in order; others are
-    refused at start. Beside methods that keep a model at the client, use fixed rates. The scaler enlarges steps by
-    ``1/r``: clip gradients as the paper does (``gradient_clip_val=1``).
+    It is for chains of Linear, Conv and normalisation layers (and residual sums of them), registered in order; other
+    modules are refused at start. Beside methods that keep a model at the client, use fixed rates. The scaler enlarges
+    steps by `1/r`: clip gradients as the paper does (`gradient_clip_val=1`).
 
     Args:
-        rates: widths in (0, 1]: a list dealt to the clients in turn, or one for each client by id (paper: subsets of 1,
+        rates: Widths in (0, 1]: a list dealt to the clients in turn, or one for each client by id (paper: subsets of 1,
             1/2, 1/4, 1/8, 1/16; the default is its first three).
-        dynamic: every client draws a width from the list in every round (the paper's dynamic assignment).
-        scaler: divide by the rate in training (paper).
-        masked_loss: leave out absent classes in training and in the head's mean (paper).
-        static_bn: after each round the participants run the new global model over their training data, and the means of
+        dynamic: Every client draws a width from the list in every round (the paper's dynamic assignment).
+        scaler: Divides by the rate in training (paper).
+        masked_loss: Leaves out absent classes in training and in the head's mean (paper).
+        static_bn: After each round the participants run the new global model over their training data, and the means of
             the batch statistics become its BatchNorm statistics; a slice is deployed with those of its client's data
             (the paper's static batch normalisation; nothing to do without BatchNorm). It costs a pass and the full
             model down. False: running statistics are averaged as all else.
-        head: path of the layer that gives the logits; ``None``: the last layer.
-        weighting: ``"uniform"`` (paper) or ``"samples"``.
+        head: Path of the layer that gives the logits. `None` takes the last layer.
+        weighting: Weights of the clients: `"uniform"` (paper) or `"samples"`.
+
+    Raises:
+        ValueError: If a rate is outside (0, 1], rates to draw from are a table, or `head` names several layers.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from fedlightning.callbacks import HeteroFL
+        >>> module = BoringModel()
+        >>> module.layer = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> half = take(module.state_dict(), HeteroFL().slices(module, rate=0.5))
+        >>> {name: tuple(value.shape) for name, value in half.items() if name.endswith("weight")}
+        {'layer.0.weight': (4, 32), 'layer.2.weight': (2, 4)}
     """
 
     def __init__(
@@ -74,7 +98,7 @@ class HeteroFL(FederatedCallback):
         scaler: bool = True,
         masked_loss: bool = True,
         static_bn: bool = True,
-        head: str | None = None,
+        head: str | list[str] | None = None,
         weighting: WeightingName = "uniform",
     ) -> None:
         values = list(rates.values()) if isinstance(rates, dict) else list(rates)
@@ -82,6 +106,8 @@ class HeteroFL(FederatedCallback):
             raise ValueError(f"HeteroFL got rates={rates}; widths are shares of the full model in (0, 1].")
         if dynamic and isinstance(rates, dict):
             raise ValueError("HeteroFL(dynamic=True) draws widths from a list, but rates is a table by client.")
+        if len(as_names(head)) > 1:
+            raise ValueError(f"HeteroFL got head={head}, but one layer gives the logits. Name that one.")
         self.rates = rates
         self.dynamic = dynamic
         self.scaler = scaler
@@ -91,15 +117,19 @@ class HeteroFL(FederatedCallback):
         self.weighting = weighting
 
     def claims(self, role: str) -> bool:
-        """A plan and another deployed model are only needed for the statistics."""
+        """Return True if this callback answers `role`: without `static_bn` no plan and no other deployed model."""
         return super().claims(role) and not (role in ("plan_round", "personal_module") and not self.static_bn)
 
     def check(self, setup: Setup) -> None:
-        """Refuse modules without sub-models, and callbacks that need every client's model to be of one shape."""
+        """Refuse modules without sub-models, and callbacks that need all clients' models to have one shape.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
         missing = [c for c in setup.clients if isinstance(self.rates, dict) and c not in self.rates]
         if missing:
             raise ValueError(f"HeteroFL got no rate for client '{missing[0]}'. Give a list, or one for each client.")
-        cuts, batch = plan_cuts(setup.module, self.head), setup.first_batch()
+        cuts, batch = plan_cuts(setup.module, self._head(setup.module)), setup.first_batch()
         for rate in sorted(set(self.rates.values() if isinstance(self.rates, dict) else self.rates)):
             if batch is not None and rate < 1.0:
                 verify(setup.module, cuts, first_units(rate), lambda module: training_loss(module, batch))
@@ -118,12 +148,12 @@ class HeteroFL(FederatedCallback):
                 )
 
     def wire(self, module: Any) -> Wire:
-        """The rate down; the classes a client has and, for static batch normalisation, statistics up."""
+        """Declare the rate down; the classes of a client and, for static batch normalisation, statistics up."""
         return Wire(down={"rate": "scalar"}, up={"classes": (-1,), "statistics": "state", "batches": "scalar"})
 
-    # -- server --------------------------------------------------------------------------------------------------------
+    # -- 1. the server cuts --------------------------------------------------------------------------------------------
     def rate_of(self, server: Server, client: str) -> float:
-        """The client's width in this round."""
+        """Return the client's width in this round."""
         if isinstance(self.rates, dict):
             return self.rates[client]
         number = server.clients.index(client)
@@ -133,31 +163,62 @@ class HeteroFL(FederatedCallback):
         return float(self.rates[int(drawn[number])])
 
     def slices(self, module: LightningModule, rate: float) -> Slices:
-        """What a client of this rate holds of every entry."""
-        return entry_slices(module, plan_cuts(module, self.head), first_units(rate)) if rate < 1.0 else {}
+        """Return the indices that a client of this rate holds, for every entry of `module` that is cut.
+
+        Args:
+            module: The full module.
+            rate: The client's width, in (0, 1].
+        """
+        return entry_slices(module, plan_cuts(module, self._head(module)), first_units(rate)) if rate < 1.0 else {}
+
+    def _head(self, module: LightningModule) -> str:
+        return head_path(module, next(iter(as_names(self.head)), None))
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Cut the client's slice out of what travels."""
+        """Cut the client's slice out of the message's state."""
         whole = job.tag == STATISTICS or job.client == POOLED
         rate = 1.0 if whole else self.rate_of(server, job.client)
         message.extras[self.key] = {"rate": rate}
         message.state = take(message.state, self.slices(server.module, rate))
 
+    # -- 2. the client shrinks, trains and sends -----------------------------------------------------------------------
+    def on_build(self, client: Client, message: Message) -> None:
+        """Shrink the module to the client's width; put the scaler and the mask on it, which act in training only."""
+        rate = message.extras[self.key]["rate"]
+        if self.dynamic and client.keeps_optimizers:
+            raise ValueError("HeteroFL(dynamic=True) changes a client's shapes: optimizers cannot be kept. Use 'reset'")
+        head, slices = self._head(client.module), self.slices(client.module, rate)
+        shrink(client.module, slices)
+        if self.scaler and slices:
+            scale_in_training(client.module, head, rate)
+        counts = client.class_counts if self.masked_loss and client.id != POOLED else None
+        owned = None if counts is None else limit_labels(client.module, head, counts)
+        if owned is not None:
+            client.scratch[self.key] = owned
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send the classes of the client, or the statistics if the server asked for them."""
+        if client.message.tag == STATISTICS:
+            statistics, batches = client.normalisation_statistics()
+            update.extras[self.key] = {"statistics": statistics, "batches": batches}
+        elif client.steps and self.key in client.scratch:
+            update.extras[self.key] = {"classes": client.scratch[self.key]}
+
+    # -- 3. the server averages ----------------------------------------------------------------------------------------
     def reduce(self, server: Server, updates: list[Update]) -> State:
-        """Every element: the mean over those who hold it; rows of the head: over those who have the class."""
-        mean = ElementMean()
-        model = server.models[updates[0].model]
-        head = head_path(server.module, self.head)
+        """Return the mean of every element over its holders; of rows of the head, over those who have the class."""
+        mean, model = ElementMean(), server.models[updates[0].model]
         for update in updates:
             state, slices = update.state, self.slices(server.module, self.rate_of(server, update.client))
             classes = update.extras.get(self.key, {}).get("classes")
             if classes is not None:
-                state, slices = narrow_to_labels(state, slices, head, classes)
+                state, slices = narrow_to_labels(state, slices, self._head(server.module), classes)
             mean.add(state, model, slices, server.weight(update))
         return mean.result(model)
 
+    # -- 4. static batch normalisation ---------------------------------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:
-        """With ``static_bn``: train, make the new model, and collect the statistics of its layers."""
+        """Train, make the new model, and collect the statistics of its BatchNorm layers."""
         clients = server.participants()
         yield [Job(client) for client in clients]
         whole = len(server.shared_names()) == len(server.kinds)  # else there is no full model to run
@@ -175,24 +236,8 @@ class HeteroFL(FederatedCallback):
             means = {name: (total / batches).to(server.model[name].dtype) for name, total in sums.items()}
             server.models["global"] = {**server.model, **means}
 
-    # -- client --------------------------------------------------------------------------------------------------------
-    def on_build(self, client: Client, message: Message) -> None:
-        """Shrink the module to the client's width; scaler and mask act in training only."""
-        rate = message.extras[self.key]["rate"]
-        if self.dynamic and client.keeps_optimizers:
-            raise ValueError("HeteroFL(dynamic=True) changes a client's shapes: optimizers cannot be kept. Use 'reset'")
-        head = head_path(client.module, self.head)
-        slices = self.slices(client.module, rate)
-        shrink(client.module, slices)
-        if self.scaler and slices:
-            scale_in_training(client.module, head, rate)
-        counts = client.class_counts if self.masked_loss and client.id != POOLED else None
-        owned = None if counts is None else limit_labels(client.module, head, counts)
-        if owned is not None:
-            client.scratch[self.key] = owned
-
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """A slice's statistics are not the full model's: the client takes those of its own training data."""
+        """Return the client's slice with the statistics of its own training data: those of the full model differ."""
         if client.message.extras[self.key]["rate"] == 1.0:
             return client.module
         statistics, batches = client.normalisation_statistics()
@@ -201,11 +246,3 @@ class HeteroFL(FederatedCallback):
         module = client.copy_module()
         load_state(module, statistics)
         return module
-
-    def on_send(self, client: Client, update: Update) -> None:
-        """The classes that the client has; or the statistics that were asked for."""
-        if client.message.tag == STATISTICS:
-            statistics, batches = client.normalisation_statistics()
-            update.extras[self.key] = {"statistics": statistics, "batches": batches}
-        elif client.steps and self.key in client.scratch:
-            update.extras[self.key] = {"classes": client.scratch[self.key]}

@@ -1,4 +1,4 @@
-"""MAPPER."""
+"""MAPPER: the local models, the choice, the global step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
@@ -35,28 +35,36 @@ class MAPPER(KeepsModel):
 
     Mansour, Mohri, Ro, Suresh, "Three approaches for personalization with applications to federated learning", 2020.
 
-    Down: ``h_c``. Up: ``h_c`` after the client's step (never ``h_l`` or ``lam``). State: ``h_l`` and ``lam`` at each
-    client, ``h_l`` from the first ``h_c`` received. In a visit, with ``h(lam) = lam h_l + (1 - lam) h_c``:
+    Down: `h_c`. Up: `h_c` after the client's step (never `h_l` or `lam`). State: `h_l` and `lam` at each client, `h_l`
+    from the first `h_c` received. In a visit, with `h(lam) = lam h_l + (1 - lam) h_c`:
 
-    * for each ``lam`` of the grid, ``h_c`` fixed: ``h_l <- h_l - eta lam grad f_i(h(lam))``, from the ``h_l`` of the
-      last visit and over the visit's local work;
-    * ``(h_l, lam)`` with the least loss of ``h(lam)`` is kept;
-    * ``h_l`` fixed: ``h_c <- h_c - eta (1 - lam) grad f_i(h(lam))``, so many steps; this goes up.
+    1. For each `lam` of the grid, `h_c` fixed: `h_l <- h_l - eta lam grad f_i(h(lam))`, from the `h_l` of the last visit
+       and over the visit's local work.
+    2. The `(h_l, lam)` with the least loss of `h(lam)` is kept.
+    3. `h_l` fixed: `h_c <- h_c - eta (1 - lam) grad f_i(h(lam))`, for `global_steps` steps; this goes up.
 
-    Server: ``h_c = mean_i(h_c,i)``. Deployed: ``h(lam)`` with the received ``h_c`` (stage L1) or the client's own
-    (L2), with the running statistics that ``h(lam)`` has seen; the global model is ``h_c``. Optimizers are the
-    module's; corrections of other methods (FedProx, SCAFFOLD) act on the step of ``h_c``.
+    Server: `h_c = mean_i(h_c,i)`. Deployed: `h(lam)` with the received `h_c` (stage L1) or the client's own (L2), with
+    the running statistics that `h(lam)` has seen; the global model is `h_c`. Optimizers are the module's; corrections of
+    other methods (FedProx, SCAFFOLD) act on the step of `h_c`.
 
-    ``h_c`` learns only from what ``h_l`` has left, so from a random start it stays weak for long. Start from a model
-    that FedAvg trained for some rounds: ``trainer.fit(fedavg_trainer.module(), ...)``.
+    `h_c` learns only from the part of the loss that `h_l` has left, so from a random start it stays weak for long. Start
+    from a model that FedAvg trained for some rounds: `trainer.fit(fedavg_trainer.module(), ...)`.
 
     Args:
-        grid: values of ``lam`` in [0, 1] (the Ditto paper's comparison: 0.25, 0.5, 0.75). A visit costs one local
-            training for each that is not 0.
-        global_steps: steps of ``h_c`` in a visit (paper: 1); default ``None``: the visit's local work, as in FedAvg,
-            since one step a round would need thousands of rounds.
-        choose_on: split whose mean training loss decides: ``"train"`` (paper) or ``"val"``.
-        weighting: ``"uniform"`` (paper) or ``"samples"``.
+        grid: Values of `lam` in [0, 1] (the Ditto paper's comparison: 0.25, 0.5, 0.75). A visit costs one local training
+            for each that is not 0.
+        global_steps: Steps of `h_c` in a visit (paper: 1). `None` takes the visit's local work, as in FedAvg, since one
+            step a round would need thousands of rounds.
+        choose_on: Split whose mean training loss decides: `"train"` (paper) or `"val"`.
+        weighting: Weights of the clients: `"uniform"` (paper) or `"samples"`.
+
+    Raises:
+        ValueError: If `grid` is empty or holds other values than different shares, or another argument is out of range.
+
+    Example:
+        >>> from fedlightning.callbacks import MAPPER
+        >>> MAPPER(grid=[0.0, 0.5, 1.0]).global_steps is None
+        True
     """
 
     def __init__(
@@ -82,17 +90,21 @@ class MAPPER(KeepsModel):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization: gradients are taken elsewhere than where the optimizer steps."""
+        """Refuse manual optimization: gradients are taken elsewhere than where the optimizer steps.
+
+        Raises:
+            ValueError: If the module optimizes manually.
+        """
         if not setup.module.automatic_optimization:
             name = type(setup.template).__name__
             raise ValueError(f"MAPPER takes gradients at a mixture, but {name} optimizes manually. Use Ditto.")
 
     # -- one visit -----------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:
-        """``h_l`` for each ``lam``, the choice, then ``h_c``."""
+        """Train `h_l` for each `lam`, choose, then train `h_c`."""
         h_c = client.model_state()
         h_l = {**h_c, **self.kept(client)}
-        visit = client.scratch[self.key] = _Visit(other=h_c)
+        visit = client.scratch[self.key] = _Visit(fixed=h_c)
         for lam in self.grid:
             if lam == 0.0:  # h_l has no gradient, and weight decay must not move it
                 self._weigh(client, lam, h_l)
@@ -106,54 +118,56 @@ class MAPPER(KeepsModel):
                 repeats="fit",
                 keep_as=lambda client, lam=lam: self._weigh(client, lam, client.model_state()),  # type: ignore[misc]
             )
-        if visit.chosen is None:
+        if visit.best is None:
             raise FloatingPointError(
                 f"the loss is not finite at any lam of {list(self.grid)}. Lower the learning rate or clip gradients"
             )
-        lam, h_l = visit.chosen
+        lam, h_l = visit.best
         client.state[self.key] = {"model": h_l, "lam": lam}
-        visit.share, visit.other = 1.0 - lam, h_l
+        visit.share, visit.fixed = 1.0 - lam, h_l
         yield Phase(work=self.global_steps, unit=None if self.global_steps is None else "steps")
         if lam == 1.0:  # h_c had no part in it: neither weight decay nor the statistics of h_l may move it
             load_state(client.module, h_c)
 
     def _weigh(self, client: Client, lam: float, h_l: State) -> None:
-        """Keep ``(h_l, lam)`` if the mixture's loss is the least so far."""
+        """Keep `(lam, h_l)` if the mixture's loss is the least so far."""
         visit = client.scratch[self.key]
         split = self.choose_on if client.loader(self.choose_on) else "train"
-        loss = client.loss(mixture(client.module, h_l, visit.other, lam), split)
+        loss = client.loss(mixture(client.module, h_l, visit.fixed, lam), split)
         if loss < visit.least:
-            visit.least, visit.chosen = loss, (lam, h_l)
+            visit.least, visit.best = loss, (lam, h_l)
 
+    # -- one step at the mixture ---------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The half that is fixed, on the device, beside the half that trains."""
+        """Bring the fixed half to the device, beside the half that trains."""
         visit = self.client.scratch[self.key]
-        visit.pairs = [(p, visit.other[n].to(p.device)) for n, p in pl_module.named_parameters() if p.requires_grad]
+        visit.pairs = [(p, visit.fixed[n].to(p.device)) for n, p in pl_module.named_parameters() if p.requires_grad]
 
     @torch.no_grad()
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The loss and its gradient are taken at ``h(lam)``."""
+        """Move the parameters to `h(lam)`, where the loss and its gradient are taken."""
         visit = self.client.scratch[self.key]
-        visit.own = [parameter.detach().clone() for parameter, _ in visit.pairs]
+        visit.trained = [parameter.detach().clone() for parameter, _ in visit.pairs]
         if visit.share < 1.0:
-            for parameter, other in visit.pairs:
-                parameter.mul_(visit.share).add_(other, alpha=1.0 - visit.share)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """The optimizer steps from the half that trains."""
-        self.client.scratch[self.key].restore()
+            for parameter, fixed in visit.pairs:
+                parameter.mul_(visit.share).add_(fixed, alpha=1.0 - visit.share)
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """The chain rule: ``lam grad f`` for ``h_l``, ``(1 - lam) grad f`` for ``h_c``."""
+        """Apply the chain rule: `lam grad f` for `h_l`, `(1 - lam) grad f` for `h_c`."""
         share = self.client.scratch[self.key].share
         return gradient if share == 1.0 else share * gradient
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Also after a batch that waits for others (accumulated gradients)."""
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Move the parameters back: the optimizer steps from the half that trains."""
         self.client.scratch[self.key].restore()
 
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Move the parameters back also after a batch without a step (accumulated gradients)."""
+        self.client.scratch[self.key].restore()
+
+    # -- deployed ------------------------------------------------------------------------------------------------------
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """``h(lam)`` with the ``h_c`` that the client's module holds at ``stage``."""
+        """Return `h(lam)` with the `h_c` that the client's module holds at `stage`."""
         module, own = client.copy_module(), client.state.get(self.key)
         if own is not None:
             load_state(module, mixture(module, own["model"], clone(module_state(module)), own["lam"]))
@@ -162,30 +176,45 @@ class MAPPER(KeepsModel):
 
 @dataclass
 class _Visit:
-    """One visit's choice so far, and the mixture that is being trained.
+    """The choice so far in one visit, and the mixture that is being trained.
 
     Attributes:
-        other: the half that is fixed; share: the share of the half that trains.
-        pairs: each parameter that trains and its fixed counterpart; own: the parameters before they were mixed.
-        least, chosen: the least loss so far, and its ``lam`` and ``h_l``.
+        fixed: The half that is fixed.
+        share: The share of the half that trains.
+        pairs: Each parameter that trains and its fixed counterpart.
+        trained: The half that trains, while the parameters hold the mixture.
+        least: The least loss so far.
+        best: Its `lam` and `h_l`.
     """
 
-    other: State
+    fixed: State
     share: float = 1.0
     pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    own: list[Tensor] = field(default_factory=list)
+    trained: list[Tensor] = field(default_factory=list)
     least: float = math.inf
-    chosen: tuple[float, State] | None = None
+    best: tuple[float, State] | None = None
 
     @torch.no_grad()
     def restore(self) -> None:
-        """From the mixture back to the half that trains, exactly."""
-        for (parameter, _), own in zip(self.pairs, self.own, strict=False):
-            parameter.copy_(own)
-        self.own = []
+        """Move the parameters from the mixture back to the half that trains, exactly."""
+        for (parameter, _), trained in zip(self.pairs, self.trained, strict=False):
+            parameter.copy_(trained)
+        self.trained = []
 
 
-def mixture(module: LightningModule, h_l: State, h_c: State, lam: float) -> State:
-    """``lam h_l + (1 - lam) h_c`` on trainable parameters; the rest is ``h_l``'s, or ``h_c``'s at 0."""
+def mixture(module: nn.Module, h_l: State, h_c: State, lam: float) -> State:
+    """Return `lam h_l + (1 - lam) h_c` on trainable parameters; the rest is `h_l`'s, or `h_c`'s at `lam = 0`.
+
+    Args:
+        module: The module whose states they are.
+        h_l: The local model.
+        h_c: The global model.
+        lam: The share of the local model, in [0, 1].
+
+    Example:
+        >>> h_l, h_c = {"weight": torch.tensor([[4.0]])}, {"weight": torch.tensor([[0.0]])}
+        >>> mixture(nn.Linear(1, 1, bias=False), h_l, h_c, lam=0.25)
+        {'weight': tensor([[1.]])}
+    """
     names = [name for name, kind in entry_kinds(module).items() if kind == "trainable"]
     return {**h_l, **interpolate(select(h_l, names), select(h_c, names), lam)} if lam else h_c

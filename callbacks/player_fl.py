@@ -1,8 +1,7 @@
-"""PLayer-FL and PLayer-FL-Random."""
+"""PLayer-FL and PLayer-FL-Random: what travels, the plan of round 1, the decision."""
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterable
@@ -10,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
     Client,
     FederatedCallback,
     Job,
-    Layer,
     Plan,
     Server,
     Setup,
@@ -25,16 +23,12 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     ordered_layers,
-    pieces,
     state_names,
 )
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint
-from fedlightning.callbacks.diagnostics.sensitivity import (
-    Sensitivity,
-    SensitivityAccumulator,
-    counted_parameters,
-    scale_of,
-)
+from fedlightning.callbacks.diagnostics.sensitivity import Sensitivity, SensitivityAccumulator, scale_of
+from fedlightning.callbacks.diagnostics.sensitivity_files import write_sensitivity
+from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.player_fl_stacked import StackedSensitivities
@@ -48,29 +42,38 @@ class PLayerFL(FederatedCallback):
     Elhussein, Gürsoy, "PLayer-FL: a principled approach to personalized layer-wise cross-silo federated learning",
     2025.
 
-    For layers k = 1..L: ``I_k = (1/n_k) sum_{p in k} (theta_p grad_p)^2``, ``F_l = sum_{k<=l} I_k``, summed over the
-    clients; ``p = min{l : F_{l+1} / F_l > t}``, or L if there is none (equations 2-3). Layers 1..p are federated, the
+    For layers k = 1..L: `I_k = (1/n_k) sum_{p in k} (theta_p grad_p)^2`, `F_l = sum_{k<=l} I_k`, summed over the
+    clients; `p = min{l : F_{l+1} / F_l > t}`, or L if there is none (equations 2-3). Layers 1..p are federated, the
     others stay with each client.
 
-    Round 1: every participant trains from the common start and records F from the gradients training computes anyway in
-    its first epoch; only F goes up. The server fixes p; the clients then send layers 1..p of that same training, and
+    Round 1: every participant trains from the common start and records F from the gradients that training computes anyway
+    in its first epoch; only F goes up. The server fixes p; the clients then send layers 1..p of that same training and
     keep the others. From then on layers 1..p travel, and clients train all layers jointly.
 
     Down: layers <= p. Up: F once; layers <= p. State: layers > p at each client. No global model unless p = L.
 
-    Gradient corrections and server optimizers act on what travels; in round 1, before p is known, FedProx and SCAFFOLD
+    Gradient corrections and server optimizers act on what travels. In round 1, before p is known, FedProx and SCAFFOLD
     see the whole model, and SCAFFOLD's control variates of all layers go up. Layers that another callback keeps at home
     (FedPer, FedBN) stay there.
 
     Args:
-        threshold: ``t > 1``. The paper gives no value; 1.05 is calibrated in ``docs/player_fl.md``. Each run writes the
-            ratio of every layer and p as a function of t to ``figures/sensitivity.png``.
-        split: fixes p instead (0: nothing is shared; L: FedAvg).
-        shift: federate so many layers more (+1) or fewer (-1) than p: the paper's variants.
-        clamp: keep p within [1, L-1].
-        weights_only: leave biases out of F (the authors' code).
-        order: layer names in order, by default as a forward pass meets them.
-        weighting: ``"samples"`` or ``"uniform"``.
+        threshold: The threshold `t > 1`. The paper gives no value; 1.05 is calibrated in `docs/player_fl.md`. Each run
+            writes the ratio of every layer and p as a function of t to `figures/sensitivity.png`.
+        split: Fixes p instead. 0 shares nothing; L is FedAvg.
+        shift: Federates so many layers more (+1) or fewer (-1) than p: the paper's variants.
+        clamp: Keeps p within [1, L-1].
+        weights_only: Leaves biases out of F (the authors' code).
+        order: Names of the layers in order. `None` takes them as a forward pass meets them.
+        weighting: Weights of the clients in the mean: `"samples"` or `"uniform"`.
+
+    Raises:
+        ValueError: If `threshold` is not above 1.
+
+    Example:
+        >>> from fedlightning.callbacks import PLayerFL, Sensitivity
+        >>> measured = Sensitivity(["conv1", "conv2", "fc"], [10, 20, 30], [1.0, 0.01, 2.0])
+        >>> measured.transition(PLayerFL().threshold)  # conv1 and conv2 are shared, fc is personal
+        2
     """
 
     def __init__(
@@ -96,7 +99,11 @@ class PLayerFL(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse one-layer models, a split that is not there, and the selection of a global model."""
+        """Refuse models of one layer, a split that the model does not have, and the selection of a global model.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
         name, count = type(setup.template).__name__, len(ordered_layers(setup.module, self.order))
         if count < 2:
             raise ValueError(
@@ -111,24 +118,24 @@ class PLayerFL(FederatedCallback):
             )
 
     def _shares_all(self, count: int) -> bool:
-        wanted = self.threshold == math.inf if self.split is None else self.split + self.shift >= count
-        return wanted and self.shift >= 0 and not self.clamp
-
-    def wire(self, module: nn.Module) -> Wire:
-        """F's terms and the order of the layers, once."""
-        return Wire(up={"sensitivity": (-1,), "order": (-1,)})
+        everything = self.threshold == math.inf if self.split is None else self.split + self.shift >= count
+        return everything and self.shift >= 0 and not self.clamp
 
     # -- what travels ------------------------------------------------------------------------------------------------
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare F's terms and the order of the layers, which go up once."""
+        return Wire(up={"sensitivity": (-1,), "order": (-1,)})
+
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str] | None:
-        """Everything outside the personal layers; everything before p is known."""
+        """Return all entries outside the personal layers; everything travels before p is known."""
         own = server.state.get(self.key, {})
         if "personal" not in own:
             return None
-        private = set(own["personal"])
-        return [name for name in server.kinds if name not in private]
+        personal = set(own["personal"])
+        return [name for name in server.kinds if name not in personal]
 
     def plan_round(self, server: Server) -> Plan:
-        """Round 1 asks for F, decides, then asks for the federated layers; later rounds are ordinary."""
+        """In round 1 ask for F, decide, then ask for the federated layers; later rounds are ordinary."""
         clients = server.participants()
         if "personal" in server.state.get(self.key, {}):
             yield [Job(client) for client in clients]
@@ -140,108 +147,99 @@ class PLayerFL(FederatedCallback):
         if shared:
             yield [Job(client, work=0, down=(), returns=shared, tag=COLLECT) for client in answered]
 
-    # -- client --------------------------------------------------------------------------------------------------------
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The first batch of the probing round shows the order in which a forward pass meets the layers."""
-        if self.client.message.tag == PROBE and self.key not in self.client.scratch:
-            self.client.scratch[self.key] = SensitivityAccumulator(pl_module, self.weights_only, self.order)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """One more step of the first epoch, before any correction (gradients are unscaled here)."""
-        if self.client.message.tag == PROBE and trainer.current_epoch == 0:
-            self.client.scratch[self.key].add_step(optimizer, scale_of(optimizer, trainer))
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """The order of the layers is known."""
-        if self.key in self.client.scratch:
-            self.client.scratch[self.key].stop_watching()
-
-    @property
-    def is_stackable(self) -> bool:
-        """Clients in a stack are probed as others are."""
-        return True
-
-    def stack_hooks(self, fit: Any) -> StackedSensitivities:
-        """The same for clients that train in a stack."""
-        from fedlightning.callbacks.player_fl_stacked import StackedSensitivities
-
-        return StackedSensitivities(self, fit)
-
-    def on_send(self, client: Client, update: Update) -> None:
-        """``sum_p (theta_p grad_p)^2`` of every piece of the model as registered, and their order as called."""
-        recorded = client.scratch.get(self.key)
-        if recorded is None or not any(recorded.steps.values()):
-            return
-        terms, names = recorded.of_pieces(), [piece.name for piece in pieces(client.module)]
-        update.extras[self.key] = {
-            "sensitivity": torch.tensor([terms[name] for name in names], dtype=torch.float64),
-            "order": torch.tensor([names.index(name) for name in dict.fromkeys([*recorded.order, *names])]),
-        }
-
-    # -- server --------------------------------------------------------------------------------------------------------
+    # -- the decision ------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
-        """Collect F's terms. Should clients meet the layers in different orders, the first one's holds."""
+        """Collect F's terms. If clients meet the layers in different orders, the first client's order holds."""
         extras = update.extras.get(self.key)
         if extras:
             own = server.state.get(self.key, {"clients": {}, "order": extras["order"]})
             server.state[self.key] = {**own, "clients": {**own["clients"], update.client: extras["sensitivity"]}}
 
+    def sensitivities(self, server: Server) -> dict[str, Sensitivity]:
+        """Return F of each client that took part in round 1."""
+        own, module = server.state[self.key], server.module
+        return {
+            client: Sensitivity.of_sent(module, terms, own["order"], weights_only=self.weights_only)
+            for client, terms in own["clients"].items()
+        }
+
+    def sensitivity(self, server: Server) -> Sensitivity:
+        """Return F summed over the clients, without weights."""
+        return Sensitivity.sum(list(self.sensitivities(server).values()))
+
+    def choose(self, server: Server, total: Sensitivity) -> int:
+        """Return p, the number of federated layers, given F summed over the clients."""
+        p = total.transition(self.threshold) if self.split is None else self.split
+        low, high = (1, len(total.layers) - 1) if self.clamp else (0, len(total.layers))
+        return min(max(p + self.shift, low), high)
+
     def _decide(self, server: Server) -> None:
         if self.key not in server.state:
             raise ValueError(f"{self.key} got no sensitivity in round 1: no client took a step with finite gradients.")
-        split = self.choose(server, self.sensitivity(server))
-        layers = self._layers(server)
-        personal = [name for layer in layers[split:] for name in state_names(layer)]
+        p = self.choose(server, self.sensitivity(server))
+        layers = layers_sent(server.module, server.state[self.key]["order"])
+        personal = [name for layer in layers[p:] for name in state_names(layer)]
         server.state[self.key] |= {
-            "split": split,
+            "split": p,
             "layers": [layer.name for layer in layers],
-            "personal": personal if split else list(server.kinds),  # also buffers that are in no layer
+            "personal": personal if p else list(server.kinds),  # also buffers that are in no layer
         }
-
-    def _layers(self, server: Server) -> list[Layer]:
-        names = [piece.name for piece in pieces(server.module)]
-        return ordered_layers(server.module, [names[index] for index in server.state[self.key]["order"].tolist()])
-
-    def _of_client(self, server: Server, terms: Tensor) -> Sensitivity:
-        of_pieces = dict(zip((piece.name for piece in pieces(server.module)), terms.tolist(), strict=True))
-        counted = counted_parameters(server.module, self.weights_only)
-        return Sensitivity.of(self._layers(server), of_pieces, counted, "online", self.weights_only)
-
-    def sensitivity(self, server: Server) -> Sensitivity:
-        """F summed over the clients (unweighted)."""
-        return Sensitivity.sum([self._of_client(server, terms) for terms in server.state[self.key]["clients"].values()])
-
-    def choose(self, server: Server, total: Sensitivity) -> int:
-        """p: how many layers are federated."""
-        split = total.transition(self.threshold) if self.split is None else self.split
-        low, high = (1, len(total.layers) - 1) if self.clamp else (0, len(total.layers))
-        return min(max(split + self.shift, low), high)
 
     def on_round_end(self, server: Server) -> None:
         """Write F, the ratio curve and p(t), once."""
-        own = server.state.get(self.key, {})
-        if server.run_dir is None or "split" not in own or (server.run_dir / "sensitivity.json").exists():
-            return
-        total = self.sensitivity(server)
-        found = total.to_dict() | {
-            "threshold": self.threshold if math.isfinite(self.threshold) else None,
-            "split": own["split"],
-            "clients": {client: self._of_client(server, t).sensitivity for client, t in own["clients"].items()},
-        }
-        figures = server.run_dir / "figures"
-        figures.mkdir(parents=True, exist_ok=True)
-        total.plot(threshold=self.threshold, path=figures / "sensitivity.png", split=own["split"])
-        (server.run_dir / "sensitivity.json").write_text(json.dumps(found, indent=1))
+        p = server.state.get(self.key, {}).get("split")
+        if server.run_dir is not None and p is not None and not (server.run_dir / "sensitivity.json").exists():
+            total, clients = self.sensitivity(server), self.sensitivities(server)
+            write_sensitivity(server.run_dir, total, clients, self.threshold, p)
+
+    # -- a client in round 1 -----------------------------------------------------------------------------------------
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Watch in which order the first batch of round 1 meets the layers."""
+        if self.client.message.tag == PROBE and self.key not in self.client.scratch:
+            self.client.scratch[self.key] = SensitivityAccumulator(pl_module, self.weights_only, self.order)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Add a step of the first epoch, before any correction (gradients are unscaled here)."""
+        if self.client.message.tag == PROBE and trainer.current_epoch == 0:
+            self.client.scratch[self.key].add_step(optimizer, scale_of(optimizer, trainer))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Stop watching: the order of the layers is known."""
+        if self.key in self.client.scratch:
+            self.client.scratch[self.key].stop_watching()
+
+    @property
+    def is_stackable(self) -> bool:
+        """Whether clients can train in a stack: they can, and are measured there as elsewhere."""
+        return True
+
+    def stack_hooks(self, fit: Any) -> StackedSensitivities:
+        """Return the same measurement for a stack of clients."""
+        from fedlightning.callbacks.player_fl_stacked import StackedSensitivities
+
+        return StackedSensitivities(self, fit)
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send F's terms, if the client took a step with finite gradients."""
+        recorded = client.scratch.get(self.key)
+        if recorded is not None and any(recorded.steps.values()):
+            update.extras[self.key] = recorded.to_send()
 
 
 class PLayerFLRandom(PLayerFL):
     """PLayer-FL with a prefix of random length: the control that shows what the choice of layers is worth.
 
-    Elhussein, Gürsoy, 2025. p is drawn uniformly from 1..L-1 without the principled one, once per run, from its seed.
+    Elhussein, Gürsoy, 2025. p is drawn uniformly from 1..L-1 without PLayer-FL's own p, once per run, from its seed.
+    Arguments are those of :class:`PLayerFL`.
+
+    Example:
+        >>> from fedlightning.callbacks import PLayerFLRandom
+        >>> PLayerFLRandom().key
+        'PLayerFLRandom'
     """
 
     def choose(self, server: Server, total: Sensitivity) -> int:
-        """A random prefix, never the principled one nor the whole model; the principled one where no other is left."""
+        """Return a random p, never PLayer-FL's nor L; PLayer-FL's, with a warning, if no other is left."""
         principled = super().choose(server, total)
         others = [length for length in range(1, len(total.layers)) if length != principled]
         if not others:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from fedlightning.algorithm import ForwardOrder
 from fedlightning.callbacks.diagnostics.sensitivity_terms import SensitivityAccumulator
+from fedlightning.callbacks.shared.wide import wide
 from fedlightning.engines.stacked.hooks import StackHooks, Turn
 
 if TYPE_CHECKING:
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 
 
 class StackedSensitivities(StackHooks):
-    """What :class:`~fedlightning.callbacks.player_fl.PLayerFL` does in the hooks of a probing visit, for many clients.
+    """The measurement of :class:`~fedlightning.callbacks.player_fl.PLayerFL` in round 1, for many clients at once.
 
-    Each client's record is the `SensitivityAccumulator` that it has in other engines. They share one forward order: all
-    run the code of one module.
+    Each client's record is the `SensitivityAccumulator` that it has in other engines. The clients share one forward
+    order, since all run the code of one module.
+
+    Args:
+        options: The callback with its hyper-parameters.
+        fit: The fit of the stack.
     """
 
     def __init__(self, options: PLayerFL, fit: StackedFit) -> None:
@@ -40,36 +44,32 @@ class StackedSensitivities(StackHooks):
 
     @torch.no_grad()
     def before_step(self, turn: Turn) -> None:
-        """One more step of the first epoch, before any correction."""
+        """Add a step of the first epoch, before any correction."""
         self._stop_watching()
         if not turn.gradients or not any(self._probes(row) for row in turn.numbers):
             return
         terms = {self._names[name]: _squares(turn.parameters[name], turn.gradients[name]) for name in turn.gradients}
         stepped = {self._names[name] for name in turn.parameters}
         for place, row in enumerate(turn.numbers):
-            of_client = {name: values[place] for name, values in terms.items()}
-            if self._probes(row) and all(map(math.isfinite, of_client.values())):
-                record = self._records[row]
-                for name in stepped.intersection(record.counted):
-                    record.sums[name] += of_client.get(name, 0.0)
-                    record.steps[name] += 1
+            if self._probes(row):
+                self._records[row].add_terms({name: values[place] for name, values in terms.items()}, stepped)
 
     def _probes(self, row: int) -> bool:
         return row in self._records and self._trainees[row].epoch == 0
 
     def _stop_watching(self) -> None:
-        """The first batch is through: the order in which it met the layers is known."""
+        """After the first batch the order in which it met the layers is known."""
         if self._watch is not None:
             order, self._watch = self._watch.names(), None
             for record in self._records.values():
                 record.order = order
 
     def finish(self) -> None:
-        """Let go of the module, should no step have been taken."""
+        """Let go of the module if no step was taken."""
         self._stop_watching()
 
 
 def _squares(parameters: Tensor, gradients: Tensor) -> list[float]:
-    """``sum (theta grad)^2`` of every client."""
-    values: list[float] = (parameters.double() * gradients.double()).square().flatten(1).sum(1).tolist()
+    """`sum (theta grad)^2` of every client."""
+    values: list[float] = (wide(parameters) * wide(gradients)).square().flatten(1).sum(1).tolist()
     return values

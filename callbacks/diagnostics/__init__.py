@@ -1,1 +1,1 @@
-"""Looks at layers: sensitivity, gradient variance, Hessian trace, similarity between clients."""
+"""Diagnostics of layers: sensitivity, gradient variance, Hessian trace, similarity between clients."""

@@ -1,4 +1,4 @@
-"""Gradient variance of each layer, in the two senses in which the word is used."""
+"""Gradient variance of each layer, in both senses in which the term is used."""
 
 from __future__ import annotations
 
@@ -18,38 +18,48 @@ from fedlightning.callbacks.diagnostics.layer_values import (
     LayerValues,
     Reduce,
     at_rest,
-    counts_of,
     first_and_all,
     layer_order,
-    wide,
 )
-from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
+from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters, counts_of
+from fedlightning.callbacks.shared.wide import wide
 
 Definition = Literal["grad_var_samples", "grad_var_params"]
 
 
 class GradientVariance(LayerRecorder):
-    r"""Records the gradient variance of each layer; works in any plain ``lightning.pytorch.Trainer``.
+    r"""A recorder of the gradient variance of each layer; works in any plain `lightning.pytorch.Trainer`.
 
-    Two quantities go by that name, and they are not to be mixed in one plot. With mini-batch gradients g_b at the
-    parameters of the epoch's end and their mean g (both weighted by samples, which is plain for equal batches):
+    Two quantities have that name; do not mix them in one plot. With mini-batch gradients g_b at the parameters of the
+    epoch's end and their mean g (both weighted by samples, which changes nothing for equal batches):
 
-    * ``"grad_var_samples"``: :math:`\frac1B \sum_b \|g_b - g\|^2` over the layer's coordinates: the noise of the
+    * `"grad_var_samples"`: :math:`\frac1B \sum_b \|g_b - g\|^2` over the layer's coordinates: the noise of the
       gradient (Jiang et al., "Fantastic generalization measures and where to find them", 2019). It falls with the
       batch size.
-    * ``"grad_var_params"``: :math:`\frac1n \sum_j (g_j - \bar g)^2` over the n entries of the layer's mean gradient:
+    * `"grad_var_params"`: :math:`\frac1n \sum_j (g_j - \bar g)^2` over the n entries of the layer's mean gradient:
       how uneven it is (Elhussein and Gürsoy, "PLayer-FL", 2025, equation A.1; the population variance).
 
     Scaling the loss by s scales both by s^2.
 
     Args:
-        definition: which of the two.
-        per_parameter: divide by the number of parameters (the mean over coordinates of the first; for the second what
+        definition: `"grad_var_samples"` or `"grad_var_params"`.
+        per_parameter: Divides by the number of parameters (the mean over coordinates of the first; for the second what
             PLayer-FL's text, not its equation, says).
-        num_batches: how many training batches; ``None``: an epoch.
-        weights_only: leave biases out.
-        every_n_epochs: record after every so many epochs.
-        seed: addresses which batches a shuffled loader gives.
+        num_batches: Number of training batches. `None` takes an epoch.
+        weights_only: Leaves biases out.
+        every_n_epochs: Records after every so many epochs.
+        seed: Address of the batches that a shuffled loader gives.
+
+    Raises:
+        ValueError: If `definition` is unknown, or a number is below 1.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from lightning.pytorch.plugins.precision import Precision
+        >>> from fedlightning.callbacks import GradientVariance
+        >>> twice = [torch.ones(1, 32)] * 2  # equal batches have equal gradients
+        >>> GradientVariance().measure(BoringModel(), twice, Precision(), reduce=lambda value: value).values
+        [0.0]
     """
 
     def __init__(
@@ -70,7 +80,7 @@ class GradientVariance(LayerRecorder):
     def measure(
         self, module: LightningModule, batches: Iterable[Any], precision: Precision, reduce: Reduce
     ) -> LayerValues:
-        """The variances of ``module`` on ``batches``, which lie on its device."""
+        """Return the variances of `module` on `batches`, which are on its device."""
         moments = gradient_moments(module, batches, precision, self.seed, weights_only=self.weights_only).over(reduce)
         layers = ordered_layers(module, moments.order)
         values = moments.over_params(layers) if self.definition == "grad_var_params" else moments.over_samples(layers)
@@ -91,10 +101,10 @@ class GradientMoments:
     """Mean and spread of mini-batch gradients at one point, both weighted by samples.
 
     Attributes:
-        order: pieces of the module as a forward pass calls them.
-        mean: by parameter name, in float64, on the module's device.
-        spread: per parameter tensor ``sum_b w_b ||g_b - mean||^2 / sum_b w_b``.
-        batches: how many there were in this process.
+        order: Pieces of the module as a forward pass calls them.
+        mean: Mean gradient by parameter name, in float64, on the module's device.
+        spread: `sum_b w_b ||g_b - mean||^2 / sum_b w_b` by parameter name.
+        batches: Number of batches in this process.
     """
 
     order: list[str]
@@ -103,18 +113,22 @@ class GradientMoments:
     batches: int
 
     def over(self, reduce: Reduce) -> GradientMoments:
-        """The moments of the batches of all processes, each of which has as many samples."""
+        """Return the moments of the batches of all processes, each of which has as many samples.
+
+        Args:
+            reduce: Mean of a tensor over the processes.
+        """
         mean = {name: reduce(value.clone()) for name, value in self.mean.items()}
         between = {name: (value - mean[name]).square().sum() for name, value in self.mean.items()}
         spread = {name: reduce(value + between[name]) for name, value in self.spread.items()}
         return GradientMoments(self.order, mean, spread, self.batches)
 
     def over_samples(self, layers: Sequence[Layer]) -> list[float]:
-        """``grad_var_samples`` of each layer."""
+        """Return `grad_var_samples` of each layer."""
         return [sum(float(self.spread[name]) for name in self._counted(layer)) for layer in layers]
 
     def over_params(self, layers: Sequence[Layer]) -> list[float]:
-        """``grad_var_params`` of each layer; 0 where nothing trains."""
+        """Return `grad_var_params` of each layer; 0 where nothing trains."""
         return [_population_variance([self.mean[name] for name in self._counted(layer)]) for layer in layers]
 
     def _counted(self, layer: Layer) -> list[str]:
@@ -133,17 +147,27 @@ def gradient_moments(
     weights_only: bool = False,
     order: list[str] | None = None,
 ) -> GradientMoments:
-    """Moments of the gradients of ``batches`` (on the module's device) at its present parameters; leaves no trace.
+    """Return the moments of the gradients of `batches` at the module's present parameters; leaves no trace.
 
     One pass, by Welford's recursion: no difference of large numbers, and equal batches have a spread of exactly 0.
 
     Args:
-        module: run in eval mode.
-        batches: at least one.
-        precision: see :func:`~fedlightning.callbacks.diagnostics.layer_values.full_precision`.
-        seed: address of the randomness of a step that draws some even in eval mode.
-        weights_only: leave biases out.
-        order: pieces in order; ``None``: as the first batch calls them.
+        module: The module. It runs in eval mode.
+        batches: Batches on its device, one at least.
+        precision: See :func:`~fedlightning.callbacks.diagnostics.layer_values.full_precision`.
+        seed: Address of the randomness of a step that draws some even in eval mode.
+        weights_only: Leaves biases out.
+        order: Pieces in order. `None` takes them as the first batch calls them.
+
+    Raises:
+        ValueError: If there is no batch.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> module = BoringModel()
+        >>> moments = gradient_moments(module, [torch.ones(1, 32), -torch.ones(1, 32)], Precision())
+        >>> moments.batches, {name: tuple(mean.shape) for name, mean in moments.mean.items()}
+        (2, {'layer.weight': (2, 32), 'layer.bias': (2,)})
     """
     first, batches = first_and_all(batches)
     if order is None:
@@ -162,7 +186,7 @@ def gradient_moments(
 
 
 def _add(mean: State, spread: dict[str, Tensor], gradients: Mapping[str, Tensor], size: int, samples: int) -> None:
-    """One batch of ``size`` samples more; a parameter that its loss does not reach has gradient 0."""
+    """Add a batch of `size` samples; a parameter that its loss does not reach has gradient 0."""
     for name, before in mean.items():
         gradient = wide(gradients[name]) if name in gradients else torch.zeros_like(before)
         away = gradient - before

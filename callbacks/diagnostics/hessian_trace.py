@@ -19,32 +19,45 @@ from fedlightning.callbacks.diagnostics.layer_values import (
     LayerValues,
     Reduce,
     at_rest,
-    counts_of,
     first_and_all,
     layer_order,
-    wide,
 )
-from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
+from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters, counts_of
+from fedlightning.callbacks.shared.wide import wide
 
 
 class HessianTrace(LayerRecorder):
-    r"""Records the Hessian trace of each layer, with its standard error; works in any plain ``lightning`` Trainer.
+    r"""A recorder of the Hessian trace of each layer, with its standard error; works in any plain `lightning` Trainer.
 
-    The trace of the diagonal block of layer i, which is the sum of its eigenvalues, of the mean loss over some fixed
-    training batches at the parameters of the epoch's end. Hutchinson: :math:`z' H_i z` with independent signs z on the
-    layer's own coordinates has the trace as its mean; the result is the mean over ``num_probes`` draws, with the
-    standard error of that mean. (PLayer-FL's code sums the singular values of one product with a random unit vector,
-    which is no trace.) A trace may be negative: plot it on a linear or a symlog axis.
+    The Hessian is that of the mean loss over some fixed training batches at the parameters of the epoch's end. The trace
+    of its diagonal block `H_i` of layer i is the sum of the block's eigenvalues. Hutchinson: :math:`z' H_i z` with
+    independent signs z on the layer's own coordinates has the trace as its mean; the result is the mean over
+    `num_probes` draws, with the standard error of that mean. (PLayer-FL's code sums the singular values of one product
+    with a random unit vector, which is no trace.) A trace may be negative: plot it on a linear or a symlog axis.
 
     A draw costs one backward pass of second order per layer and batch. A block that is diagonal has no error at all.
 
     Args:
-        num_probes: draws, 2 or more.
-        num_batches: how many training batches; ``None``: an epoch.
-        per_parameter: divide by the number of parameters (PLayer-FL's figures).
-        weights_only: leave biases out.
-        every_n_epochs: record after every so many epochs.
-        seed: addresses the draws, and which batches a shuffled loader gives.
+        num_probes: Number of draws, 2 or more.
+        num_batches: Number of training batches. `None` takes an epoch.
+        per_parameter: Divides by the number of parameters (PLayer-FL's figures).
+        weights_only: Leaves biases out.
+        every_n_epochs: Records after every so many epochs.
+        seed: Address of the draws, and of the batches that a shuffled loader gives.
+
+    Raises:
+        ValueError: If a number is too small.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from lightning.pytorch.plugins.precision import Precision
+        >>> from fedlightning.callbacks import HessianTrace
+        >>> batch = torch.zeros(1, 32)  # leaves mean(b^2) of the two biases b, whose Hessian is the identity
+        >>> class Squares(BoringModel):
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch).square().mean()
+        >>> HessianTrace().measure(Squares(), [batch], Precision(), reduce=lambda value: value).values
+        [2.0]
     """
 
     def __init__(
@@ -65,7 +78,7 @@ class HessianTrace(LayerRecorder):
     def measure(
         self, module: LightningModule, batches: Iterable[Any], precision: Precision, reduce: Reduce
     ) -> LayerValues:
-        """The traces of ``module`` on ``batches``, which lie on its device."""
+        """Return the traces of `module` on `batches`, which are on its device."""
         order, draws = hutchinson(
             module, batches, precision, self.seed, num_probes=self.num_probes, weights_only=self.weights_only
         )
@@ -86,7 +99,12 @@ class HessianTrace(LayerRecorder):
 
 
 def mean_and_error(draws: Tensor) -> tuple[list[float], list[float]]:
-    """Mean over the draws of shape (num_probes, layers), and its standard error."""
+    """Return the mean over draws `(num_probes, num_layers)` for each layer, and its standard error.
+
+    Example:
+        >>> mean_and_error(torch.tensor([[1.0], [3.0]]))
+        ([2.0], [1.0])
+    """
     error = draws.std(dim=0, correction=1) / math.sqrt(len(draws))
     return draws.mean(dim=0).tolist(), error.tolist()
 
@@ -100,23 +118,32 @@ def hutchinson(
     weights_only: bool = False,
     order: list[str] | None = None,
 ) -> tuple[list[str], Tensor]:
-    """Draws of ``z' H_i z`` for each layer i, of the mean loss over ``batches`` (on the module's device).
+    """Return draws of `z' H_i z` for each layer i, where H is the Hessian of the mean loss over `batches`.
 
-    The module is in eval mode, attention in its plain form (fused kernels have no second derivative); parameters,
-    ``.grad`` fields, buffers and generators are afterwards as before. A draw has the same signs on every batch and on
+    The module is in eval mode, attention in its plain form (fused kernels have no second derivative). Parameters,
+    `.grad` fields, buffers and generators are afterwards as before. A draw has the same signs on every batch and on
     every device.
 
     Args:
-        module: as it is.
-        batches: at least one.
-        precision: see :func:`~fedlightning.callbacks.diagnostics.layer_values.full_precision`.
-        seed: address of the draws.
-        num_probes: how many draws.
-        weights_only: leave biases out.
-        order: pieces in order; ``None``: as the first batch calls them.
+        module: The module.
+        batches: Batches on its device, one at least.
+        precision: See :func:`~fedlightning.callbacks.diagnostics.layer_values.full_precision`.
+        seed: Address of the draws.
+        num_probes: Number of draws.
+        weights_only: Leaves biases out.
+        order: Pieces in order. `None` takes them as the first batch calls them.
 
     Returns:
-        The order of the pieces, and (num_probes, layers) in float64.
+        The order of the pieces, and the draws `(num_probes, num_layers)` in float64.
+
+    Raises:
+        ValueError: If there is no batch, or an operation of the module has no second derivative.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> order, draws = hutchinson(BoringModel(), [torch.ones(4, 32)], Precision(), "seed", num_probes=3)
+        >>> order, tuple(draws.shape)
+        (['layer'], (3, 1))
     """
     first, batches = first_and_all(batches)
     if order is None:
@@ -139,7 +166,7 @@ def hutchinson(
 def _draws(
     loss: Tensor, layers: Sequence[Layer], blocks: Sequence[Mapping[str, nn.Parameter]], num_probes: int, *seed: object
 ) -> Tensor:
-    """``z' H_i z`` of one loss: the graph of its gradient is made once, and differentiated for each layer and draw."""
+    """`z' H_i z` of one loss: the graph of its gradient is made once, and differentiated for each layer and draw."""
     parameters = {name: parameter for block in blocks for name, parameter in block.items()}
     gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
     if parameters:
@@ -172,7 +199,7 @@ def _second_derivative(
 
 
 def _signs(parameters: Mapping[str, nn.Parameter], *seed: object) -> dict[str, Tensor]:
-    """Independent signs shaped as ``parameters``, drawn on the CPU: the same on every device."""
+    """Independent signs shaped as `parameters`, drawn on the CPU: the same on every device."""
     draw = generator(*seed)
     return {
         name: (2 * torch.randint(2, p.shape, generator=draw) - 1).to(device=p.device, dtype=p.dtype)

@@ -1,4 +1,4 @@
-"""Figures of tables of layers; each comes with a function that gives its numbers as rows."""
+"""Figures of tables of layers; for each there is a function that returns its numbers as rows."""
 
 from __future__ import annotations
 
@@ -29,15 +29,30 @@ PANELS = {
 def layer_numbers(
     rows: Sequence[LayerRow], round: int | None = None, stage: str = "L2", quantities: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
-    """What :func:`plot_layers` draws: quantity, layer_index, layer, then over the clients mean, std_error (of the
-    estimates, where they have one), min, max and how many there are.
+    """Return the numbers that :func:`plot_layers` draws.
+
+    Args:
+        rows: The table of one run.
+        round: The round, from 1. `None` takes the last recorded one.
+        stage: `L1` or `L2`.
+        quantities: Names of quantities. `None` takes those of :data:`PANELS` that are in the table.
+
+    Returns:
+        Rows with quantity, layer_index, layer, and over the clients mean, std_error (of the estimates, where they have
+        one), min, max and clients (how many there are).
+
+    Example:
+        >>> rows = [LayerRow(1, "L2", client, 1, "net.0", "cka", value) for client, value in (("0", 0.5), ("1", 1.0))]
+        >>> layer_numbers(rows)[0]["mean"]
+        0.75
     """
     if round is None:
         round = max((row.round for row in rows if row.stage == stage), default=0)
     here = [row for row in rows if (row.round, row.stage) == (round, stage) and row.client != ALL]
-    wanted = [name for name in PANELS if any(row.quantity == name for row in here)]
+    if quantities is None:
+        quantities = [name for name in PANELS if any(row.quantity == name for row in here)]
     found = []
-    for quantity in wanted if quantities is None else quantities:
+    for quantity in quantities:
         of_quantity = sorted((row for row in here if row.quantity == quantity), key=lambda row: row.layer_index)
         for index, layer in dict.fromkeys((row.layer_index, row.layer) for row in of_quantity):
             members = [row for row in of_quantity if row.layer == layer and math.isfinite(row.value)]
@@ -65,20 +80,26 @@ def plot_layers(
     threshold: float | None = None,
     quantities: Sequence[str] | None = None,
 ) -> Figure:
-    """One panel a quantity, over the layers: the mean over the clients, their range, and the transition.
+    """Draw one panel per quantity over the layers: the mean over the clients, their range, and the transition.
 
-    The layers that PLayer-FL would federate at ``threshold`` are shaded; p is of the sensitivity summed over the
-    clients in that round. Vertical axes are logarithmic, for a Hessian trace with negative values symmetrically so.
+    The layers that PLayer-FL would federate at `threshold` are shaded; p is of the sensitivity summed over the clients
+    in that round. Vertical axes are logarithmic, for a Hessian trace with negative values symmetrically so.
 
     Args:
-        rows: of one run.
-        round: which (from 1); ``None``: the last recorded one.
-        stage: ``L1`` | ``L2``.
-        threshold: ``t > 1``; ``None``: no transition is marked.
-        quantities: names; ``None``: those of :data:`PANELS` that are there.
+        rows: The table of one run.
+        round: The round, from 1. `None` takes the last recorded one.
+        stage: `L1` or `L2`.
+        threshold: The threshold `t > 1`. `None` shows no transition.
+        quantities: Names of quantities. `None` takes those of :data:`PANELS` that are in the table.
 
     Raises:
-        ValueError: if there is nothing to draw.
+        ValueError: If there is nothing to draw.
+
+    Example:
+        >>> values = {"net.0": 0.9, "net.1": 0.4}
+        >>> rows = [LayerRow(1, "L2", "0", index, name, "cka", values[name]) for index, name in enumerate(values, 1)]
+        >>> [axis.get_title() for axis in plot_layers(rows).axes]
+        ['linear CKA with the other clients']
     """
     from matplotlib.figure import Figure
 
@@ -138,25 +159,31 @@ def _transition(rows: Sequence[LayerRow], round: int, stage: str, threshold: flo
 def plot_transition(
     runs: Runs, threshold: float | None = None, quantity: str | None = None, stage: str = "L2"
 ) -> Figure:
-    """Per run the ratio of every gap over the rounds, and p as a function of round and threshold.
+    """Draw for each run the ratio of every gap over the rounds, and p as a function of round and threshold.
 
     A colour that goes straight up through the second panel is a transition that does not move, and its width is the
     range of thresholds that give it. Numbers: :func:`~fedlightning.callbacks.diagnostics.layers.ratio_rows` and
     :func:`~fedlightning.callbacks.diagnostics.layers.transition_ranges`.
 
     Args:
-        runs: tables by run.
-        threshold: marked in the figure.
-        quantity: which sensitivity; ``None``: the online one, where it is there.
-        stage: ``L1`` | ``L2``.
+        runs: Tables by run.
+        threshold: Threshold to show in the figure.
+        quantity: `"sensitivity_online"` or `"sensitivity"`. `None` takes the online one if the tables have it.
+        stage: `L1` or `L2`.
 
     Raises:
-        ValueError: if no run has that sensitivity, summed over clients.
+        ValueError: If no run has that sensitivity, summed over clients.
+
+    Example:
+        >>> values = {"net.0": 1.0, "net.1": 0.5}
+        >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity", v) for k, (n, v) in enumerate(values.items(), 1)]
+        >>> [axis.get_title() for axis in plot_transition({"seed 0": rows}, threshold=1.05).axes]
+        ['ratio $F_{l+1}/F_l$', 'federated layers $p(t)$']
     """
     from matplotlib.figure import Figure
 
     if quantity is None:
-        quantity = next((q for q in ("sensitivity_online",) if ratio_rows(runs, q, stage)), "sensitivity")
+        quantity = "sensitivity_online" if ratio_rows(runs, "sensitivity_online", stage) else "sensitivity"
     ratios, ranges = ratio_rows(runs, quantity, stage), transition_ranges(runs, quantity, stage)
     if not ratios:
         raise ValueError(f"No run has '{quantity}' of all clients at stage {stage} with two layers or more to draw.")

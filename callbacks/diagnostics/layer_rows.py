@@ -1,4 +1,4 @@
-"""Numbers about layers, as rows: one quantity of one layer of one client's model, at one stage of one round."""
+"""The table `layers.csv`: one row per quantity, layer, client's model, stage and round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 ALL = "all"
-"""In the place of a client: of all clients together."""
+"""In the column of clients: all clients together."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,18 @@ class LayerRow:
     """One number.
 
     Attributes:
-        round: counted from 1 (of a plain Trainer's run: the epoch).
-        stage: ``L1``: before local training; ``L2``: after it.
-        client: the client's id, or ``all``: the sum over clients of a sensitivity, the mean over pairs of CKA.
-        layer_index: from 1, in the order in which a forward pass meets the layers; layer: its name.
-        quantity: what it is, by name.
-        value: the number; a ratio may be infinite or NaN.
-        std_error: its standard error; NaN where there is none.
+        round: The round, counted from 1 (of a plain Trainer's run: the epoch).
+        stage: `L1` (before local training) or `L2` (after it).
+        client: The client's id, or `all`: the sum over clients of a sensitivity, the mean over pairs of CKA.
+        layer_index: The layer's number from 1, in the order in which a forward pass meets the layers.
+        layer: The layer's name.
+        quantity: The quantity's name.
+        value: The number; a ratio may be infinite or NaN.
+        std_error: Its standard error; NaN where there is none.
+
+    Example:
+        >>> LayerRow(round=1, stage="L2", client="0", layer_index=1, layer="net.0", quantity="cka", value=0.5).std_error
+        nan
     """
 
     round: int
@@ -40,7 +45,18 @@ COLUMNS = [field.name for field in fields(LayerRow)]
 
 
 def write_layers(path: Path, rows: Iterable[LayerRow], append: bool = True) -> None:
-    """Append ``rows`` to the CSV at ``path`` (with a header when it is new), or replace it at once by a new one."""
+    """Write rows to a CSV file.
+
+    Args:
+        path: The file. A new one gets a header.
+        rows: The rows.
+        append: Whether to append to a file that is there; else it is replaced at once.
+
+    Example:
+        >>> write_layers(Path("layers.csv"), [LayerRow(1, "L2", "0", 1, "net.0", "cka", 0.5)])
+        >>> read_layers("layers.csv")[0].value
+        0.5
+    """
     new = not append or not path.exists()
     written = path if append else path.with_name(path.name + ".tmp")
     written.parent.mkdir(parents=True, exist_ok=True)
@@ -54,9 +70,16 @@ def write_layers(path: Path, rows: Iterable[LayerRow], append: bool = True) -> N
 
 
 def read_layers(path: str | Path) -> list[LayerRow]:
-    """The rows of a ``layers.csv``, or of that of a run's folder; empty if there is none.
+    """Return the rows of a `layers.csv`; empty if there is none.
 
     A last line that was cut off when the process was killed is left out.
+
+    Args:
+        path: The file, or the folder of a run.
+
+    Example:
+        >>> read_layers("a/folder/without/a/run")
+        []
     """
     path = Path(path)
     path = path / "layers.csv" if path.is_dir() else path
@@ -80,7 +103,15 @@ def read_layers(path: str | Path) -> list[LayerRow]:
 
 
 def cut_layers(path: Path, rounds: int) -> None:
-    """Keep the first ``rounds`` rounds of the CSV at ``path``: a resumed run writes the others again."""
+    """Keep the first `rounds` rounds of the CSV file at `path`: a resumed run writes the others again.
+
+    Example:
+        >>> path = Path("cut.csv")
+        >>> write_layers(path, [LayerRow(number, "L2", "0", 1, "net.0", "cka", 0.5) for number in (1, 2, 3)])
+        >>> cut_layers(path, rounds=2)
+        >>> [row.round for row in read_layers(path)]
+        [1, 2]
+    """
     if not path.exists():
         return
     rows = read_layers(path)

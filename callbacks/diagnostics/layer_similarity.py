@@ -1,4 +1,4 @@
-"""What the layers of a model give for a common set of samples, in the form in which models are compared."""
+"""Outputs of a model's layers for samples that all clients have in common, in the form in which models are compared."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ from fedlightning.callbacks.diagnostics.similarity import unit_gram
 
 
 def common_samples(client: Client, count: int) -> tuple[Any, int]:
-    """A batch that is the same at every client, and its size: ``count`` samples of the pooled validation data.
+    """Return a batch that is the same at every client, and its size.
 
-    They are taken at equal distances from the clients' validation samples one client after another, so each client
-    gives in proportion to what it has. No client of a real federation sees the others' data: this is for experiments.
+    The samples are taken at equal distances from the clients' validation samples, one client after another, so each
+    client gives in proportion to what it has. No client of a real federation sees the others' data: this is for
+    experiments.
+
+    Args:
+        client: Any client of the federation.
+        count: Number of samples; fewer if the pooled validation data has fewer.
+
+    Raises:
+        ValueError: If no client has validation data.
     """
     loader = _pooled_validation(client)
     if loader is None:
@@ -49,18 +57,30 @@ def layer_grams(
     *seed: object,
     debiased: bool = False,
 ) -> Tensor:
-    """The unit Gram matrix of each layer's output on ``batch``, (layers, count, count) in float32 on the CPU.
+    """Return the unit Gram matrix of each layer's output on `batch`.
 
     A layer's output is what its operation returns, before the normalisation and the activation that follow; maps and
-    sequences are flattened. A layer that is not a module of its own (``cls_token``), is not called, or does not give
-    one row per sample has NaNs.
+    sequences are flattened. A layer gets NaNs if it is not a module of its own (`cls_token`), is not called, or does not
+    give one row per sample.
 
     Args:
-        module: run in eval mode, without gradients and without a trace.
-        batch: on the module's device; count: how many samples it holds.
-        layers: which; see :func:`fedlightning.layers.ordered_layers`.
-        precision: autocast context, seed: address of the randomness of the step.
-        debiased: see :func:`fedlightning.callbacks.diagnostics.similarity.unit_gram`.
+        module: The module. It runs in eval mode and without gradients; no trace is left.
+        batch: A batch on the module's device.
+        count: Number of samples in it.
+        layers: The layers, see :func:`fedlightning.layers.ordered_layers`.
+        precision: Precision plugin of the pass.
+        seed: Address of the step's randomness.
+        debiased: See :func:`~fedlightning.callbacks.diagnostics.similarity.unit_gram`.
+
+    Returns:
+        `(num_layers, count, count)`, float32 on the CPU.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from fedlightning.algorithm import ordered_layers
+        >>> module, batch = BoringModel(), torch.randn(5, 32)
+        >>> tuple(layer_grams(module, batch, 5, ordered_layers(module), Precision(), "seed").shape)
+        (1, 5, 5)
     """
     grams = torch.full((len(layers), count, count), torch.nan)
     with _caught(module, layers) as outputs:

@@ -1,4 +1,4 @@
-"""From what the clients send about their layers to the rows of ``layers.csv``."""
+"""The rows of `layers.csv`, made from what the clients send about their layers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,20 @@ SUMS = ("grad_var_samples", "hessian_trace")
 
 @dataclass(frozen=True)
 class StageTable:
-    """What one client sent of one stage.
+    """The measurements of one client at one stage.
 
     Attributes:
-        client: its id; stage: ``L1`` | ``L2``; layers: names in order; num_parameters: how many count in each.
-        values: per quantity (layers, 2): the number and its standard error, NaN where there is none.
-        grams: unit Gram matrices (layers, n, n), or ``None``.
+        client: The client's id.
+        stage: `L1` or `L2`.
+        layers: Names of the layers in order.
+        num_parameters: Number of parameters that count in each layer.
+        values: By quantity, `(num_layers, 2)`: the number and its standard error, NaN where there is none.
+        grams: Unit Gram matrices `(num_layers, n, n)`, or `None`.
+
+    Example:
+        >>> table = StageTable("0", "L2", ["body"], [4], {"hessian_trace": torch.tensor([[8.0, 1.0]])})
+        >>> [(row.quantity, row.value, row.std_error) for row in table.rows(1)]
+        [('hessian_trace', 8.0, 1.0), ('hessian_trace_per_parameter', 2.0, 0.25)]
     """
 
     client: str
@@ -37,7 +45,7 @@ class StageTable:
     grams: Tensor | None = None
 
     def rows(self, number: int) -> Iterator[LayerRow]:
-        """The client's own rows of round ``number``, with the quantities that follow from what it sent."""
+        """Give the client's own rows of round `number`, with the quantities that follow from what it sent."""
         for quantity, table in self.values.items():
             if quantity in METHODS:
                 yield from sensitivity_rows(self.sensitivity(quantity), quantity, number, self.stage, self.client)
@@ -52,12 +60,25 @@ class StageTable:
             yield LayerRow(number, self.stage, self.client, index, layer, quantity, value, error)
 
     def sensitivity(self, quantity: str) -> Sensitivity:
-        """One of the two sensitivities, with F, the ratios and the transition."""
+        """Return one of the two sensitivities, with F, the ratios and the transition."""
         return Sensitivity(self.layers, self.num_parameters, self.values[quantity][:, 0].tolist(), METHODS[quantity])
 
 
 def sensitivity_rows(found: Sensitivity, quantity: str, number: int, stage: str, client: str) -> Iterator[LayerRow]:
-    """``I_l``, ``F_l`` (cumulative) and ``F_{l+1} / F_l`` (ratio, at layer l) as rows."""
+    """Give `I_l`, `F_l` (`_cumulative`) and `F_{l+1} / F_l` (`_ratio`, at layer l) as rows.
+
+    Args:
+        found: The sensitivity.
+        quantity: Its name in the table.
+        number: The round, from 1.
+        stage: The stage.
+        client: The client's id, or `all`.
+
+    Example:
+        >>> found = Sensitivity(["body", "head"], [2, 2], [1.0, 3.0])
+        >>> [(row.quantity, row.layer, row.value) for row in sensitivity_rows(found, "I", 1, "L2", "0")][2:]
+        [('I_cumulative', 'body', 1.0), ('I_cumulative', 'head', 4.0), ('I_ratio', 'body', 4.0)]
+    """
     parts = {"": found.sensitivity, "_cumulative": found.cumulative, "_ratio": found.ratios}
     for suffix, values in parts.items():
         for index, (layer, value) in enumerate(zip(found.layers, values, strict=False), 1):  # one ratio less
@@ -65,9 +86,19 @@ def sensitivity_rows(found: Sensitivity, quantity: str, number: int, stage: str,
 
 
 def round_rows(number: int, tables: Sequence[StageTable]) -> list[LayerRow]:
-    """All rows of a round: each client's, the sums of the sensitivities, CKA between the clients.
+    """Return all rows of a round: each client's, the sums of the sensitivities, CKA between the clients.
 
-    Should clients meet the layers in different orders, sums are left out: F is cumulative, so its order is part of it.
+    If clients meet the layers in different orders, sums are left out: F is cumulative, so its order is part of it.
+
+    Args:
+        number: The round, from 1.
+        tables: The clients' measurements.
+
+    Example:
+        >>> values = {"sensitivity": torch.tensor([[1.0, math.nan], [3.0, math.nan]])}
+        >>> tables = [StageTable(client, "L2", ["body", "head"], [4, 4], values) for client in "01"]
+        >>> [row.value for row in round_rows(1, tables) if (row.client, row.quantity) == (ALL, "sensitivity_cumulative")]
+        [2.0, 8.0]
     """
     rows = [row for table in tables for row in table.rows(number)]
     for stage in dict.fromkeys(table.stage for table in tables):
@@ -86,7 +117,13 @@ def round_rows(number: int, tables: Sequence[StageTable]) -> list[LayerRow]:
 
 
 def cka_rows(number: int, stage: str, tables: Sequence[StageTable]) -> Iterator[LayerRow]:
-    """Each client's mean CKA with the others, per layer, and the mean over all pairs; layers are paired by name."""
+    """Give each client's mean CKA with the others, per layer, and the mean over all pairs; layers are paired by name.
+
+    Args:
+        number: The round, from 1.
+        stage: The stage.
+        tables: The clients' measurements, with Gram matrices.
+    """
     if len(tables) < 2:
         return
     grams = [dict(zip(table.layers, table.grams, strict=True)) for table in tables if table.grams is not None]

@@ -1,11 +1,11 @@
-"""What the diagnostics of layers share: their result, the epochs they record, and how a module is held still meanwhile."""
+"""Common parts of the layer diagnostics: their result, the epochs they record, and how a module is held still."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
-from fedlightning.algorithm import ForwardOrder, Layer, isolated, probes
+from fedlightning.algorithm import ForwardOrder, isolated, probes
 from fedlightning.callbacks.diagnostics.layer_rows import LayerRow
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
 
@@ -27,13 +27,21 @@ Reduce = Callable[[Tensor], Tensor]
 
 @dataclass
 class LayerValues:
-    """One number a layer, in the order in which a forward pass meets the layers.
+    """One number per layer, in the order in which a forward pass meets the layers.
 
     Attributes:
-        quantity: what it is; settings: how it was measured.
-        layers: names; num_parameters: how many count in each (those that train).
-        values: the numbers; std_errors: their standard errors, ``None`` where there are none.
-        epoch: after which epoch of the fit.
+        quantity: Name of the quantity.
+        layers: Names of the layers.
+        num_parameters: Number of parameters that count in each layer (those that train).
+        values: The numbers.
+        std_errors: Their standard errors, `None` where there are none.
+        epoch: The epoch of the fit after which they were measured.
+        settings: Options of the measurement.
+
+    Example:
+        >>> found = LayerValues("hessian_trace", ["body", "head"], [4, 2], [8.0, 3.0])
+        >>> found.per_parameter
+        [2.0, 1.5]
     """
 
     quantity: str
@@ -50,7 +58,12 @@ class LayerValues:
         return [value / n if n else 0.0 for value, n in zip(self.values, self.num_parameters, strict=True)]
 
     def rows(self, client: str = "", stage: str = "L2") -> list[LayerRow]:
-        """The numbers as :class:`~fedlightning.callbacks.diagnostics.layer_rows.LayerRow`, for its tables and figures."""
+        """Return the numbers as :class:`~fedlightning.callbacks.diagnostics.layer_rows.LayerRow`, for tables and figures.
+
+        Args:
+            client: Name to put in the column of clients.
+            stage: `L1` or `L2`, for the column of stages.
+        """
         errors = self.std_errors or [math.nan] * len(self.values)
         return [
             LayerRow(self.epoch + 1, stage, client, index, layer, self.quantity, value, error)
@@ -58,23 +71,33 @@ class LayerValues:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> LayerValues:
-        """The inverse of :meth:`to_dict`."""
+        """Return the values that :meth:`to_dict` described."""
         return LayerValues(**values)
 
 
 class LayerRecorder(Callback):
     """Base of callbacks that measure the layers at the end of epochs, in a pass of their own that leaves no trace.
 
-    The pass runs ``training_step`` in eval mode (no dropout; running statistics are used and stay), in the parameters'
-    own precision without autocast. Under DDP each process measures its batches and the result is of all of them.
+    The pass runs `training_step` in eval mode (no dropout; running statistics are used and stay), in the parameters'
+    own precision without autocast. Under DDP each process measures its batches and the result covers all of them.
+    A subclass implements :meth:`measure`.
+
+    Args:
+        num_batches: Number of training batches. `None` takes an epoch.
+        every_n_epochs: Record after every so many epochs.
+        weights_only: Leaves biases out.
+        seed: Address of the measurement's randomness.
 
     Attributes:
-        results: a :class:`LayerValues` for every recorded epoch; they are the callback's Lightning state.
+        results: A :class:`LayerValues` for every recorded epoch; they are the callback's Lightning state.
+
+    Raises:
+        ValueError: If a number is below 1.
     """
 
     def __init__(self, num_batches: int | None, every_n_epochs: int, weights_only: bool, seed: int) -> None:
@@ -88,29 +111,40 @@ class LayerRecorder(Callback):
         self.results: list[LayerValues] = []
 
     def options(self) -> dict[str, Any]:
-        """The arguments this callback was made with."""
+        """Return the arguments that this callback was made with."""
         return {
             name: getattr(self, name) for name in inspect.signature(type(self).__init__).parameters if name != "self"
         }
 
     @property
     def result(self) -> LayerValues | None:
-        """The newest result."""
+        """The newest result; `None` before the first."""
         return self.results[-1] if self.results else None
 
     @property
     def state_key(self) -> str:
-        """Unique by options, so that several may record one run."""
+        """A key that is unique by options, so that several may record one run."""
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.options().items())})"
 
     def measure(
         self, module: LightningModule, batches: Iterable[Any], precision: Precision, reduce: Reduce
     ) -> LayerValues:
-        """The numbers of ``module`` on ``batches``, which lie on its device."""
+        """Return the numbers of `module`.
+
+        Args:
+            module: The module in training.
+            batches: Training batches on its device.
+            precision: Precision plugin of the pass.
+            reduce: Mean of a tensor over the processes.
+        """
         raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what cannot be measured."""
+        """Refuse modules and strategies that cannot be measured.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
         refuse_module(pl_module, type(self).__name__)
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
             raise ValueError(
@@ -134,11 +168,11 @@ class LayerRecorder(Callback):
         self.results.append(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The results, as plain values."""
+        """Return the results as plain values."""
         return {"results": [found.to_dict() for found in self.results]} if self.results else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bring back the results of an earlier run."""
+        """Restore the results of an earlier run."""
         self.results = [LayerValues.from_dict(values) for values in state_dict.get("results", [])]
 
 
@@ -146,7 +180,13 @@ def refuse_module(module: LightningModule, owner: str) -> None:
     """Refuse a module that cannot be run once more without training it, or not exactly enough.
 
     Raises:
-        ValueError: naming ``owner``, the module and the way out.
+        ValueError: Names `owner`, the module and another way.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> refuse_module(BoringModel().half(), "HessianTrace")
+        Traceback (most recent call last):
+        ValueError: HessianTrace needs parameters in float32 or float64, but 'layer.weight' of BoringModel is torch.float16...
     """
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -163,15 +203,29 @@ def refuse_module(module: LightningModule, owner: str) -> None:
 
 
 def full_precision(precision: Precision) -> Precision:
-    """A precision plugin without autocast and loss scaling: what the parameters themselves are in."""
+    """Return a precision plugin without autocast and loss scaling, in the dtype of the parameters.
+
+    Example:
+        >>> from lightning.pytorch.plugins.precision import MixedPrecision
+        >>> full_precision(MixedPrecision("bf16-mixed", "cpu")).precision
+        '32-true'
+    """
     return precision if isinstance(precision, DoublePrecision) else Precision()
 
 
 @contextmanager
 def at_rest(module: nn.Module) -> Iterator[None]:
-    """A block in which ``module`` is in eval mode; each submodule gets its own mode back.
+    """Put `module` in eval mode for the block; afterwards each submodule gets its own mode back.
 
     Recurrent networks run without cuDNN, which has no backward pass in eval mode and no second derivative.
+
+    Example:
+        >>> module = nn.Dropout()
+        >>> with at_rest(module):
+        ...     print(module.training)
+        False
+        >>> module.training
+        True
     """
     modes = {child: child.training for child in module.modules()}
     recurrent = any(isinstance(child, nn.RNNBase) for child in modes)
@@ -185,10 +239,15 @@ def at_rest(module: nn.Module) -> Iterator[None]:
 
 
 def first_and_all(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
-    """The first batch, and an iterator that begins with it.
+    """Return the first batch, and an iterator that begins with it.
 
     Raises:
-        ValueError: there is none.
+        ValueError: If there is no batch.
+
+    Example:
+        >>> first, batches = first_and_all("abc")
+        >>> first, list(batches)
+        ('a', ['a', 'b', 'c'])
     """
     following = iter(batches)
     for first in following:
@@ -197,7 +256,25 @@ def first_and_all(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
 
 
 def layer_order(module: LightningModule, batch: Any, precision: Precision, *seed: object) -> list[str]:
-    """Names of the pieces of ``module`` as a step on ``batch`` calls them, for ``ordered_layers``; leaves no trace."""
+    """Return the pieces of `module` in the order in which a step on `batch` calls them; leaves no trace.
+
+    Args:
+        module: The module to run.
+        batch: A batch on its device.
+        precision: Precision plugin of the step.
+        seed: Address of the step's randomness.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> class Reversed(BoringModel):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.ModuleDict({"head": nn.Linear(4, 2), "body": nn.Linear(32, 4)})
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer["head"](self.layer["body"](batch)).sum()
+        >>> layer_order(Reversed(), torch.ones(1, 32), Precision())
+        ['layer.body', 'layer.head']
+    """
     order = ForwardOrder(module)
     try:
         with at_rest(module), torch.no_grad(), probes.probing(module, precision, *seed):
@@ -207,34 +284,37 @@ def layer_order(module: LightningModule, batch: Any, precision: Precision, *seed
     return names
 
 
-def counts_of(layers: Sequence[Layer], counted: Mapping[str, Tensor]) -> list[int]:
-    """How many parameters count in each layer."""
-    return [sum(counted[name].numel() for name in layer.parameters if name in counted) for layer in layers]
+@contextmanager
+def loader_batches(trainer: Trainer, count: int | None, *seed: object) -> Iterator[Iterator[Any]]:
+    """Give training batches as the loaders make them; afterwards the loaders' generators are put back.
 
-
-def wide(tensor: Tensor) -> Tensor:
-    """In float64; in float32 on Apple's GPUs, which have no other."""
-    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+    Args:
+        trainer: The running trainer, whose limit on training batches holds.
+        count: Number of batches. `None` takes an epoch.
+        seed: Address of the loaders' randomness.
+    """
+    limit = trainer.num_training_batches
+    count = count if not math.isfinite(limit) else min(count or int(limit), int(limit))
+    loaders = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
+    generators = {id(g): g for loader in loaders.flattened for g in _generators(loader)}
+    before = [generator.get_state() for generator in generators.values()]
+    try:
+        with isolated(*seed, "loader"):
+            yield (batch for batch, _, _ in itertools.islice(loaders, count))
+    finally:
+        for generator, state in zip(generators.values(), before, strict=True):
+            generator.set_state(state)
 
 
 @contextmanager
 def training_batches(
     trainer: Trainer, module: LightningModule, count: int | None, *seed: object
 ) -> Iterator[Iterator[Any]]:
-    """``count`` training batches (``None``: an epoch) on the module's device; the loaders' generators are put back."""
-    limit = trainer.num_training_batches
-    count = count if not math.isfinite(limit) else min(count or int(limit), int(limit))
-    loaders = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
-    generators = {id(g): g for loader in loaders.flattened for g in _generators(loader)}
-    before = [generator.get_state() for generator in generators.values()]
-    convert = trainer.precision_plugin.convert_input if isinstance(trainer.precision_plugin, DoublePrecision) else None
-    try:
-        with isolated(*seed, "loader"):
-            found = (batch for batch, _, _ in itertools.islice(loaders, count))
-            yield (probes.move_batch(module, convert(batch) if convert else batch) for batch in found)
-    finally:
-        for generator, state in zip(generators.values(), before, strict=True):
-            generator.set_state(state)
+    """Give the batches of :func:`loader_batches` on the module's device, in the parameters' own precision."""
+    double = isinstance(trainer.precision_plugin, DoublePrecision)
+    convert = trainer.precision_plugin.convert_input if double else lambda batch: batch
+    with loader_batches(trainer, count, *seed) as batches:
+        yield (probes.move_batch(module, convert(batch)) for batch in batches)
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:

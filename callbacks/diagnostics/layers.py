@@ -1,8 +1,8 @@
-"""Questions to tables of layers: where the transition is, how stable it is, and what sensitivity goes along with.
+"""Analysis of tables of layers: where the transition is, how stable it is, and what sensitivity correlates with.
 
-The tables are what ``LayerDiagnostics`` writes (``read_layers(run)``). Several runs, seeds say, are a mapping from a
-name to a table. Every answer is a list of plain rows, so that it can be shown beside its figure
-(``fedlightning.callbacks.diagnostics.layer_figures``).
+The tables are what `LayerDiagnostics` writes (`read_layers(run)`). Several runs, for example of several seeds, are a
+mapping from a name to a table. Every result is a list of plain rows, so that it can be shown beside its figure
+(`fedlightning.callbacks.diagnostics.layer_figures`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,23 @@ from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 
 Runs = Mapping[str, Sequence[LayerRow]]
 COMPANIONS = ("grad_var_samples_per_parameter", "grad_var_params", "hessian_trace_per_parameter", "cka")
-"""What federation sensitivity, a mean over parameters, is compared with: per parameter too where that makes sense."""
+"""Quantities to compare federation sensitivity with. It is a mean over parameters, so sums are taken per parameter."""
 
 
 def transition(values: Sequence[float], threshold: float, num_parameters: Sequence[int] | None = None) -> int:
-    """How many layers PLayer-FL's rule federates, given ``I_1 .. I_L``: see ``Sensitivity.transition``.
+    """Return how many layers PLayer-FL's rule federates, see `Sensitivity.transition`.
 
     Args:
-        values: sensitivity of each layer (not cumulative).
-        threshold: ``t > 1``.
-        num_parameters: how many train in each layer; ``None``: some in each.
+        values: Sensitivity `I_1 .. I_L` of each layer (not cumulative).
+        threshold: The threshold `t > 1`.
+        num_parameters: Number of parameters that train in each layer. `None`: some in each.
+
+    Raises:
+        ValueError: If `threshold` is not above 1.
+
+    Example:
+        >>> transition([1.0, 0.25, 2.5], threshold=2.0)
+        2
     """
     return _sensitivity([str(k) for k in range(len(values))], values, num_parameters).transition(threshold)
 
@@ -38,7 +45,20 @@ def transition(values: Sequence[float], threshold: float, num_parameters: Sequen
 def sensitivities(
     rows: Iterable[LayerRow], quantity: str = "sensitivity_online", stage: str = "L2", client: str = ALL
 ) -> dict[int, Sensitivity]:
-    """The sensitivity of each round: by default the sum over the clients, which the transition is made of."""
+    """Return the sensitivity by round.
+
+    Args:
+        rows: The table of one run.
+        quantity: `"sensitivity_online"` or `"sensitivity"`.
+        stage: `L1` or `L2`.
+        client: A client's id. `all` is the sum over the clients, from which the transition follows.
+
+    Example:
+        >>> values = {"body": 1.0, "head": 3.0}
+        >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
+        >>> sensitivities(rows)[1].ratios
+        [4.0]
+    """
     values: dict[int, dict[str, float]] = {}
     counts: dict[int, dict[str, int]] = {}
     for row in sorted(rows, key=lambda row: row.layer_index):
@@ -53,7 +73,22 @@ def sensitivities(
 
 
 def ratio_rows(runs: Runs, quantity: str = "sensitivity_online", stage: str = "L2") -> list[dict[str, Any]]:
-    """The ratio curve ``F_{l+1} / F_l`` of every run and round: run, round, layer_index (l), layer, next, ratio."""
+    """Return the ratio curve `F_{l+1} / F_l` of every run and round.
+
+    Args:
+        runs: Tables by run.
+        quantity: `"sensitivity_online"` or `"sensitivity"`.
+        stage: `L1` or `L2`.
+
+    Returns:
+        Rows with run, round, layer_index (l), layer, next, ratio.
+
+    Example:
+        >>> values = {"body": 1.0, "head": 3.0}
+        >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
+        >>> ratio_rows({"seed 0": rows})
+        [{'run': 'seed 0', 'round': 1, 'layer_index': 1, 'layer': 'body', 'next': 'head', 'ratio': 4.0}]
+    """
     return [
         {"run": run, "round": number, "layer_index": index, "layer": one, "next": two, "ratio": ratio}
         for run, rows in runs.items()
@@ -67,7 +102,23 @@ def ratio_rows(runs: Runs, quantity: str = "sensitivity_online", stage: str = "L
 def transition_curve(
     runs: Runs, thresholds: Iterable[float], quantity: str = "sensitivity_online", stage: str = "L2"
 ) -> list[dict[str, Any]]:
-    """p(t) of every run and round at the given thresholds: run, round, threshold, p, layer (the last federated one)."""
+    """Return p(t) of every run and round at the given thresholds.
+
+    Args:
+        runs: Tables by run.
+        thresholds: Values of t, above 1.
+        quantity: `"sensitivity_online"` or `"sensitivity"`.
+        stage: `L1` or `L2`.
+
+    Returns:
+        Rows with run, round, threshold, p, layer (the last federated one).
+
+    Example:
+        >>> values = {"body": 1.0, "head": 3.0}
+        >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
+        >>> [(row["threshold"], row["p"]) for row in transition_curve({"seed 0": rows}, [2.0, 5.0])]
+        [(2.0, 1), (5.0, 2)]
+    """
     grid = list(thresholds)
     return [
         {"run": run, "round": number, "threshold": t, "p": (p := found.transition(t)), "layer": found.layers[p - 1]}
@@ -78,7 +129,22 @@ def transition_curve(
 
 
 def transition_ranges(runs: Runs, quantity: str = "sensitivity_online", stage: str = "L2") -> list[dict[str, Any]]:
-    """p(t) exactly: run, round, p, layer, and the thresholds ``low <= t < high`` that give it (``low > 1``)."""
+    """Return p(t) of every run and round exactly.
+
+    Args:
+        runs: Tables by run.
+        quantity: `"sensitivity_online"` or `"sensitivity"`.
+        stage: `L1` or `L2`.
+
+    Returns:
+        Rows with run, round, p, layer, and the thresholds `low <= t < high` that give p (`t > 1`).
+
+    Example:
+        >>> values = {"body": 1.0, "head": 3.0}
+        >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
+        >>> [(row["p"], row["low"], row["high"]) for row in transition_ranges({"seed 0": rows})]
+        [(1, 1.0, 4.0), (2, 4.0, inf)]
+    """
     return [
         {"run": run, "round": number, "p": p, "layer": found.layers[p - 1], "low": low, "high": high}
         for run, rows in runs.items()
@@ -88,7 +154,17 @@ def transition_ranges(runs: Runs, quantity: str = "sensitivity_online", stage: s
 
 
 def common_range(ranges: Iterable[Mapping[str, Any]], p: int) -> tuple[float, float] | None:
-    """Thresholds ``low <= t < high`` that give ``p`` in every run and round of :func:`transition_ranges`; ``None``: none."""
+    """Return the thresholds `low <= t < high` that give `p` in every run and round; `None` if there are none.
+
+    Args:
+        ranges: Rows of :func:`transition_ranges`.
+        p: The number of federated layers.
+
+    Example:
+        >>> lows = {"seed 0": 1.5, "seed 1": 2.0}
+        >>> common_range([{"run": run, "round": 1, "p": 2, "low": low, "high": 5.0} for run, low in lows.items()], p=2)
+        (2.0, 5.0)
+    """
     ranges = list(ranges)
     chosen = [row for row in ranges if row["p"] == p]
     if not chosen or {(r["run"], r["round"]) for r in chosen} < {(r["run"], r["round"]) for r in ranges}:
@@ -119,10 +195,15 @@ class RankCorrelation:
     """Spearman's rank correlation over the layers, as a mean over groups with its interval.
 
     Attributes:
-        a, b: the two quantities; rho: mean over the groups; low, high: bootstrap percentiles of that mean.
-        groups: how many (run, round, client) there are; runs: of how many runs.
-        positive: share of groups with a positive correlation.
-        left_out: groups in which it is not defined (fewer than 3 layers, or all values equal).
+        a: The first quantity.
+        b: The second quantity.
+        rho: Mean over the groups.
+        low: Lower bootstrap percentile of that mean.
+        high: Upper bootstrap percentile of that mean.
+        groups: Number of groups (run, round, client).
+        runs: Number of runs that they come from.
+        positive: Share of groups with a positive correlation.
+        left_out: Number of groups in which it is not defined (fewer than 3 layers, or all values equal).
     """
 
     a: str
@@ -147,14 +228,30 @@ def rank_correlation(
     seed: int = 0,
     unit: Literal["group", "run"] = "group",
 ) -> RankCorrelation:
-    """Do two quantities order the layers alike?
+    """Measure how far two quantities order the layers alike.
 
-    In each group (run, round, client) Spearman's correlation over the layers; then its mean over the groups, with
-    percentiles over seeded resamples. Groups of one run are not independent: ``unit="run"`` resamples whole runs and
+    In each group (run, round, client) Spearman's correlation over the layers is taken; then its mean over the groups,
+    with percentiles over seeded resamples. Groups of one run are not independent: `unit="run"` resamples whole runs and
     is the careful interval where there are several.
 
+    Args:
+        runs: Tables by run.
+        a: The first quantity.
+        b: The second quantity.
+        stage: `L1` or `L2`.
+        confidence: Probability that the interval covers.
+        resamples: Number of resamples.
+        seed: Seed of the resamples.
+        unit: Resample `"group"` by group, or `"run"` by run.
+
     Raises:
-        ValueError: if no group has both quantities in 3 layers or more.
+        ValueError: If no group has both quantities in 3 layers or more, or `unit` is unknown.
+
+    Example:
+        >>> values = {"cka": (0.9, 0.5, 0.1), "hessian_trace": (1.0, 2.0, 8.0)}
+        >>> rows = [LayerRow(1, "L2", "0", k, f"l{k}", q, v) for q, vs in values.items() for k, v in enumerate(vs, 1)]
+        >>> round(rank_correlation({"seed 0": rows}, "cka", "hessian_trace").rho, 6)
+        -1.0
     """
     if unit not in ("group", "run"):
         raise ValueError(f"unit={unit!r} is unknown. Use 'group' or 'run'.")
@@ -180,23 +277,27 @@ def rank_correlation(
     sums, sizes = np.array([block.sum() for block in blocks]), np.array([len(block) for block in blocks])
     means = sums[picks].sum(axis=1) / sizes[picks].sum(axis=1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return RankCorrelation(
-        a,
-        b,
-        float(everything.mean()),
-        float(low),
-        float(high),
-        len(everything),
-        len(values),
-        float((everything > 0).mean()),
-        left_out,
-    )
+    rho, positive = float(everything.mean()), float((everything > 0).mean())
+    return RankCorrelation(a, b, rho, float(low), float(high), len(everything), len(values), positive, left_out)
 
 
 def correlation_rows(
     runs: Runs, a: str = "sensitivity_online", others: Sequence[str] = COMPANIONS, **options: Any
 ) -> list[dict[str, Any]]:
-    """:func:`rank_correlation` of ``a`` with each of ``others`` that is in the tables, as rows."""
+    """Return :func:`rank_correlation` of `a` with each of `others` that is in the tables, as rows.
+
+    Args:
+        runs: Tables by run.
+        a: A quantity.
+        others: The quantities to compare it with.
+        options: Passed to :func:`rank_correlation`.
+
+    Example:
+        >>> values = {"sensitivity_online": (1.0, 2.0, 3.0), "cka": (0.9, 0.5, 0.1)}
+        >>> rows = [LayerRow(1, "L2", "0", k, f"l{k}", q, v) for q, vs in values.items() for k, v in enumerate(vs, 1)]
+        >>> [(row["b"], round(row["rho"], 6)) for row in correlation_rows({"seed 0": rows}, resamples=10)]
+        [('cka', -1.0)]
+    """
     there = {row.quantity for rows in runs.values() for row in rows if row.client != ALL}
     return [asdict(rank_correlation(runs, a, b, **options)) for b in others if b in there]
 

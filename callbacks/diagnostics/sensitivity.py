@@ -1,37 +1,44 @@
-"""Federation sensitivity: how strongly each layer's loss reacts to its own weights (PLayer-FL, equation 2)."""
+"""The callback that records federation sensitivity: how strongly the loss reacts to each layer's own weights."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import warnings
-from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import State, isolated, probes
+from fedlightning.algorithm import State, probes
+from fedlightning.callbacks.diagnostics.layer_values import loader_batches
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity, SensitivityAccumulator, counted_parameters
 
 Method = Literal["online", "mean_gradient", "one_batch"]
 
 
 class FederationSensitivity(Callback):
-    """Records the sensitivity of a training run; works in any plain ``lightning.pytorch.Trainer``.
+    """A recorder of the sensitivity of a training run; works in any plain `lightning.pytorch.Trainer`.
+
+    PLayer-FL's equation 2; see :class:`Sensitivity`.
 
     Args:
-        method: ``"online"``: from the gradients training computes anyway in the recorded epoch, mean over its steps of
-            ``(theta_p grad_p)^2``, no extra pass; ``"mean_gradient"``: at the epoch's end, from the mean gradient over
-            the training set (one extra pass, in the module's training mode); ``"one_batch"``: from one batch, then.
-        weights_only: leave biases out.
-        epoch: which epoch to record, from 0.
+        method: Where the gradients come from. `"online"`: those that training computes anyway in the recorded epoch, as
+            the mean over its steps of `(theta_p grad_p)^2`, without an extra pass. `"mean_gradient"`: the mean gradient
+            over the training set at the epoch's end, by one extra pass in the module's training mode. `"one_batch"`:
+            the gradient of one batch at the epoch's end.
+        weights_only: Leaves biases out.
+        epoch: The epoch to record, from 0.
 
     Attributes:
-        result: the :class:`Sensitivity`, ``None`` before the epoch has ended. It is the callback's Lightning state;
-            a checkpoint written in the middle of the epoch holds what has been added up.
+        result: The :class:`Sensitivity`, `None` before the epoch has ended. It is the callback's Lightning state; a
+            checkpoint written in the middle of the epoch holds the sums so far.
+
+    Raises:
+        ValueError: If `method` is unknown.
+
+    Example:
+        >>> from fedlightning.callbacks import FederationSensitivity
+        >>> FederationSensitivity("one_batch", epoch=2).state_key
+        'FederationSensitivity(method=one_batch, weights_only=False, epoch=2)'
     """
 
     def __init__(self, method: Method = "online", weights_only: bool = False, epoch: int = 0) -> None:
@@ -46,11 +53,15 @@ class FederationSensitivity(Callback):
 
     @property
     def state_key(self) -> str:
-        """Unique by options, so that several methods may record one run."""
+        """A key that is unique by options, so that several methods may record one run."""
         return f"{type(self).__name__}(method={self.method}, weights_only={self.weights_only}, epoch={self.epoch})"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse an extra pass over a module whose step would train in it."""
+        """Refuse an extra pass over a module that optimizes in its step.
+
+        Raises:
+            ValueError: If the module optimizes manually and `method` is not `"online"`.
+        """
         if self.method != "online" and not pl_module.automatic_optimization:
             raise ValueError(
                 f"FederationSensitivity(method={self.method!r}) runs training_step once more, but "
@@ -58,7 +69,7 @@ class FederationSensitivity(Callback):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """The first batch of the recorded epoch shows the order of the layers."""
+        """Watch in which order the first batch of the recorded epoch meets the layers."""
         if trainer.current_epoch == self.epoch and self._accumulator is None:
             self._accumulator = SensitivityAccumulator(pl_module, self.weights_only)
             if self._resumed is not None:
@@ -66,17 +77,17 @@ class FederationSensitivity(Callback):
                 self._resumed = None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """One more step of the recorded epoch."""
+        """Add a step of the recorded epoch."""
         if self.method == "online" and trainer.current_epoch == self.epoch and self._accumulator is not None:
             self._accumulator.add_step(optimizer, scale_of(optimizer, trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """The order of the layers is known."""
+        """Stop watching: the order of the layers is known."""
         if self._accumulator is not None:
             self._accumulator.stop_watching()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The extra pass, where the method wants one; the result."""
+        """Run the extra pass, if the method has one, and store the result."""
         if trainer.current_epoch != self.epoch or self._accumulator is None:
             return
         self._accumulator.stop_watching()
@@ -98,46 +109,34 @@ class FederationSensitivity(Callback):
         self.on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The result, as plain values; in the middle of the epoch, what has been added up so far."""
+        """Return the result as plain values; in the middle of the epoch, the sums so far."""
         if self.result is not None:
             return {"result": self.result.to_dict()}
         return {} if self._accumulator is None else {"partial": self._accumulator.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Bring back the result of an earlier run, or go on in the middle of its epoch."""
+        """Restore the result of an earlier run, or go on in the middle of its epoch."""
         self._resumed = state_dict.get("partial")
         self.result = Sensitivity.from_dict(state_dict["result"]) if "result" in state_dict else None
 
 
 def scale_of(optimizer: Optimizer, trainer: Trainer) -> float:
-    """What ``.grad`` is still multiplied with before a step: a fused optimizer unscales its gradients itself."""
+    """Return the factor that `.grad` still has before a step: a fused optimizer unscales its gradients itself."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return probes.loss_scale(trainer.precision_plugin) if fused else 1.0
 
 
 def extra_gradient(trainer: Trainer, module: LightningModule, count: int | None) -> State:
-    """Mean gradient over ``count`` training batches (``None``: an epoch) at the present parameters; leaves no trace."""
-    limit = trainer.num_training_batches
-    count = count or (int(limit) if math.isfinite(limit) else None)
-    loaders = CombinedLoader(trainer.train_dataloader, "max_size_cycle")
-    generators = {id(g): g for loader in loaders.flattened for g in _generators(loader)}
-    before = [generator.get_state() for generator in generators.values()]
-    try:
-        with isolated("sensitivity", "loader"):
-            batches = (batch for batch, _, _ in itertools.islice(loaders, count))
-            gradient = probes.mean_gradient(module, batches, trainer.precision_plugin, "sensitivity")
-    finally:
-        for generator, state in zip(generators.values(), before, strict=True):
-            generator.set_state(state)
+    """Return the mean gradient at the present parameters; leaves no trace.
+
+    Args:
+        trainer: The running trainer.
+        module: The module in training.
+        count: Number of training batches. `None` takes an epoch.
+    """
+    with loader_batches(trainer, count, "sensitivity") as batches:
+        gradient = probes.mean_gradient(module, batches, trainer.precision_plugin, "sensitivity")
     return {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in gradient.items()}
-
-
-def _generators(loader: Any) -> Iterator[torch.Generator]:
-    sampler = getattr(loader, "sampler", None)
-    for owner in (loader, sampler, getattr(loader, "batch_sampler", None)):
-        found = getattr(owner, "generator", None)
-        if isinstance(found, torch.Generator):
-            yield found
 
 
 __all__ = ["FederationSensitivity", "Sensitivity", "SensitivityAccumulator", "counted_parameters", "scale_of"]

@@ -1,4 +1,4 @@
-"""How alike two models see the same samples: linear CKA (centred kernel alignment)."""
+"""Similarity of two models' representations of the same samples: linear CKA (centred kernel alignment)."""
 
 from __future__ import annotations
 
@@ -8,25 +8,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedlightning.callbacks.shared.wide import wide
+
 
 def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> float:
-    r"""Linear CKA of two representations of the same n samples.
+    r"""Return the linear CKA of two representations of the same n samples.
 
     Kornblith, Norouzi, Lee, Hinton, "Similarity of neural network representations revisited", ICML 2019: with columns
     centred over the samples, :math:`\|Y'X\|_F^2 / (\|X'X\|_F \|Y'Y\|_F)`. (PLayer-FL's equation A.3 prints squares in
     the denominator; CKA(X, X) would not be 1 then.)
 
-    In [0, 1], symmetric, 1 for equal representations; orthogonal maps, isotropic scaling and shifts of either side
-    change nothing, other linear maps do. Where one side has no spread it is 0, with a warning.
+    It is in [0, 1], symmetric, and 1 for equal representations. Orthogonal maps, isotropic scaling and shifts of either
+    side change nothing, other linear maps do. Where one side has no spread it is 0, with a warning.
 
     Args:
-        x, y: features of shape (n, p) and (n, q); more dimensions are flattened into the second.
-        debiased: with the unbiased estimate of HSIC (Song et al., "Feature selection via dependence maximization", JMLR
-            2012): for few samples of many features, where the plain form is near 1 whatever the models do. Needs
-            n >= 4 and may be slightly negative.
+        x: Features `(n, p)`; more dimensions are flattened into the second.
+        y: Features `(n, q)`, likewise.
+        debiased: Uses the unbiased estimate of HSIC (Song et al., "Feature selection via dependence maximization", JMLR
+            2012). It is for few samples of many features, where the plain form is near 1 whatever the models do. It
+            needs n >= 4 and may be slightly negative.
 
     Raises:
-        ValueError: for different numbers of samples, or too few.
+        ValueError: If the numbers of samples differ, or are too small.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]])
+        >>> round(linear_cka(x, 5 * x + 1), 6)
+        1.0
     """
     if len(x) != len(y):
         raise ValueError(f"CKA compares two views of the same samples: got {len(x)} and {len(y)} of them.")
@@ -42,17 +50,25 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> float:
 
 
 def unit_gram(features: Tensor, debiased: bool = False) -> Tensor:
-    """What of a representation CKA needs, whatever its width: the centred Gram matrix with Frobenius norm 1.
+    """Return the centred Gram matrix of a representation, with Frobenius norm 1.
 
-    The CKA of two representations is the sum of the products of their unit Gram matrices (:func:`cka_of_grams`), so
+    The CKA of two representations is the sum of the products of their unit Gram matrices (:func:`cka_of_grams`). So
     models of different widths compare, and n x n numbers travel instead of n x p.
 
     Args:
-        features: (n, ...).
+        features: `(n, ...)`.
         debiased: U-centred with a zero diagonal, so that inner products are unbiased estimates of HSIC.
 
     Returns:
-        (n, n), float64 (float32 on devices that have no other); all zeros where the features have no spread.
+        `(n, n)`, float64 (float32 on devices that have no float64); all zeros where the features have no spread.
+
+    Raises:
+        ValueError: If there are fewer than 2 samples (4 if debiased).
+
+    Example:
+        >>> unit_gram(torch.tensor([[1.0], [-1.0]]))
+        tensor([[ 0.5000, -0.5000],
+                [-0.5000,  0.5000]], dtype=torch.float64)
     """
     x = _rows(features)
     n = len(x)
@@ -72,27 +88,35 @@ def unit_gram(features: Tensor, debiased: bool = False) -> Tensor:
 
 
 def cka_of_grams(a: Tensor, b: Tensor) -> float:
-    """CKA from two matrices of :func:`unit_gram`."""
-    wide = _wide(a)
-    return float((a.to(wide) * b.to(wide)).sum())
+    """Return the CKA of two matrices of :func:`unit_gram`, both `(n, n)`.
+
+    Example:
+        >>> gram = unit_gram(torch.tensor([[1.0], [-1.0], [3.0]]))
+        >>> round(cka_of_grams(gram, gram), 6)
+        1.0
+    """
+    return float((wide(a) * wide(b)).sum())
 
 
 def pairwise_cka(grams: Sequence[Tensor]) -> Tensor:
-    """CKA of every pair of models from their unit Gram matrices: (m, m), symmetric."""
-    flat = torch.stack([gram.to(_wide(gram)).flatten() for gram in grams])
+    """Return the CKA of every pair of m models from their unit Gram matrices: `(m, m)`, symmetric.
+
+    Example:
+        >>> gram = unit_gram(torch.tensor([[1.0], [-1.0], [3.0]]))
+        >>> pairwise_cka([gram, gram]).round(decimals=3)
+        tensor([[1., 1.],
+                [1., 1.]], dtype=torch.float64)
+    """
+    flat = torch.stack([wide(gram).flatten() for gram in grams])
     return flat @ flat.T
 
 
 def _rows(features: Tensor) -> Tensor:
-    return features.detach().to(_wide(features)).reshape(len(features), -1)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    return wide(features.detach()).reshape(len(features), -1)
 
 
 def _spread(centred: Tensor) -> Tensor:
-    """``centred`` at a scale whose squares neither overflow nor vanish: CKA does not depend on it."""
+    """`centred` at a scale whose squares neither overflow nor vanish: CKA does not depend on it."""
     largest = centred.abs().max()
     return centred / largest if largest > 0 else centred
 

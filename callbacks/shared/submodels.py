@@ -1,4 +1,4 @@
-"""What methods share in which clients train parts of a model: the scaler and the masked loss."""
+"""Training parts of a model: the scaler, and a loss without the classes that a client does not have."""
 
 from __future__ import annotations
 
@@ -37,7 +37,22 @@ class MaskedMixin(Mixin):
 
 
 def scale_in_training(module: LightningModule, head: str, rate: float) -> None:
-    """Put the scaler on every linear and convolutional layer but the head."""
+    """Put the scaler on every linear and convolutional layer but the head, in place.
+
+    Args:
+        module: The client's module.
+        head: Path of the head.
+        rate: The divisor.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> module = BoringModel()
+        >>> module.layer = nn.Sequential(nn.Linear(32, 1), nn.Linear(1, 2))
+        >>> before = module.layer[0](torch.ones(32))
+        >>> scale_in_training(module, head="layer.1", rate=0.5)
+        >>> (module.layer[0](torch.ones(32)) / before).item()
+        2.0
+    """
     last = module.get_submodule(head)
     for layer in list(module.modules()):
         if isinstance(layer, (nn.Linear, *Convolution)) and layer is not last:
@@ -45,10 +60,24 @@ def scale_in_training(module: LightningModule, head: str, rate: float) -> None:
 
 
 def limit_labels(module: LightningModule, head: str, counts: Sequence[int]) -> Tensor | None:
-    """Mask the head's outputs for classes without samples.
+    """Mask the head's outputs for classes without samples, in place.
+
+    Args:
+        module: The client's module.
+        head: Path of the head.
+        counts: Training samples of each class; classes beyond the last one have none.
 
     Returns:
-        The classes that have samples; ``None`` where the head's outputs are not one for each class (a single logit).
+        The classes that have samples, `(num_present,)`; `None` if the head has not one output for each class (a single
+        logit), which then stays as it is.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> module = BoringModel()
+        >>> limit_labels(module, "layer", counts=[0, 7])
+        tensor([1])
+        >>> module.layer(torch.ones(32))[0].item()
+        0.0
     """
     layer = module.get_submodule(head)
     if not isinstance(layer, nn.Linear) or layer.out_features < max(2, len(counts)):
@@ -62,7 +91,22 @@ def limit_labels(module: LightningModule, head: str, counts: Sequence[int]) -> T
 
 
 def narrow_to_labels(state: Mapping[str, Tensor], slices: Slices, head: str, labels: Tensor) -> tuple[State, Slices]:
-    """Keep only the head's rows of ``labels``, in a state and in what it says it holds."""
+    """Keep only the head's rows of some classes, in a state and in the indices that it holds.
+
+    Args:
+        state: Entries of a client's slice.
+        slices: The indices that it holds of the full entries.
+        head: Path of the head.
+        labels: The classes to keep, `(num_present,)`.
+
+    Returns:
+        The state and the slices with fewer rows of the head; other entries are as they were.
+
+    Example:
+        >>> state, slices = narrow_to_labels({"fc.bias": torch.tensor([5.0, 6.0])}, {}, "fc", torch.tensor([1]))
+        >>> state["fc.bias"], slices
+        (tensor([6.]), {'fc.bias': (tensor([1]),)})
+    """
     narrow, held = dict(state), dict(slices)
     for name, value in state.items():
         if name.rpartition(".")[0] == head:

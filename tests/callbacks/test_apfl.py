@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import APFL, FedAvg, FedProx, Local
+from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
+from fedlightning.commands.run import Commands
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import module_state
 from tests.callbacks.common import SIZES, batches
@@ -45,6 +50,7 @@ KEPT = {
 }
 
 MIXES = ["params", "logits"]
+QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 
 
 def own(trainer, client="0"):
@@ -168,6 +174,20 @@ def test_the_derivative_of_alpha_is_exact(mix):
     assert abs(slope) > 1e-5
     # logits keep alpha as a float32 buffer
     assert (a - after["alpha"]) / rate == pytest.approx(slope, rel=1e-5 if mix == "params" else 1e-3)
+
+
+def test_the_rule_for_one_client_is_the_rule_for_a_stack():
+    torch.manual_seed(0)
+    v, w, gradients = ({"a": torch.randn(3, 4, 5), "b": torch.randn(3, 2)} for _ in range(3))
+    slopes = alpha_slope(v, w, gradients, stacked=True)
+    for row in range(3):
+        of_row = [{name: value[row] for name, value in state.items()} for state in (v, w, gradients)]
+        assert float(slopes[row]) == pytest.approx(float(alpha_slope(*of_row)), rel=1e-12)
+        by_hand = sum(float(((v[n] - w[n]) * gradients[n])[row].sum()) for n in v)
+        assert float(slopes[row]) == pytest.approx(by_hand, rel=1e-5)
+    torch.testing.assert_close(mix(v["a"], w["a"], 0.25), 0.25 * v["a"] + 0.75 * w["a"])
+    assert next_alpha(0.5, slope=0.2, lr=0.1, decay=0.4) == pytest.approx(0.5 - 0.1 * (0.2 + 0.4 * 0.5))
+    assert (next_alpha(0.5, 9.0, 1.0), next_alpha(0.5, -9.0, 1.0)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -388,7 +408,9 @@ class Steep(Toy):
 def test_a_step_where_only_v_overflows_is_a_step_of_w_only():
     personal, data = Steep(), toy_data({"0": 80})
     half = {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**15))]}
-    trainer, spy = spied(Toy(), data, [APFL(mix="logits", personal=personal, adaptive=False)], max_rounds=1, **half)
+    trainer, spy = spied(
+        Toy(), data, [APFL(mix="logits", personal_model=personal, adaptive=False)], max_rounds=1, **half
+    )
     assert spy.updates[0].steps > 0
     same(own(trainer)["v"], module_state(personal))
 
@@ -399,7 +421,7 @@ def test_a_personal_model_that_diverges_is_a_failed_client():
             super().__init__()
             self.net[3].weight.data *= 1e38
 
-    apfl = APFL(mix="logits", personal=Explodes(), alpha=1.0, adaptive=False)
+    apfl = APFL(mix="logits", personal_model=Explodes(), alpha=1.0, adaptive=False)
     with pytest.raises(RuntimeError, match=r"'net.*' of the personal model holds NaN or infinite values"):
         federate(Toy(), toy_data({"0": 24}), [apfl])
 
@@ -420,7 +442,7 @@ def test_another_network_as_personal_model(precision):
     module, data = Toy("steplr"), toy_data(SIZES)
     personal = Wide()
     options = {"max_rounds": 4, "precision": precision, "optimizer_state": "keep"}
-    trainer, spy = spied(module, data, [APFL(mix="logits", personal=personal)], **options)
+    trainer, spy = spied(module, data, [APFL(mix="logits", personal_model=personal)], **options)
     same(global_state(trainer), global_state(federate(module, data, **options)))
     assert own(trainer)["v"]["net.0.weight"].shape == (20, 6) and differs(own(trainer)["v"], module_state(personal))
     assert own(trainer)["optimizer"]["param_groups"][0]["momentum"] == 0.9
@@ -482,13 +504,40 @@ def test_a_module_whose_hooks_hold_state():
     [
         ({"alpha": 1.5}, r"alpha=1\.5; a share of the local model must be in \[0, 1\]"),
         ({"mix": "weights"}, "mix='weights'. Use 'params'"),
-        ({"personal": Toy()}, "Set mix='logits'"),
-        ({"personal": nn.Linear(6, 3), "mix": "logits"}, "got a Linear as personal model. Pass a LightningModule"),
+        ({"personal_model": Toy()}, "Set mix='logits'"),
+        (
+            {"personal_model": nn.Linear(6, 3), "mix": "logits"},
+            "got a Linear as personal model. Pass a LightningModule",
+        ),
     ],
 )
 def test_wrong_arguments(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         APFL(**options)
+
+
+def test_the_personal_model_by_its_old_name():
+    model = Toy()
+    with pytest.warns(DeprecationWarning, match=r"APFL: the argument 'personal' is called 'personal_model' now"):
+        assert APFL(mix="logits", personal=model).personal_model is model
+    with pytest.raises(TypeError, match="'personal' and 'personal_model', which are the same argument"):
+        APFL(mix="logits", personal=model, personal_model=model)
+    assert "personal" not in APFL().hyperparameters() and "personal_model" in APFL().hyperparameters()
+
+
+@pytest.mark.parametrize("name", ["personal", "personal_model"])
+def test_the_personal_model_in_yaml(tmp_path, name):
+    wide = {"net": {"class_path": "DigitsCNN", "init_args": {"norm": "batch"}}, "num_classes": 10}
+    apfl = {"mix": "logits", name: {"class_path": "fedlightning.models.Classifier", "init_args": wide}}
+    config = {"trainer": {"callbacks": [{"class_path": "fedlightning.callbacks.APFL", "init_args": apfl}]}}
+    (tmp_path / "apfl.yaml").write_text(yaml.safe_dump(config))
+    words = ["--config", str(QUICKSTART), "--config", str(tmp_path / "apfl.yaml"), "--data.max_train=150"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = Commands("fit", [*words, f"--trainer.default_root_dir={tmp_path}"]).trainer.callbacks.find(APFL)
+    assert any(isinstance(child, nn.BatchNorm2d) for child in found.personal_model.modules())
+    told = [str(one.message) for one in caught if "the argument 'personal' is called" in str(one.message)]
+    assert bool(told) == (name == "personal")
 
 
 class Manual(Toy):

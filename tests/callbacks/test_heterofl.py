@@ -285,7 +285,16 @@ def test_senseless_pairs_are_refused(callbacks, words):
         federate(Toy(), toy_data(), callbacks)
 
 
+@pytest.mark.parametrize("head", ["net.3", ["net.3"], [], None])
+def test_the_head_by_name_or_in_a_list(head):
+    module, data = Toy(), class_data({"0": [0, 1], "1": [1]})
+    runs = [federate(module, data, [HeteroFL(head=h)]) for h in (head, None)]
+    same(*map(global_state, runs))
+
+
 def test_wrong_use_is_refused():
+    with pytest.raises(ValueError, match=r"HeteroFL got head=\['net.0', 'net.3'\], but one layer gives the logits"):
+        HeteroFL(head=["net.0", "net.3"])
     for arguments in ({"rates": []}, {"rates": [0.0]}, {"rates": [1.5]}, {"rates": {"0": -1.0}}):
         with pytest.raises(ValueError, match=r"HeteroFL got rates=.*\(0, 1\]"):
             HeteroFL(**arguments)
