@@ -1,4 +1,4 @@
-"""The server's mean of many models, as a ratio to one pass over flat buffers: ``python -m benchmarks.aggregation``.
+"""The server's mean of many models, as a ratio to one pass over flat buffers: `python -m benchmarks.aggregation`.
 
     python -m benchmarks.aggregation [--models 100] [--repeats 9]
 
@@ -47,7 +47,7 @@ class Models:
 
     @classmethod
     def make(cls, count: int) -> Models:
-        """``count`` random models."""
+        """`count` random models."""
         generator = torch.Generator().manual_seed(0)
         single = [
             {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()} for _ in range(count)

@@ -27,11 +27,11 @@ def bare(work: Work, rounds: int) -> Marks:
 
 
 def fedlightning(work: Work, rounds: int, **options: Any) -> Marks:
-    """``FederatedTrainer`` with FedAvg, and nothing but training: no evaluation, no files, no progress bar.
+    """`FederatedTrainer` with FedAvg, and nothing but training: no evaluation, no files, no progress bar.
 
     Args:
         work, rounds: what to do.
-        options: of the trainer, such as ``engine``, ``workers`` or ``local_loop``.
+        options: of the trainer, such as `engine`, `workers` or `local_loop`.
     """
     from benchmarks.engines import Clock, Data, Module
     from fedlightning import FederatedTrainer
@@ -56,7 +56,7 @@ def fedlightning(work: Work, rounds: int, **options: Any) -> Marks:
 
 
 def pfl(work: Work, rounds: int) -> Marks:
-    """Apple's pfl-research, one process: ``pip install pfl``."""
+    """Apple's pfl-research, one process: `pip install pfl`."""
     import numpy as np
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -117,7 +117,7 @@ def pfl(work: Work, rounds: int) -> Marks:
 
 
 def flower(work: Work, rounds: int) -> Marks:
-    """Flower's simulation on Ray with two actors: ``pip install "flwr[simulation]"``."""
+    """Flower's simulation on Ray with two actors: `pip install "flwr[simulation]"`."""
     import logging
 
     from flwr.client import NumPyClient

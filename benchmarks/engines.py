@@ -1,4 +1,4 @@
-"""Engines on the same work, as ratios to the bare loop: ``python -m benchmarks.engines``.
+"""Engines on the same work, as ratios to the bare loop: `python -m benchmarks.engines`.
 
     python -m benchmarks.engines [--works mlp,cnn] [--workers 1,2,4] [--repeats 5] [--rounds 3]
 
@@ -73,10 +73,10 @@ class Clock(FederatedCallback):
 
 
 def engine_rounds(work: Work, rounds: int, **options: Any) -> list[float]:
-    """Seconds of each of ``rounds`` rounds of training (nothing is evaluated or written), after one that warms up.
+    """Seconds of each of `rounds` rounds of training (nothing is evaluated or written), after one that warms up.
 
     Args:
-        work: a work whose network can be made by an importable function; options: of the trainer (``engine`` ...).
+        work: a work whose network can be made by an importable function; options: of the trainer (`engine` ...).
     """
     torch.manual_seed(0)
     Clock.marks.clear()
@@ -109,7 +109,7 @@ def bare_rounds(work: Work, rounds: int) -> list[float]:
 
 
 def compare(work: Work, engines: Mapping[str, Mapping[str, Any]], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """By engine, the ratio of a round's median wall time to the bare loop's, for each of ``repeats`` turns."""
+    """By engine, the ratio of a round's median wall time to the bare loop's, for each of `repeats` turns."""
     ratios: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(repeats):
         bare = statistics.median(bare_rounds(work, rounds))

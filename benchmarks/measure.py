@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: ``python -m benchmarks.measure CONTESTANT WORK ROUNDS`` prints JSON."""
+"""One measurement in a process of its own: `python -m benchmarks.measure CONTESTANT WORK ROUNDS` prints JSON."""
 
 from __future__ import annotations
 

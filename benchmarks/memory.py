@@ -1,4 +1,4 @@
-"""Peak memory with 10, 100 and 1000 clients of a 1.7 million parameter network: ``python -m benchmarks.memory``.
+"""Peak memory with 10, 100 and 1000 clients of a 1.7 million parameter network: `python -m benchmarks.memory`.
 
     python -m benchmarks.memory [--works clients10,clients100,clients1000] [--contestants "bare loop,fedlightning"]
 

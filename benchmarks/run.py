@@ -1,10 +1,10 @@
-"""Every contestant on the same work, in turn, as ratios to the bare loop: ``make bench``.
+"""Every contestant on the same work, in turn, as ratios to the bare loop: `make bench`.
 
     python -m benchmarks.run [--works mlp,cnn] [--contestants "bare loop,pfl"] [--repeats 5] [--rounds 3] [--out FILE]
 
 Each measurement is a process of its own with one torch thread. The contestants take turns, so that a machine that
 slows down slows all of them; a ratio is taken within a turn and the median over turns is shown. Peers that are not
-installed are left out (``pip install pfl "flwr[simulation]"``).
+installed are left out (`pip install pfl "flwr[simulation]"`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ TARGETS = {
     ("mlp", "fedlightning (vectorized)"): 0.40,
     ("logistic", "fedlightning (vectorized)"): 0.12,
 }
-"""Ratios that we want to reach; ``docs/performance.md`` says what limits those that we do not."""
+"""Ratios that we want to reach; `docs/performance.md` says what limits those that we do not."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def measure(contestant: str, work: str, rounds: int) -> dict[str, Any]:
-    """One measurement: ``first`` round's seconds, seconds of the further ``rounds``, ``peak_mb``; or ``error``."""
+    """One measurement: `first` round's seconds, seconds of the further `rounds`, `peak_mb`; or `error`."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
     command = [sys.executable, "-m", "benchmarks.measure", contestant, work, str(rounds + 1)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

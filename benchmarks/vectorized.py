@@ -1,4 +1,4 @@
-"""The engine ``vectorized`` against the bare loop: ``python -m benchmarks.vectorized``.
+"""The engine `vectorized` against the bare loop: `python -m benchmarks.vectorized`.
 
     python -m benchmarks.vectorized [--works mlp,logistic] [--stacks 5,20,none] [--repeats 5] [--rounds 3]
 
@@ -107,7 +107,7 @@ def ratios(
 
 
 def sizes(text: str) -> list[int | None]:
-    """``"5,20,none"`` as numbers."""
+    """`"5,20,none"` as numbers."""
     return [None if part == "none" else int(part) for part in text.split(",")]
 
 

@@ -1,4 +1,4 @@
-"""Local training alone, by visit and by step, as ratios to the bare loop: ``python -m benchmarks.visit``.
+"""Local training alone, by visit and by step, as ratios to the bare loop: `python -m benchmarks.visit`.
 
     python -m benchmarks.visit [--works mlp,cnn] [--loops fast,trainer] [--repeats 9] [--rounds 2]
 
@@ -97,7 +97,7 @@ def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
 
 
 def measure(runs: dict[str, Callable[[int], None]], work: Work, repeats: int, rounds: int) -> dict[str, Cost]:
-    """The cost of each contestant: medians over ``repeats`` turns of ``rounds`` rounds each."""
+    """The cost of each contestant: medians over `repeats` turns of `rounds` rounds each."""
     visits = len(work.sizes) * rounds
     taken: dict[tuple[str, int], list[float]] = {}
     for turn in range(repeats + 1):

@@ -58,7 +58,7 @@ class Work:
         return sum(-(-size // self.batch) for size in self.sizes)
 
     def data(self) -> list[tuple[Tensor, Tensor]]:
-        """Each client's images ``(n, 1, 28, 28)`` and labels ``(n,)``, the same for every contestant."""
+        """Each client's images `(n, 1, 28, 28)` and labels `(n,)`, the same for every contestant."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(max(self.sizes), 1, 28, 28, generator=generator)  # clients share pixels: only time matters
         y = torch.randint(0, 10, (max(self.sizes),), generator=generator)
@@ -66,7 +66,7 @@ class Work:
 
 
 def unequal(clients: int, total: int) -> tuple[int, ...]:
-    """Sizes in the ratio 1 : 2 : ... : clients that sum to about ``total``."""
+    """Sizes in the ratio 1 : 2 : ... : clients that sum to about `total`."""
     unit = total / (clients * (clients + 1) / 2)
     return tuple(max(1, round(unit * (index + 1))) for index in range(clients))
 

@@ -44,12 +44,12 @@ class FedDyn(FederatedCallback):
 
     Acar, Zhao, Navarro, Mattina, Whatmough, Saligrama, "Federated learning based on dynamic regularization", ICLR 2021.
 
-    Down: ``theta``. Up: ``theta_k``. State: ``g_k`` at each client, ``h`` at the server; both start at zero.
+    Down: `theta`. Up: `theta_k`. State: `g_k` at each client, `h` at the server; both start at zero.
 
-    * client: minimise ``L_k(theta_k) - <g_k, theta_k> + (alpha/2) ||theta_k - theta||^2``, then
-      ``g_k <- g_k - alpha (theta_k - theta)``
-    * server: ``h <- h - (alpha/m) sum_k (theta_k - theta)`` with m all clients, then
-      ``theta <- mean(theta_k) - h / alpha``
+    * client: minimise `L_k(theta_k) - <g_k, theta_k> + (alpha/2) ||theta_k - theta||^2`, then
+      `g_k <- g_k - alpha (theta_k - theta)`
+    * server: `h <- h - (alpha/m) sum_k (theta_k - theta)` with m all clients, then
+      `theta <- mean(theta_k) - h / alpha`
 
     Args:
         alpha: strength of the regulariser (the paper tunes it in {0.1, 0.01, 0.001}). Default 0.1.

@@ -1,4 +1,4 @@
-"""The console script ``fedlightning``. Nothing heavy is imported before a command needs it."""
+"""The console script `fedlightning`. Nothing heavy is imported before a command needs it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Exit codes: 0 success, 1 a crash (with traceback) or failed runs, 2 bad input (w
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run ``fedlightning`` and answer with its exit code: 0 success, 1 a crash, 2 bad input.
+    """Run `fedlightning` and answer with its exit code: 0 success, 1 a crash, 2 bad input.
 
     Args:
-        args: what follows ``fedlightning`` on the command line; default: ``sys.argv``.
+        args: what follows `fedlightning` on the command line; default: `sys.argv`.
     """
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words or os.environ.get("FEDLIGHTNING_DEBUG", "0") not in ("", "0")

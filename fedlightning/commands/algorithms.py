@@ -1,4 +1,4 @@
-"""``fedlightning algorithms``: the catalogue, for people."""
+"""`fedlightning algorithms`: the catalogue, for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fedlightning compare``: methods side by side, over several seeds, with the baselines they must beat."""
+"""`fedlightning compare`: methods side by side, over several seeds, with the baselines they must beat."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def compare(words: Sequence[str], main: Main) -> int:
     """Carry out the command; its exit code.
 
     Args:
-        words: what follows ``compare`` on the command line.
+        words: what follows `compare` on the command line.
         main: the command line that makes a run.
     """
     options, passed = parser().parse(words)

@@ -1,4 +1,4 @@
-"""``fedlightning completion``: a script for the shell, of all commands and options."""
+"""`fedlightning completion`: a script for the shell, of all commands and options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def completion(words: Sequence[str]) -> int:
 
 
 def script(shell: str) -> str:
-    """The completion script of ``shell``; options are read off the parsers."""
+    """The completion script of `shell`; options are read off the parsers."""
     from fedlightning.catalogue import ALGORITHMS
     from fedlightning.commands import COMMANDS, compare, report, sweep
     from fedlightning.commands.run import Commands, cli_class

@@ -1,4 +1,4 @@
-"""``fedlightning report``: the report of runs that are there already."""
+"""`fedlightning report`: the report of runs that are there already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fedlightning fit | validate | test | predict | partition``."""
+"""`fedlightning fit | validate | test | predict | partition`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(command: str, words: Sequence[str]) -> int:
 
 
 def cli_class(command: str) -> type[Commands]:
-    """The class that has ``command`` as a method."""
+    """The class that has `command` as a method."""
     return PartitionCommand if command == "partition" else Commands
 
 
@@ -195,7 +195,7 @@ def partition_table(report: Any, width: int) -> Table:
 
 # -- runs on disk ------------------------------------------------------------------------------------------------------
 def with_run_config(command: str, words: list[str]) -> list[str]:
-    """Read the run's own ``config.yaml`` first; other words and files override it."""
+    """Read the run's own `config.yaml` first; other words and files override it."""
     if any(word in ("-h", "--help") for word in words):
         return words
     option = "--run" if command in ("validate", "test", "predict") else "--resume" if command == "fit" else None
@@ -208,7 +208,7 @@ def with_run_config(command: str, words: list[str]) -> list[str]:
 
 
 def find_run(path: str) -> Path:
-    """The folder of a run: ``path`` itself, or the newest version in it.
+    """The folder of a run: `path` itself, or the newest version in it.
 
     Raises:
         InputError: there is no run.

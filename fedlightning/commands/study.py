@@ -1,4 +1,4 @@
-"""What ``compare`` and ``sweep`` share: reading their words, making the runs, saying how they ended."""
+"""What `compare` and `sweep` share: reading their words, making the runs, saying how they ended."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command's own words, and those that are for every run: ``--trainer...``, ``--model...``, ``--data...``."""
+    """A command's own words, and those that are for every run: `--trainer...`, `--model...`, `--data...`."""
     own: list[str] = []
     passed: list[str] = []
     rest = list(words)
@@ -114,7 +114,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """``5`` as 0 to 4, ``0,3,7`` as these.
+    """`5` as 0 to 4, `0,3,7` as these.
 
     Raises:
         InputError: for anything else.
@@ -130,7 +130,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def check_jobs(jobs: int) -> int:
-    """``jobs``, if it is a number of runs.
+    """`jobs`, if it is a number of runs.
 
     Raises:
         InputError: below 1.
@@ -141,7 +141,7 @@ def check_jobs(jobs: int) -> int:
 
 
 def gpus_to_share(count: int) -> list[str]:
-    """What each run's ``CUDA_VISIBLE_DEVICES`` may be: those that are visible here."""
+    """What each run's `CUDA_VISIBLE_DEVICES` may be: those that are visible here."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return (visible or [str(index) for index in range(count)])[:count]
 
@@ -160,7 +160,7 @@ def make_runs(
     main: Main,
     watchers: Sequence[Watcher] = (),
 ) -> bool:
-    """Make the runs and keep ``study.json`` up to date.
+    """Make the runs and keep `study.json` up to date.
 
     Args:
         study: where it is written; tasks, jobs, gpus: see :func:`fedlightning.experiments.execute.execute`.
@@ -168,7 +168,7 @@ def make_runs(
         watchers: who is told too, after the file is written; what they raise stops all runs.
 
     Returns:
-        Whether it went through: ``False`` after Ctrl-C (or SIGTERM), when all runs have been stopped.
+        Whether it went through: `False` after Ctrl-C (or SIGTERM), when all runs have been stopped.
     """
     known: dict[str, list[float]] = {}
     for run in study.data["runs"]:

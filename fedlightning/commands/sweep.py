@@ -1,4 +1,4 @@
-"""``fedlightning sweep``: which values are best on validation data. Test data are not touched."""
+"""`fedlightning sweep`: which values are best on validation data. Test data are not touched."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Sweep:
         return trials, tasks, vary, plans[0].gpus
 
     def run(self, values: Sequence[Values]) -> bool:
-        """Make what is missing of these trials; ``False`` where it was interrupted."""
+        """Make what is missing of these trials; `False` where it was interrupted."""
         trials, tasks, vary, gpus = self.plan(values)
         methods = [self.methods[trial.name] for trial in trials]
         self.study.begin(methods, self.seeds, vary, tasks, self.options.redo)
@@ -162,12 +162,12 @@ class Sweep:
 
     @property
     def best(self) -> Trial | None:
-        """The best trial; ``None`` where none has an objective."""
+        """The best trial; `None` where none has an objective."""
         first = next(iter(self.ranked), None)
         return first if first is not None and first.objective is not None else None
 
     def write(self) -> None:
-        """Replace ``sweep.json`` and ``best.yaml``."""
+        """Replace `sweep.json` and `best.yaml`."""
         best = self.best
         content = {
             "format": 1,
@@ -203,7 +203,7 @@ def sweep(words: Sequence[str], main: Main) -> int:
     """Carry out the command; its exit code.
 
     Args:
-        words: what follows ``sweep`` on the command line.
+        words: what follows `sweep` on the command line.
         main: the command line that makes a run.
     """
     options, passed = parser().parse(words)

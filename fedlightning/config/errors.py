@@ -25,7 +25,7 @@ class InputError(ValueError):
 
 
 def explain(error: BaseException) -> str | None:
-    """The sentence to show for an error that bad input caused; ``None`` for a crash, whose traceback matters."""
+    """The sentence to show for an error that bad input caused; `None` for a crash, whose traceback matters."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, argparse.ArgumentError):
@@ -54,14 +54,14 @@ def _raised_in(error: BaseException) -> str:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """``Did you mean ...?``, or nothing where nothing is close."""
+    """`Did you mean ...?`, or nothing where nothing is close."""
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
     return f"Did you mean {' or '.join(by_lower[name] for name in close)}?" if close else ""
 
 
 def _on_purpose(error: BaseException) -> bool:
-    """Whether a ``raise`` statement of FedLightning or Lightning (not of the user, nor of torch) refused a value."""
+    """Whether a `raise` statement of FedLightning or Lightning (not of the user, nor of torch) refused a value."""
     if not isinstance(error, ValueError | OSError | FloatingPointError | RuntimeError) or error.__traceback__ is None:
         return False
     frame = _innermost(error.__traceback__)

@@ -79,7 +79,7 @@ class FederatedCLI(LightningCLI):
 
     @classmethod
     def add_options(cls, parser: LightningArgumentParser, command: str) -> None:
-        """The command's own options, then ``trainer``, ``model`` and ``data``."""
+        """The command's own options, then `trainer`, `model` and `data`."""
         parser.add_method_arguments(cls, command)
         parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, sub_configs=True, fail_untyped=False)
         parser.add_subclass_arguments(LightningModule, "model", fail_untyped=False, required=cls.needs_model)
@@ -96,7 +96,7 @@ class FederatedCLI(LightningCLI):
         return ["--config", "--print_config", *(o for o in found if o.startswith("--") and o not in hidden)]
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Lightning's ``seed_everything`` is ``trainer.seed`` here."""
+        """Lightning's `seed_everything` is `trainer.seed` here."""
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """All options of the command."""
@@ -175,13 +175,13 @@ def tidy_help(parser: LightningArgumentParser) -> None:
             if name in REPLACED:
                 action.help = SUPPRESS
             elif isinstance(action.help, str) and action.help != SUPPRESS:
-                action.help = action.help.replace("``", "")
+                action.help = action.help.replace("`", "")
             if name in FORWARDED and not action.help:
                 action.help = "as in lightning.pytorch.Trainer, for each client's training."
 
 
 def full_paths(words: Sequence[str]) -> list[str]:
-    """Write our own classes out where a word names one (``--model.net=MLP``): torchvision has an MLP too."""
+    """Write our own classes out where a word names one (`--model.net=MLP`): torchvision has an MLP too."""
     out: list[str] = []
     names = class_names()
     pattern = r"(--(?:model|data|trainer\.callbacks)[\w.]*\+?)"

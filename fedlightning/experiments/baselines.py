@@ -1,4 +1,4 @@
-"""The baselines that ``compare`` adds: the first method's data, model and trainer with another algorithm."""
+"""The baselines that `compare` adds: the first method's data, model and trainer with another algorithm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def algorithms_of(config: Config) -> set[str]:
 
 
 def missing_baselines(configs: Sequence[Config], wanted: Sequence[str] = AUTO) -> list[str]:
-    """Those of ``wanted`` that no configuration is already.
+    """Those of `wanted` that no configuration is already.
 
     Raises:
         ValueError: an algorithm that is not in the catalogue.
@@ -38,7 +38,7 @@ def notes(configs: Sequence[Config]) -> list[str]:
 
 
 def baseline_config(config: Config, name: str) -> Config:
-    """``config`` with its algorithm callbacks replaced by ``name``; checkpoints and ordinary callbacks stay."""
+    """`config` with its algorithm callbacks replaced by `name`; checkpoints and ordinary callbacks stay."""
     row = find(name)
     without = _CANNOT_STAND_BESIDE.get(row.name, ())
     callbacks = [item for item in _callbacks(config) if _kept(_name(item)) and _name(item) not in without]

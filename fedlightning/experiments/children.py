@@ -1,7 +1,7 @@
 """A process of its own for every run, forked in milliseconds from a server that has imported torch.
 
 A child leads a session of its own, so that Ctrl-C reaches only the process that watches it, and it ends when that one
-is gone. It is stopped by SIGKILL: a run's state on disk is complete at every instant (see ``persistence``), while a
+is gone. It is stopped by SIGKILL: a run's state on disk is complete at every instant (see `persistence`), while a
 polite signal would reach Lightning in the middle of a visit.
 """
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 Main = Callable[[Sequence[str]], int]
 """The command line as a function that can be imported: words in, exit code out."""
 _PRELOAD = "fedlightning.experiments.preload"
-_SENTENCE = re.compile(r"fedlightning(?: [\w-]+)?: (.+)")  # how ``cli.main`` reports bad input
+_SENTENCE = re.compile(r"fedlightning(?: [\w-]+)?: (.+)")  # how `cli.main` reports bad input
 
 
 class ChildCrash(Exception):
@@ -46,7 +46,7 @@ def context() -> Any:
 
 # -- a function --------------------------------------------------------------------------------------------------------
 def call(function: Callable[..., T], *arguments: Any) -> T:
-    """What ``function`` answers in a child process.
+    """What `function` answers in a child process.
 
     Raises:
         InputError: bad input, in the child's words; ChildCrash: anything else (its traceback is on stderr).
@@ -90,7 +90,7 @@ class Outcome:
     """How a child ended.
 
     Attributes:
-        error: ``None``, or a sentence; seconds: how long it took.
+        error: `None`, or a sentence; seconds: how long it took.
     """
 
     error: str | None
@@ -98,13 +98,13 @@ class Outcome:
 
 
 class Child:
-    """``fedlightning`` commands in a process of their own, one after another until one fails.
+    """`fedlightning` commands in a process of their own, one after another until one fails.
 
     Args:
-        commands: what would follow ``fedlightning`` on the command line.
+        commands: what would follow `fedlightning` on the command line.
         log: file that standard output and error are appended to.
-        threads: torch's threads; ``None``: its default.
-        gpu: the one GPU to see; ``None``: all.
+        threads: torch's threads; `None`: its default.
+        gpu: the one GPU to see; `None`: all.
         main: the command line: words in, exit code out.
     """
 
@@ -122,7 +122,7 @@ class Child:
 
     @property
     def sentinel(self) -> int:
-        """For ``multiprocessing.connection.wait``."""
+        """For `multiprocessing.connection.wait`."""
         return int(self._process.sentinel)
 
     @property

@@ -21,7 +21,7 @@ class Task:
 
     Attributes:
         name, seed: what it is called; folder: where its files go.
-        words: ``fit`` and its options, all but where the files go.
+        words: `fit` and its options, all but where the files go.
         rounds: how many it has; then: further commands to give in the same process.
     """
 
@@ -67,16 +67,16 @@ class Watcher(Protocol):
         """A run is over."""
 
     def tick(self, running: Mapping[Task, float]) -> None:
-        """Time passes; ``running`` says for how many seconds each run has been going."""
+        """Time passes; `running` says for how many seconds each run has been going."""
 
 
 def execute(tasks: Sequence[Task], jobs: int, gpus: Sequence[str], watchers: Sequence[Watcher], main: Main) -> None:
-    """Make every run, ``jobs`` at a time; a run that fails does not stop the others.
+    """Make every run, `jobs` at a time; a run that fails does not stop the others.
 
     Args:
         tasks: in the order in which they are begun.
         jobs: with more than one, every run has one thread and one GPU, given in turn.
-        gpus: what ``CUDA_VISIBLE_DEVICES`` may hold; empty without GPUs.
+        gpus: what `CUDA_VISIBLE_DEVICES` may hold; empty without GPUs.
         watchers: are told what happens.
         main: the command line that makes a run.
 

@@ -11,10 +11,10 @@ from fedlightning.experiments.execute import Task
 
 
 class FirstResult:
-    """Watches runs until one has ended well, and has ``check`` look at its folder.
+    """Watches runs until one has ended well, and has `check` look at its folder.
 
     Args:
-        check: raises ``InputError`` where the other runs had better not be made; they are stopped then, and those that
+        check: raises `InputError` where the other runs had better not be made; they are stopped then, and those that
             are finished stay.
     """
 
@@ -23,7 +23,7 @@ class FirstResult:
         self.waiting = True
 
     def look(self, folder: Path) -> None:
-        """Check the run in ``folder``, unless another one was."""
+        """Check the run in `folder`, unless another one was."""
         if self.waiting:
             self.waiting = False
             self.check(folder)
@@ -44,7 +44,7 @@ def check_metric(folder: Path, metric: str) -> None:
     """Refuse a metric that a finished run was tested for others than.
 
     Args:
-        folder: the run's; metric: with or without ``test_``.
+        folder: the run's; metric: with or without `test_`.
 
     Raises:
         InputError: it has test scores, but none of this name; the sentence names those there are.

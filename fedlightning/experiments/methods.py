@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Config = dict[str, Any]
-"""The sections ``trainer``, ``model`` and ``data`` of a complete configuration, as plain values."""
+"""The sections `trainer`, `model` and `data` of a complete configuration, as plain values."""
 
 _PLACE = ("name", "version", "default_root_dir", "enable_progress_bar")
 
@@ -62,10 +62,10 @@ def without_place(config: Mapping[str, Any]) -> Config:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> list[str]:
-    """How ``new`` departs from ``old``: ``["trainer.max_rounds is 5, was 3"]``.
+    """How `new` departs from `old`: `["trainer.max_rounds is 5, was 3"]`.
 
-    A trainer's argument that ``old`` does not know, because it is of an older version, is no difference as long as it
-    has its default of ``defaults``.
+    A trainer's argument that `old` does not know, because it is of an older version, is no difference as long as it
+    has its default of `defaults`.
     """
     added = {key for key, value in new["trainer"].items() if key not in old["trainer"] and key in (defaults or {})}
     same = {key for key in added if new["trainer"][key] == (defaults or {})[key]}
@@ -94,7 +94,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 # -- labels ------------------------------------------------------------------------------------------------------------
 def split_label(word: str) -> tuple[str | None, str]:
-    """``NAME=path.yaml`` as (name, path); a path alone has no name."""
+    """`NAME=path.yaml` as (name, path); a path alone has no name."""
     name, sign, path = word.partition("=")
     if not sign or "/" in name or Path(word).exists():
         return None, word
@@ -130,7 +130,7 @@ def labels(names: Sequence[str | None], paths: Sequence[str], taken: Iterable[st
 
 
 def unique(label: str, used: Iterable[str]) -> str:
-    """``label``, or the first of label_2, label_3 ... that is not in ``used`` (lower case)."""
+    """`label`, or the first of label_2, label_3 ... that is not in `used` (lower case)."""
     number, found, known = 2, label, set(used)
     while found.lower() in known:
         found, number = f"{label}_{number}", number + 1

@@ -32,13 +32,13 @@ class Request:
     """What was asked for on the command line.
 
     Attributes:
-        files: configurations, ``path`` or ``NAME=path``; one method each.
+        files: configurations, `path` or `NAME=path`; one method each.
         before, after: files under and over every one of them; options: words over all files.
-        vary: keys that are set to the seed beside ``trainer.seed``; ``None``: the seed of the validation cut, where
+        vary: keys that are set to the seed beside `trainer.seed`; `None`: the seed of the validation cut, where
             the data have one.
         baselines: names of algorithms to add, those that are there already left out.
         matrix: whether runs are tested with every client's model on every client's data.
-        cli: ``module:class`` of the command line that parses a run's options; by name, because it imports torch.
+        cli: `module:class` of the command line that parses a run's options; by name, because it imports torch.
     """
 
     files: list[str]
@@ -113,7 +113,7 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
 
 @dataclass
 class _Reader:
-    """Reads stacks of files as ``fedlightning fit`` would; data that several stacks share are looked at once."""
+    """Reads stacks of files as `fedlightning fit` would; data that several stacks share are looked at once."""
 
     request: Request
     clients: dict[str, int]

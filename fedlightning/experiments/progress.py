@@ -17,7 +17,7 @@ _TAIL = 4096  # bytes of metrics.csv in which the last line is looked for
 
 
 def rounds_begun(folder: Path) -> int:
-    """The newest round in a run's ``metrics.csv``; 0 before the first."""
+    """The newest round in a run's `metrics.csv`; 0 before the first."""
     path = folder / "metrics.csv"
     if not path.exists():
         return 0
@@ -46,13 +46,13 @@ class Estimate:
         self.finished = {name: list(seconds) for name, seconds in known.items()}
 
     def ended(self, task: Task, seconds: float | None) -> None:
-        """A run is over; ``seconds`` is ``None`` where it says nothing of the others."""
+        """A run is over; `seconds` is `None` where it says nothing of the others."""
         self.left.remove(task)
         if seconds is not None:
             self.finished.setdefault(task.name, []).append(seconds)
 
     def seconds(self, running: Mapping[Task, tuple[float, int]]) -> float | None:
-        """Seconds left; ``None`` while nothing is known.
+        """Seconds left; `None` while nothing is known.
 
         Args:
             running: for every run that is going its seconds and its finished rounds since it was begun.
@@ -147,7 +147,7 @@ class View:
 
 
 def duration(seconds: float) -> str:
-    """``75`` as ``1 min 15 s``."""
+    """`75` as `1 min 15 s`."""
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -17,7 +17,7 @@ _FORMS = "log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH or choice:A,B,C"
 
 
 def split_values(text: str) -> list[str]:
-    """``0.1,[8,4],relu`` as its three values: commas in brackets, braces and quotes do not separate."""
+    """`0.1,[8,4],relu` as its three values: commas in brackets, braces and quotes do not separate."""
     found, depth, quote = [""], 0, ""
     for sign in text:
         if quote:
@@ -36,7 +36,7 @@ def split_values(text: str) -> list[str]:
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
-    """``["trainer.callbacks.mu=0.1,1"]`` as ``{"trainer.callbacks.mu": ["0.1", "1"]}``.
+    """`["trainer.callbacks.mu=0.1,1"]` as `{"trainer.callbacks.mu": ["0.1", "1"]}`.
 
     Raises:
         InputError: a word that is none, a key given twice, a value that is missing.
@@ -62,7 +62,7 @@ class Range:
     """Where Optuna looks for the value of one option.
 
     Attributes:
-        kind: ``"log"`` (uniform in the logarithm), ``"uniform"``, ``"int"`` (bounds included) or ``"choice"``.
+        kind: `"log"` (uniform in the logarithm), `"uniform"`, `"int"` (bounds included) or `"choice"`.
         low, high: the bounds; choices: the values of a choice.
     """
 
@@ -82,7 +82,7 @@ class Range:
 
 
 def parse_search(words: Sequence[str]) -> list[Range]:
-    """``["model.init_args.lr=log:1e-5:1e-1"]`` as ranges.
+    """`["model.init_args.lr=log:1e-5:1e-1"]` as ranges.
 
     Raises:
         InputError: a word that is none, bounds in the wrong order, a logarithm from zero or below.

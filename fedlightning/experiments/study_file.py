@@ -1,4 +1,4 @@
-"""``study.json``: what an experiment consists of and how far it is. It is replaced atomically after every run."""
+"""`study.json`: what an experiment consists of and how far it is. It is replaced atomically after every run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class StudyFile:
     """The state of all runs of an experiment.
 
     Args:
-        folder: the experiment's folder; ``study.json`` there is read if it exists.
+        folder: the experiment's folder; `study.json` there is read if it exists.
 
     Attributes:
-        data: the file's content: ``methods``, ``runs``, ``seeds`` and what the command line said.
+        data: the file's content: `methods`, `runs`, `seeds` and what the command line said.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -71,7 +71,7 @@ class StudyFile:
     ) -> list[Task]:
         """The runs that are to be made now, seed by seed; nothing is written.
 
-        Finished runs are left out, and so are failed ones unless ``redo`` names them; interrupted ones go on.
+        Finished runs are left out, and so are failed ones unless `redo` names them; interrupted ones go on.
 
         Raises:
             InputError: where there are runs of another configuration; the sentence says what differs.

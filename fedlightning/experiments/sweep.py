@@ -25,7 +25,7 @@ class Trial:
 
     Attributes:
         values: what was tried.
-        per_seed: each seed's objective; ``None`` where the run failed or the objective is not defined.
+        per_seed: each seed's objective; `None` where the run failed or the objective is not defined.
     """
 
     values: Values
@@ -44,7 +44,7 @@ class Trial:
 
     @property
     def objective(self) -> float | None:
-        """The mean over seeds; ``None`` unless every seed has one."""
+        """The mean over seeds; `None` unless every seed has one."""
         found = [value for value in self.per_seed.values() if value is not None]
         return sum(found) / len(found) if found and len(found) == len(self.per_seed) else None
 
@@ -57,10 +57,10 @@ def objective(folder: Path, metric: str = "loss") -> float | None:
 
     Args:
         folder: a run that was validated with all its checkpoints.
-        metric: which score, with or without ``val_``.
+        metric: which score, with or without `val_`.
 
     Returns:
-        ``None`` where a client that has validation samples has no finite score: a diverged client must not make a run
+        `None` where a client that has validation samples has no finite score: a diverged client must not make a run
         look better.
     """
     from fedlightning.study.runs import load_run
@@ -124,7 +124,7 @@ class Proposals:
         return [{found.key: found.propose(trial) for found in self._ranges} for trial in self._open]
 
     def tell(self, objectives: Sequence[float | None]) -> None:
-        """How good they were, in the same order; ``None``: it failed."""
+        """How good they were, in the same order; `None`: it failed."""
         for trial, value in zip(self._open, objectives, strict=True):
             if value is None:
                 self._study.tell(trial, state=self._failed)
@@ -134,7 +134,7 @@ class Proposals:
 
 # -- the best, as a file -----------------------------------------------------------------------------------------------
 def override(config: Config, keys: Sequence[str]) -> Config:
-    """The part of a complete configuration that holds ``keys``: an override for the files it was made of.
+    """The part of a complete configuration that holds `keys`: an override for the files it was made of.
 
     Lists replace each other when files are stacked, so of a list (callbacks) everything is taken; of a class its path.
     """
@@ -158,6 +158,6 @@ def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]
 
 
 def batches(values: Iterator[Values], size: int) -> Iterator[list[Values]]:
-    """Lists of ``size``."""
+    """Lists of `size`."""
     while chunk := [value for _, value in zip(range(size), values, strict=False)]:
         yield chunk

@@ -31,11 +31,11 @@ def check_algorithm(
 
     Args:
         algorithm: an instance with the options to check; it is copied for every check.
-        neutral: an instance that must equal plain training with one client (``FedProx(mu=0)``); by default the check
-            ``one_client`` is run on ``algorithm`` itself.
+        neutral: an instance that must equal plain training with one client (`FedProx(mu=0)`); by default the check
+            `one_client` is run on `algorithm` itself.
         only: names of the checks to run; by default all of :data:`fedlightning.testing.checks.CHECKS`.
         full: always use the toy module with batch normalisation, frozen, tied and integer entries.
-        arguments: of the trainer, where the algorithm needs some (``local_steps=1``).
+        arguments: of the trainer, where the algorithm needs some (`local_steps=1`).
         skip: checks that cannot hold by the definition of the method (say why where you skip).
 
     Returns:

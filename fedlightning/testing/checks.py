@@ -30,7 +30,7 @@ Check = Callable[..., None]
 
 
 def check_arguments(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
-    """Every ``__init__`` argument is an attribute of the same name, so that the callback can be made again."""
+    """Every `__init__` argument is an attribute of the same name, so that the callback can be made again."""
     again = type(algorithm)(**algorithm.hyperparameters())
     assert _plain(again.hyperparameters()) == _plain(algorithm.hyperparameters()), (
         f"{algorithm.key} made again from its hyperparameters() has others. Store each argument under its own name."
@@ -233,7 +233,7 @@ class _Stopped(BaseException):
 
 
 class _StopAfter(FederatedCallback):
-    """Interrupts a run in the round after ``rounds``."""
+    """Interrupts a run in the round after `rounds`."""
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds

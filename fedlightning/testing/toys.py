@@ -21,7 +21,7 @@ FEATURES, CLASSES, WIDTH = 6, 3, 8
 
 
 class ToyModule(LightningModule):
-    """A classifier in two layers and a head; with ``full``, also every entry that algorithms stumble over.
+    """A classifier in two layers and a head; with `full`, also every entry that algorithms stumble over.
 
     Args:
         full: adds batch normalisation, a frozen parameter, a parameter tied under two names and an integer buffer.
@@ -123,7 +123,7 @@ class ToyData(FederatedDataModule):
         return len(self.data[client, split]) if (client, split) in self.data else 0
 
     def class_counts(self, client: str, split: str = "train") -> list[int] | None:
-        """Samples of each class; ``None`` where there is no such split."""
+        """Samples of each class; `None` where there is no such split."""
         held = self.data.get((client, split))
         return None if held is None else torch.bincount(held.tensors[1], minlength=CLASSES).tolist()
 
@@ -146,7 +146,7 @@ def federate(
     """Run a small quiet federation of :class:`ToyModule` and return its trainer.
 
     Args:
-        algorithm: the callback under test; ``None``: FedAvg.
+        algorithm: the callback under test; `None`: FedAvg.
         data: who has what; root: where the run is written.
         full, lr: of the module; others: more callbacks; resume: go on with the run that lies there.
         arguments: of the trainer.

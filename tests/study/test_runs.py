@@ -12,7 +12,7 @@ from fedlightning import FederatedTrainer
 # isort: split
 from fedlightning.callbacks import FedAvg, Local, LocalCheckpoint
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, IIDPartitioner
-from fedlightning.run.recorder import describe_data
+from fedlightning.federation.summary import describe_data
 from fedlightning.scoring.metrics import higher_is_better
 from fedlightning.study.runs import load_run, load_study
 from tests.helpers import Toy, toy_data

@@ -1,4 +1,4 @@
-"""From finished runs to ``report.html``, ``figures/``, ``comparison.json`` and ``comparison.csv``."""
+"""From finished runs to `report.html`, `figures/`, `comparison.json` and `comparison.csv`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def build_report(
     """Write a report that opens offline.
 
     Args:
-        out: the folder for ``report.html``, ``figures/``, ``comparison.json`` and ``comparison.csv``.
-        runs: folders that ``compare`` left, each a data set of its own, and folders of single runs, which are one data
+        out: the folder for `report.html`, `figures/`, `comparison.json` and `comparison.csv`.
+        runs: folders that `compare` left, each a data set of its own, and folders of single runs, which are one data
             set together.
-        metric: the score to compare, without its split (``"accuracy"``, ``"f1_macro"``, ``"loss"`` ...).
+        metric: the score to compare, without its split (`"accuracy"`, `"f1_macro"`, `"loss"` ...).
         checkpoint: the models to compare; see :meth:`fedlightning.study.runs.Run.result`.
         title: of the page; default: from the data.
 
     Returns:
-        The path of ``report.html``. The same runs give the same bytes.
+        The path of `report.html`. The same runs give the same bytes.
 
     Raises:
         FileNotFoundError: for a folder that holds neither a run nor a study.
@@ -62,8 +62,8 @@ def make_page(
     """The page of one or several studies; draws the figures.
 
     Args:
-        studies: by data set; figures: where figures are written, ``None`` for nowhere; title: of the page.
-        about: what ``study.json`` says of each.
+        studies: by data set; figures: where figures are written, `None` for nowhere; title: of the page.
+        about: what `study.json` says of each.
     """
     look = styles(
         (method for study in studies.values() for method in study.methods),

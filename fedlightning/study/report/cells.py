@@ -19,9 +19,9 @@ class Column:
 
     Attributes:
         key: of the row's value; title: above the column; group: above several columns.
-        kind: how a value is written. ``score``: fixed decimals; ``difference``: with its sign; ``amount``: decimals
-            by size; ``count``: whole, with thin spaces; ``interval``: a pair ``[low, high]``; ``p``: a p-value;
-            ``figures``: three significant digits.
+        kind: how a value is written. `score`: fixed decimals; `difference`: with its sign; `amount`: decimals
+            by size; `count`: whole, with thin spaces; `interval`: a pair `[low, high]`; `p`: a p-value;
+            `figures`: three significant digits.
         decimals: of scores, differences and intervals.
         radius: key of a half width, written small behind the value as ±.
         interval: key of a pair, written small behind the value as [low, high].
@@ -42,7 +42,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in a cell: ``text``, small ``extra`` behind it, the full ``value``, a longer ``title``, its ``state``."""
+    """What stands in a cell: `text`, small `extra` behind it, the full `value`, a longer `title`, its `state`."""
 
     text: str
     extra: str = ""
@@ -52,7 +52,7 @@ class Cell:
 
 
 Missing = Callable[[Mapping[str, Any], Column], str | None]
-"""Why a row has no value in a column, in a few words; ``None`` where there is nothing to say."""
+"""Why a row has no value in a column, in a few words; `None` where there is nothing to say."""
 
 
 def layout(
@@ -92,7 +92,7 @@ def _said_once(cells: list[Cell]) -> list[Cell]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number."""
+    """Whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -112,7 +112,7 @@ def p_value(p: float) -> str:
 
 
 def pair(interval: Sequence[float], decimals: int = 3, sign: bool = False) -> str:
-    """``[low, high]``."""
+    """`[low, high]`."""
     return f"[{number(interval[0], decimals, sign)}, {number(interval[1], decimals, sign)}]"
 
 

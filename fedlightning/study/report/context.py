@@ -45,8 +45,8 @@ class Context:
 
     Attributes:
         study: the numbers; styles: of every method on the page; figures: the folder for figures and their tables,
-            ``None`` to write none.
-        name: the data set's, ``""`` where the page has only one; prefix: of ids and of files' names.
+            `None` to write none.
+        name: the data set's, `""` where the page has only one; prefix: of ids and of files' names.
         level: of the sections' headings.
     """
 
@@ -73,7 +73,7 @@ class Context:
         return "high" if self.higher else "low"
 
     def over(self, name: str) -> str:
-        """What a gain over ``name`` is: positive where it is better, so for a loss ``name``'s value comes first."""
+        """What a gain over `name` is: positive where it is better, so for a loss `name`'s value comes first."""
         return f"{self.metric} minus {name}’s" if self.higher else f"{name}’s {self.metric} minus own"
 
     @cached_property
@@ -87,11 +87,11 @@ class Context:
         return sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
 
     def id(self, name: str) -> str:
-        """``name`` made unique among data sets."""
+        """`name` made unique among data sets."""
         return f"{self.prefix}-{name}" if self.prefix else name
 
     def section(self, name: str, title: str, short: str, parts: Sequence[Any], lead: str = "") -> Section | None:
-        """A section of this study; ``None`` where nothing would be in it."""
+        """A section of this study; `None` where nothing would be in it."""
         kept = [part for part in parts if part is not None]
         return Section(self.id(name), title, short, lead, kept, self.level) if kept else None
 
@@ -112,7 +112,7 @@ class Context:
         return Table(f"table-{self.id(name)}", caption, shown, rows, missing or self.missing, said, across)
 
     def missing(self, row: Row, column: Column) -> str | None:
-        """Why ``row`` has no value, if a problem of its method takes it away."""
+        """Why `row` has no value, if a problem of its method takes it away."""
         method = column.key[1:] if column.key.startswith("@") else row.get("method")
         if method is None or column.kind == "text":
             return None
@@ -199,7 +199,7 @@ class Context:
     ) -> Gallery | None:
         """Pictures above their numbers, which are written as CSV beside the figures too.
 
-        Short tables beside a single picture stand open; others as ``open`` says. Methods of the table that diverged
+        Short tables beside a single picture stand open; others as `open` says. Methods of the table that diverged
         are named, since a figure shows them in part or not at all.
         """
         if not pictures:

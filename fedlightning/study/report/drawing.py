@@ -110,7 +110,7 @@ def svg(figure: Figure) -> str:
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """Write ``name`` as SVG, PNG (300 dpi) and PDF (TrueType fonts embedded, as publishers ask), without dates."""
+    """Write `name` as SVG, PNG (300 dpi) and PDF (TrueType fonts embedded, as publishers ask), without dates."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.svg").write_text(svg(figure), encoding="utf-8")
     with look():
@@ -121,7 +121,7 @@ def save(figure: Figure, folder: Path, name: str) -> None:
 def inline(text: str, name: str, alt: str) -> str:
     """An SVG file as an element to put into a page.
 
-    Text stays text (searched, read aloud, set in the page's font); ids carry ``name``, so that several figures share
+    Text stays text (searched, read aloud, set in the page's font); ids carry `name`, so that several figures share
     a page; coordinates have two decimals.
 
     Args:

@@ -73,7 +73,7 @@ class Picture:
 class Gallery:
     """Pictures with the numbers they are drawn from, and a line that says how to read them.
 
-    ``warning`` says what is missing in the pictures. The numbers are folded away, unless ``open``; those of a single
+    `warning` says what is missing in the pictures. The numbers are folded away, unless `open`; those of a single
     picture stand beside it where there is room.
     """
 
@@ -96,7 +96,7 @@ class Prose:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what is under it: tables, galleries, prose; ``short``: its title in the list of sections."""
+    """A heading and what is under it: tables, galleries, prose; `short`: its title in the list of sections."""
 
     name: str
     title: str
@@ -118,7 +118,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is wrong with a method's runs (or, without a ``method``, with all of them), in sentences."""
+    """What is wrong with a method's runs (or, without a `method`, with all of them), in sentences."""
 
     about: str
     method: str | None
@@ -175,13 +175,13 @@ def swatch(style: Style) -> Markup:
 
 
 def breakable(name: str) -> Markup:
-    """``name`` with places where a narrow column may break it: after signs, and before a capital within a word."""
+    """`name` with places where a narrow column may break it: after signs, and before a capital within a word."""
     parts = re.split(r"(?<=[_/+=,:])(?=\w)|(?<=\.)(?=[A-Za-z])|(?<=[a-z\d])(?=[A-Z])", name)
     return Markup("<wbr>").join(parts)
 
 
 def slug(text: str, taken: Iterable[str] = ()) -> str:
-    """A name for ids and files: letters, digits and dashes, not one of ``taken``."""
+    """A name for ids and files: letters, digits and dashes, not one of `taken`."""
     base = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "x"
     name, number, seen = base, 2, set(taken)
     while name in seen:

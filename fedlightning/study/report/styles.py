@@ -23,7 +23,7 @@ SEQUENTIAL = "cividis"
 
 @dataclass(frozen=True)
 class Style:
-    """How a method is drawn: ``colour`` as ``#rrggbb``, matplotlib ``marker`` and ``line`` style."""
+    """How a method is drawn: `colour` as `#rrggbb`, matplotlib `marker` and `line` style."""
 
     colour: str
     marker: str

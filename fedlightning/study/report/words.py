@@ -119,7 +119,7 @@ def _whom(context: Context, first: Row, methods: Sequence[Row]) -> Answer | None
 
 
 def _gains(context: Context, method: str) -> tuple[int, int, str] | None:
-    """How many clients are better off with ``method`` than siloed, of how many, and the siloed run's name."""
+    """How many clients are better off with `method` than siloed, of how many, and the siloed run's name."""
     siloed = context.siloed
     if siloed is None or siloed == method:
         return None

@@ -92,7 +92,7 @@ def heat_map(
 
     Args:
         clients: names in the order of rows and columns.
-        values: scores of shape ``(N, N)``.
+        values: scores of shape `(N, N)`.
         label: the score's name; limits: of the colours, the same for maps that are compared.
     """
     table = np.array([[_or(value, math.nan) for value in row] for row in values], dtype=float)

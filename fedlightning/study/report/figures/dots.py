@@ -17,7 +17,7 @@ from fedlightning.study.report.styles import BAD, INK, MUTED, short_names
 
 @dataclass(frozen=True)
 class Dot:
-    """A mean with its interval; ``None`` where it is not known. ``mark`` tells the dots of one line apart."""
+    """A mean with its interval; `None` where it is not known. `mark` tells the dots of one line apart."""
 
     mean: float | None
     interval: Sequence[float] | None = None
@@ -26,7 +26,7 @@ class Dot:
 
 @dataclass(frozen=True)
 class Line:
-    """A method's line: its ``dots``, and the values of single ``runs``, which are drawn faintly."""
+    """A method's line: its `dots`, and the values of single `runs`, which are drawn faintly."""
 
     label: str
     colour: str
@@ -96,7 +96,7 @@ def _draw(axes: Any, dot: Dot, place: int, line: Line, marks: Sequence[str], spr
 
 
 def common_limits(lines: Sequence[Line], room: float = 0.05) -> tuple[float, float] | None:
-    """Limits that hold every dot, interval and run of ``lines``; ``None`` where there is no number."""
+    """Limits that hold every dot, interval and run of `lines`; `None` where there is no number."""
     values: list[float] = []
     for line in lines:
         values += [value for value in line.runs if is_number(value)]

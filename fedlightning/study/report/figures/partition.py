@@ -23,7 +23,7 @@ def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], clas
     """Stacked bars, one a client, the biggest first where there are too many to be named.
 
     Args:
-        clients: names; counts: samples of each class, shape ``(N, C)``; classes: names of the C classes (one: sizes).
+        clients: names; counts: samples of each class, shape `(N, C)`; classes: names of the C classes (one: sizes).
     """
     table = np.asarray(counts, dtype=np.int64)
     many = len(clients) > MANY

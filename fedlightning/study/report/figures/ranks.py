@@ -21,7 +21,7 @@ def critical_difference(
         styles: of the methods.
 
     Raises:
-        ModuleNotFoundError: without scikit-posthocs, which ``fedlightning[report]`` installs.
+        ModuleNotFoundError: without scikit-posthocs, which `fedlightning[report]` installs.
     """
     import pandas  # type: ignore[import-untyped]
     from scikit_posthocs import critical_difference_diagram

@@ -68,7 +68,7 @@ def fairness(context: Context) -> Section | None:
 
 
 def _appeal(context: Context) -> Gallery | None:
-    """The distribution of PMA over clients, with each client's; ``None`` without a comparable FedAvg run."""
+    """The distribution of PMA over clients, with each client's; `None` without a comparable FedAvg run."""
     order = [row["method"] for row in context.overview]
     by_client: dict[str, dict[str, float | None]] = {}
     for row in sorted(context.study.appeal(), key=lambda row: order.index(row["method"])):

@@ -22,7 +22,7 @@ STAGE = "L2"
 def layers(context: Context) -> Section | None:
     """Figures over layers of the last round, the thresholds that give each transition, and rank correlations.
 
-    ``None`` where no run has a ``layers.csv``.
+    `None` where no run has a `layers.csv`.
     """
     from fedlightning.callbacks.diagnostics.layers import correlation_rows, read_layers, transition_ranges
 

@@ -124,7 +124,7 @@ def made(context: Context, about: Mapping[str, Any]) -> Section | None:
     """Command, versions, seeds, step budgets, and what each number means.
 
     Args:
-        context: of the study; about: what its ``study.json`` says.
+        context: of the study; about: what its `study.json` says.
     """
     done = [run for run in context.study.runs if run.summary]
     options: dict[str, str] = {}
