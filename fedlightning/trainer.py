@@ -36,7 +36,13 @@ from fedlightning.visit.runner import LocalRunner
 
 @dataclass
 class ClientView:
-    """One client as a user sees it: the module it would deploy now, and its size."""
+    """One client as a user sees it.
+
+    Attributes:
+        id: The client's id.
+        module: The module it would deploy now (stage L1).
+        num_samples: Its training samples.
+    """
 
     id: str
     module: LightningModule
@@ -44,59 +50,93 @@ class ClientView:
 
 
 class FederatedTrainer:
-    """Trains one LightningModule per client, federated; used like ``lightning.pytorch.Trainer``.
-
-    ``trainer.fit(MyModule(), datamodule=Partitioned(MyDataModule(), DirichletPartitioner(10, 0.5)))``
+    """Trains one LightningModule per client, federated; used like `lightning.pytorch.Trainer`.
 
     Args:
-        max_rounds: rounds of the federation.
-        local_epochs: epochs a participant trains per round (default 1); or
-        local_steps: optimizer steps a participant trains per round.
-        participation: share (float in (0, 1]) or number (int) of clients that take part in a round, drawn uniformly.
-        seed: addresses all randomness of the run: initial wrapping, batches, dropout, participation.
-        optimizer_state: ``"reset"``: every visit makes its optimizers and schedulers anew, and the module's clocks
-            count within the visit; ``"keep"``: they go on with the horizon ``max_rounds * local_epochs``. Default:
-            ``"reset"``, unless an algorithm asks for the other.
-        lr_decay: factor on all learning rates per round; survives the re-creation of the optimizers.
-        float_buffers: running statistics of normalisation layers are averaged (``"average"``), stay with each client
-            (``"local"``), or are the server's (``"server"``). Integer buffers are never averaged.
-        callbacks: federated callbacks (algorithms, checkpoints, diagnostics) and ordinary Lightning callbacks in any
+        max_rounds: Rounds of the federation.
+        local_epochs: Epochs a participant trains per round (default 1); or
+        local_steps: Optimizer steps a participant trains per round.
+        participation: Share (float in (0, 1]) or number (int) of clients that take part in a round, drawn uniformly.
+        seed: Addresses all randomness of the run: initial wrapping, batches, dropout, participation.
+        optimizer_state: "reset": every visit makes its optimizers and schedulers anew, and the module's clocks count
+            within the visit; "keep": they go on with the horizon `max_rounds * local_epochs`. Default: "reset", unless an
+            algorithm asks for the other.
+        lr_decay: Factor on all learning rates per round; survives the re-creation of the optimizers.
+        float_buffers: Running statistics of normalisation layers are averaged ("average"), stay with each client
+            ("local"), or are the server's ("server"). Integer buffers are never averaged.
+        callbacks: Federated callbacks (algorithms, checkpoints, diagnostics) and ordinary Lightning callbacks in any
             order. Ordinary ones run inside every client's training, each client with a copy and a state of its own.
-        engine: where clients work: ``"sequential"``, one after another in this process; ``"processes"``: on worker
-            processes of this machine with one torch thread each. The results are the same, bit for bit. Put what
-            starts the training of a script under ``if __name__ == "__main__":`` then. ``"vectorized"``: many small
-            models as one stack, in this process; equal up to rounding, and refused where something cannot be stacked.
-        workers: how many worker processes ``engine="processes"`` has; default: one for every core, at most one for
-            every client. They all use the first GPU, where there is one; ``devices="auto"`` shares all GPUs out.
-        clients_per_stack: how many clients ``engine="vectorized"`` trains together; default: as many as fit into a
+        engine: Where clients work. "sequential": one after another in this process; "processes": on worker processes of
+            this machine with one torch thread each, the same results bit for bit (put what starts the training of a
+            script under `if __name__ == "__main__":`); "vectorized": many small models as one stack in this process,
+            equal up to rounding, and refused where something cannot be stacked.
+        workers: Number of worker processes of engine="processes"; default: one for every core, at most one for every
+            client. They all use the first GPU, where there is one; devices="auto" distributes them over all GPUs.
+        clients_per_stack: Number of clients that engine="vectorized" trains together; default: as many as fit into a
             share of the memory. Results do not depend on it beyond rounding.
-        local_loop: what trains inside a visit: ``"trainer"``: a Lightning Trainer of the visit's own; ``"fast"``: a short
-            loop that makes the same calls at a fraction of the cost per step, equal bit for bit, for one device;
-            ``"auto"``: fast where it applies, else trainer, and one line says why.
-        client_memory_gb: what clients keep between visits (personal models, states) beyond so many GB lies on disk, those
-            not visited for longest first; default: a quarter of the machine's memory.
-        evaluate_every: rounds between evaluations on validation data (the last round is always evaluated); 0: never.
-        stages: what is evaluated: ``"G"`` the server's model, ``"L1"`` what each client holds after receiving,
-            ``"L2"`` after local training.
-        evaluate_data: ``"local"``: each client's own data; ``"pooled"``: the union over clients.
-        test_data: whose data ``test`` and ``validate`` score on (default local and pooled); ``"clients"`` adds every
-            client's model on every other client's data, the cross-client matrix. Empty: no test, not even of stage L2.
-        logger: Lightning loggers; ``True``: CSV files in the run's folder. Round means go to them.
-        name: experiment name: the run lies in ``default_root_dir/<name>/version_N``.
-        version: fixed folder name instead of ``version_N``.
-        default_root_dir: where runs lie (default ``runs``).
-        save_state: write the complete state of the federation every so many rounds, to resume from; 0: never.
-        enable_progress_bar: show rounds and clients.
-        fast_dev_run: one round, one batch per client and evaluation, nothing written.
-        max_time: stop at the next round boundary after this time ("DD:HH:MM:SS", timedelta or dict of its arguments).
-        accelerator, strategy, devices, num_nodes, precision, plugins, accumulate_grad_batches, gradient_clip_val,
-            gradient_clip_algorithm, deterministic, benchmark, inference_mode, use_distributed_sampler, profiler,
-            detect_anomaly, sync_batchnorm, limit_train_batches, limit_val_batches, limit_test_batches,
-            limit_predict_batches, overfit_batches, val_check_interval, check_val_every_n_epoch, log_every_n_steps,
-            reload_dataloaders_every_n_epochs: forwarded to each client's ``lightning.pytorch.Trainer``.
-            ``check_val_every_n_epoch=None`` (default) runs no validation inside local training.
-        max_epochs, min_epochs, max_steps, min_steps, enable_checkpointing: refused, with their replacement named.
+        local_loop: What trains inside a visit. "trainer": a Lightning Trainer of the visit's own; "fast": a short loop
+            that makes the same calls at a fraction of the cost per step, equal bit for bit, for one device; "auto": fast
+            where it applies, else trainer, and one line says why.
+        client_memory_gb: Gigabytes of client records (personal models, states) kept in memory between visits; the least
+            recently visited clients beyond that lie on disk. Default: a quarter of the machine's memory.
+        evaluate_every: Rounds between evaluations on validation data (the last round is always evaluated); 0: never.
+        stages: Stages to evaluate: "G" the server's model, "L1" the model each client holds after receiving, "L2" after
+            local training.
+        evaluate_data: "local": each client's own data; "pooled": the union over clients.
+        test_data: Data that `test` and `validate` score on (default local and pooled); "clients" adds every client's model
+            on every other client's data, the cross-client matrix. Empty: no test, not even of stage L2.
+        logger: Lightning loggers; True: CSV files in the run's folder. Round means go to them.
+        name: Name of the experiment: the run lies in default_root_dir/NAME/version_N.
+        version: Fixed folder name instead of version_N.
+        default_root_dir: Folder of all runs.
+        save_state: Rounds between saves of the complete state of the federation, to resume from; 0: never.
+        enable_progress_bar: Show rounds and clients.
+        fast_dev_run: One round, one batch per client and evaluation, nothing written.
+        max_time: Stop at the next round boundary after this time ("DD:HH:MM:SS", timedelta or dict of its arguments).
+        accelerator: As in `lightning.pytorch.Trainer`, for each client's training; so are all that follow.
+        strategy: As in Trainer.
+        devices: As in Trainer; devices of one client.
+        num_nodes: As in Trainer.
+        precision: As in Trainer.
+        plugins: As in Trainer.
+        accumulate_grad_batches: As in Trainer.
+        gradient_clip_val: As in Trainer; after the corrections of algorithms.
+        gradient_clip_algorithm: As in Trainer.
+        deterministic: As in Trainer.
+        benchmark: As in Trainer.
+        inference_mode: As in Trainer.
+        use_distributed_sampler: As in Trainer.
+        profiler: As in Trainer.
+        detect_anomaly: As in Trainer.
+        sync_batchnorm: As in Trainer.
+        limit_train_batches: As in Trainer.
+        limit_val_batches: As in Trainer.
+        limit_test_batches: As in Trainer.
+        limit_predict_batches: As in Trainer.
+        overfit_batches: As in Trainer.
+        val_check_interval: As in Trainer.
+        check_val_every_n_epoch: As in Trainer; None (default) runs no validation inside local training.
+        log_every_n_steps: As in Trainer.
+        reload_dataloaders_every_n_epochs: As in Trainer.
+        max_epochs: Refused: use max_rounds and local_epochs.
+        min_epochs: Refused: use local_epochs.
+        max_steps: Refused: use max_rounds and local_steps.
+        min_steps: Refused: use local_steps.
+        enable_checkpointing: Refused: use save_state, LocalCheckpoint and GlobalCheckpoint.
 
+    Raises:
+        ConfigurationError: If an argument is out of range, or two contradict each other.
+
+    Example:
+        >>> from fedlightning.callbacks import FedProx
+        >>> from fedlightning.datamodules import DigitsDataModule
+        >>> from fedlightning.models import MLP, Classifier
+        >>> trainer = FederatedTrainer(
+        ...     max_rounds=2, callbacks=[FedProx(mu=0.1)], logger=False, enable_progress_bar=False, save_state=0
+        ... )
+        >>> trainer.fit(Classifier(MLP(64, [16], 10), num_classes=10, lr=0.1), datamodule=DigitsDataModule(batch_size=32))
+        >>> trainer.rounds_done
+        2
     """
 
     def __init__(
@@ -187,12 +227,12 @@ class FederatedTrainer:
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """Rows of ``summary.json``: per model, stage, checkpoint, data, split and metric the statistics over clients."""
+        """Rows of `summary.json`: per model, stage, checkpoint, data, split and metric the statistics over clients."""
         return self.recorder.results
 
     @property
     def summary(self) -> dict[str, Any]:
-        """All of ``summary.json``."""
+        """All of `summary.json`."""
         return self.recorder.summary
 
     @property

@@ -12,7 +12,10 @@ from fedlightning.tensors import WeightedMean
 class Aggregation:
     """Folds a round's updates into the next models, one by one in client order.
 
-    Memory is one accumulator per model unless the ``reduce`` role wants all updates at once.
+    Memory is one accumulator per model, unless a callback's `reduce` needs all updates at once.
+
+    Args:
+        server: Holds the models before, and after :meth:`finish`.
     """
 
     def __init__(self, server: Server) -> None:
@@ -22,7 +25,11 @@ class Aggregation:
         self.updates: dict[str, list[Update]] = {}
 
     def fold(self, update: Update) -> None:
-        """Take in one update. Its model entries are released unless the reducer needs them."""
+        """Take in one update. Its model entries are released unless the reducer needs them.
+
+        Raises:
+            ValueError: If an entry has another shape than the server's, and no callback reduces such models.
+        """
         server = self.server
         for name, value in update.state.items():
             if value.shape != server.shapes.get(name, value.shape) and self.reducer is None:

@@ -1,4 +1,4 @@
-"""What an engine is: it carries out tasks, somewhere, and hands over their answers in the order of the tasks.
+"""The contract of engines: an engine carries out tasks, somewhere, and returns their answers in the order of the tasks.
 
 A task and the client's record go in; an answer and, where it changed, a new record come out. Nothing else is shared, so
 an engine on another machine is one more file with one method, :meth:`Engine.map`.
@@ -27,20 +27,20 @@ class Task(Protocol[Answer_co]):
 
     @property
     def client(self) -> str | None:
-        """Whose record goes in. Tasks of one client follow one another; ``None``: no record, no order."""
+        """The client whose record goes in; `None`: no record. Tasks of one client are carried out one after another."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors it carries; that of the answer is taken to be alike."""
+        """Bytes of the tensors it carries; the answer is taken to be as large."""
 
     def cost(self, runner: LocalRunner) -> float:
-        """How long it takes, in any unit that tasks of one kind share."""
+        """Return how long it takes, in any unit that tasks of one kind share."""
 
     def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[Answer_co, ClientRecord | None]:
-        """The answer, and the client's new record; ``None`` if it stays as it is."""
+        """Return the answer and the client's new record (`None`: unchanged)."""
 
     def lost(self, reason: str) -> Answer_co:
-        """The answer when whoever worked on it died again and again; or raises."""
+        """Return the answer for a task whose workers have died again and again; or raise."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Visit:
         return self.message.num_bytes
 
     def cost(self, runner: LocalRunner) -> float:
-        """Training samples that are seen. A visit counted in steps costs the same for everybody."""
+        """Return the training samples seen; a visit counted in steps costs the same for every client."""
         work = runner.settings.work if self.message.work is None else self.message.work
         if runner.settings.local_steps is not None and work:
             return work
@@ -86,10 +86,11 @@ class Engine(ABC):
     """Carries out tasks on the clients of one federation.
 
     Args:
-        runner: what happens in a visit; store: the clients' records, read and replaced by the engine.
+        runner: The client side: opens, fits and scores clients.
+        store: The clients' records, read and replaced by the engine.
 
     Attributes:
-        width: how many tasks it carries out at a time.
+        width: How many tasks it carries out at a time.
     """
 
     width: int = 1
@@ -103,15 +104,15 @@ class Engine(ABC):
 
     @abstractmethod
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
-        """The tasks' answers in the order of the tasks. Results are the same in every engine: bit for bit, unless it says
-        what it rounds otherwise.
+        """Carry out tasks and yield their answers in the order of the tasks.
 
-        Tasks may be drawn ahead of the answers. What a task raises is raised here.
+        Results are the same in every engine: bit for bit, unless its documentation says what it rounds otherwise. Tasks
+        may be drawn ahead of the answers. What a task raises is raised here.
         """
 
     def run(self, messages: Iterable[Message], evaluate: Evaluate) -> Iterator[Update]:
-        """Visit the clients; the updates come in the order of the messages, so sums over them have one order."""
+        """Visit clients and yield their updates in the order of the messages, so sums over them have one order."""
         yield from self.map(Visit(message, evaluate) for message in messages)
 
     def close(self) -> None:  # noqa: B027 - one without processes has nothing to close
-        """Let go of processes and memory. An engine can be used again afterwards."""
+        """Release processes and memory. An engine can be used again afterwards."""

@@ -29,14 +29,20 @@ class Federation:
     """All that lives while a federation runs. :class:`~fedlightning.trainer.FederatedTrainer` makes and drives it.
 
     Attributes:
-        server, store, engine, recorder: the parts.
-        stages, evaluate_data, evaluate_every: what is scored on validation data, and how often.
-        test_data: whose data :meth:`evaluate` scores on.
-        lasting: options that must not change when the run is resumed.
-        save_every: rounds between saved states; 0: never.
-        rounds_done: finished rounds; final_done: whether the visits after the last round have happened.
-        seconds: time spent, over interruptions.
-        history: what each round cost: ``round``, ``bytes_up``, ``bytes_down``, ``steps``, ``seconds``.
+        server: The server.
+        store: The clients' records.
+        engine: Carries out visits and scoring.
+        recorder: Keeps scores and the summary.
+        stages: Stages that are scored on validation data.
+        evaluate_data: `"local"`, `"pooled"`: the data they are scored on.
+        test_data: Whose data :meth:`evaluate` scores on.
+        evaluate_every: Rounds between evaluations; 0: never.
+        save_every: Rounds between saved states; 0: never.
+        lasting: Options that must not change when the run is resumed.
+        rounds_done: Finished rounds.
+        final_done: Whether the visits after the last round have happened.
+        seconds: Time spent, over interruptions.
+        history: Cost of each round: `round`, `bytes_up`, `bytes_down`, `steps`, `seconds`.
     """
 
     server: Server
@@ -58,7 +64,7 @@ class Federation:
 
     @property
     def last_round(self) -> int:
-        """The server's round number of the newest scores: visits after the last round count as one more."""
+        """Round number of the newest scores, from 0; visits after the last round count as one more."""
         return max(self.rounds_done - 1 + self.final_done, 0)
 
     def tick(self) -> None:
@@ -71,10 +77,10 @@ class Federation:
         """Load the state that the run's folder holds.
 
         Args:
-            go_on: the run will be trained further, so scores of rounds that are not in the state are cut off.
+            go_on: The run will be trained further, so scores of rounds that are not in the state are cut off.
 
         Raises:
-            ValueError: if the run would go on with an option that it was not started with.
+            ValueError: If the run would go on with an option that it was not started with.
         """
         run = self.recorder.run
         assert run is not None
@@ -97,10 +103,10 @@ class Federation:
         self.server.round = self.last_round
 
     def check(self) -> None:
-        """Before round 1: every callback and the engine may refuse what cannot work.
+        """Let every callback and the engine refuse what cannot work, before round 1.
 
         Raises:
-            ValueError: with a sentence.
+            ValueError: With a sentence.
         """
         server, blueprint = self.server, self.server.blueprint
         module = blueprint.build("server")
@@ -125,7 +131,7 @@ class Federation:
         self.engine.check()
 
     def round(self, client_done: Callable[[Update], None]) -> None:
-        """One round: train, score, tell the callbacks, save."""
+        """Carry out one round: train, score, tell the callbacks, save."""
         server = self.server
         server.round = self.rounds_done
         last = server.round + 1 == server.max_rounds
@@ -150,7 +156,7 @@ class Federation:
         self.save()
 
     def _count(self) -> None:
-        """Note what the round just finished (or the visits after the last one) cost."""
+        """Add the cost of the round just finished (or of the visits after the last one) to the history."""
         totals = {
             "bytes_up": self.server.bytes_up,
             "bytes_down": self.server.bytes_down,
@@ -175,7 +181,7 @@ class Federation:
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
 
     def finish(self) -> None:
-        """After the rounds: final visits if all rounds are done, then the callbacks' last word."""
+        """Carry out the final visits if all rounds are done, then end the federation for the callbacks."""
         server = self.server
         server.round = self.last_round
         if self.rounds_done == server.max_rounds and not self.final_done:
@@ -185,7 +191,7 @@ class Federation:
         self.tick()
 
     def _final_jobs(self) -> None:
-        """Visits after the last round; what they change is scored once more, as one round later."""
+        """Visit clients after the last round; what that changes is scored once more, as one round later."""
         server = self.server
         owner = server.callbacks.role("final_jobs")
         if owner is None:
@@ -220,7 +226,7 @@ class Federation:
             export(self.recorder.run, self.server, self.engine)
 
     def evaluate(self, split: str, checkpoint: str) -> list[Row]:
-        """Scores of the models as they stand, or as callbacks selected them; see ``FederatedTrainer.test``."""
+        """Score the models as they stand, or as callbacks selected them; see `FederatedTrainer.test`."""
         server = self.server
         kept = {entry["name"] for entry in server.checkpoints.values()}
         kept |= {entry["name"] for client in self.store for entry in self.store.get(client).checkpoints.values()}
@@ -244,7 +250,7 @@ class Federation:
 
 
 def _explain(server: Server, updates: list[Update]) -> None:
-    """Say why a client contributed nothing."""
+    """Warn of clients that contributed nothing, with the reason."""
     for update in updates:
         if update.error is not None:
             warn(f"Round {server.round + 1}: {update.error}.")

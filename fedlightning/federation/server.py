@@ -18,20 +18,33 @@ from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, entry_kinds, load_state, module_state, tied_names
 
 GLOBAL = "global"
+"""Key of the server's model, unless an algorithm keeps several."""
 
 
 class Server:
     """The server of one federation.
 
+    Args:
+        blueprint: What models are built from.
+        num_samples: Training samples of every client.
+        max_rounds: Rounds of the federation.
+        participation: Share (float) or number (int) of clients that take part in a round.
+        float_buffers: What happens to running statistics: `"average"`, `"local"` or `"server"`.
+        run_dir: The run's folder, or `None` where nothing is written.
+
     Attributes:
-        round: the present round, from 0; max_rounds: how many there will be.
-        clients: all clients' ids in order; num_samples: training samples of each.
-        models: per model key (``"global"`` unless an algorithm keeps several) the full state, on the CPU.
-        state: per callback key, what lives from round to round: tensors (replaced, never edited) and plain values.
-        checkpoints: per callback key, selected global models and their scores.
-        kinds: kind of every entry of the model, fixed before anything is frozen.
-        float_buffers: ``"average"`` | ``"local"`` | ``"server"``: what happens to running statistics.
-        run_dir: the run's folder, or ``None`` when nothing is written.
+        round: The present round, from 0.
+        clients: All clients' ids, in order.
+        module: A module as the federation began, for names and layers.
+        models: Per model key (`"global"` unless an algorithm keeps several) the full state, on the CPU.
+        state: Per callback key, what lives from round to round: tensors (replaced, never edited) and plain values.
+        checkpoints: Per callback key, selected global models and their scores.
+        kinds: Kind of every entry of the model, fixed before anything is frozen.
+        shapes: Shape of every entry.
+        bytes_up: Bytes sent to the server so far.
+        bytes_down: Bytes sent to clients so far.
+        steps: Optimizer steps of all clients so far.
+        scores: This round's scores; see :meth:`score`.
     """
 
     def __init__(
@@ -74,7 +87,7 @@ class Server:
         return self.models[GLOBAL]
 
     def rng(self, purpose: str) -> torch.Generator:
-        """A generator addressed by (seed, round, server, purpose)."""
+        """Return a generator addressed by (seed, round, server, purpose)."""
         return generator(self.blueprint.settings.seed, self.round, "server", purpose)
 
     @property
@@ -83,7 +96,7 @@ class Server:
         return [name for name, kind in self.kinds.items() if kind == "trainable"]
 
     def participants(self) -> list[str]:
-        """This round's clients: a uniform sample without replacement, in client order."""
+        """Draw this round's clients: a uniform sample without replacement, in client order."""
         wanted = self.participation
         count = (
             wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else round(wanted * len(self.clients))
@@ -95,20 +108,32 @@ class Server:
         return [self.clients[index] for index in sorted(picked.tolist())]
 
     def score(self, metric: str, *, stage: str = "G", split: str = "val") -> dict[str, tuple[float, int]]:
-        """This round's (value, evaluated samples) per client on its own data; empty if it was not evaluated."""
+        """Return this round's score of every client on its own data.
+
+        Args:
+            metric: Name as the module logs it.
+            stage: `"G"`, `"L1"` or `"L2"`.
+            split: `"val"` or `"test"`.
+
+        Returns:
+            Per client (value, evaluated samples); empty if it was not evaluated.
+        """
         return self.scores.get((stage, "local", split, metric), {})
 
     def module_with(self, state: State) -> LightningModule:
-        """A fresh module holding ``state``."""
+        """Build a module that holds `state`."""
         module = self.blueprint.build("server")
         load_state(module, state)
         return module
 
     # -- messages ------------------------------------------------------------------------------------------------
     def shared_names(self, without: FederatedCallback | None = None) -> tuple[str, ...]:
-        """What travels this round: the callbacks' answers (but that of ``without``), intersected; every entry by default.
+        """Return the names that travel this round: the callbacks' answers, intersected; every entry by default.
 
-        An entry that is tied under several names travels only if all of its names do: one of them private, all are.
+        An entry that is tied under several names travels only if all of its names do.
+
+        Args:
+            without: A callback that is not asked.
         """
         if not self._choosers and self._unchosen is not None:
             return self._unchosen
@@ -125,7 +150,7 @@ class Server:
         return self._unchosen
 
     def returned_names(self) -> tuple[str, ...]:
-        """What an ordinary visit sends back this round: the shared names, without buffers where those are the server's."""
+        """Return the shared names that an ordinary visit sends back; without buffers where those are the server's."""
         return self._without_server_buffers(self.shared_names())
 
     def _without_server_buffers(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -134,7 +159,7 @@ class Server:
         return tuple(name for name in names if self.kinds[name] in ("trainable", "frozen"))
 
     def message(self, job: Job) -> Message:
-        """The message for one job: state, names to return and every callback's extras, checked against ``wire``."""
+        """Make the message for one job: state, names to return, and every callback's extras, checked against `wire`."""
         shared = self.shared_names()
         everything = tuple(self.kinds)
         down = job.down if job.down is not None else (everything if job.client == POOLED else shared)
@@ -162,7 +187,7 @@ class Server:
         return message
 
     def global_module(self, client: str | None = None) -> LightningModule | None:
-        """The model of stage G; by default there is one exactly when every entry of the model travels."""
+        """Return the model of stage G; by default there is one exactly when every entry of the model travels."""
         owner = self.callbacks.role("global_module")
         if owner is not None:
             return owner.global_module(self, client)
@@ -171,7 +196,7 @@ class Server:
         return self.module_with(self.model)
 
     def weight(self, update: Update) -> float:
-        """The update's weight before normalisation; 0 for an update without a real step."""
+        """Return an update's weight before normalisation; 0 for an update without a real step."""
         if update.steps == 0:
             return 0.0
         return self.callbacks.weight(self, update)

@@ -1,4 +1,4 @@
-"""Where the clients' records live between visits: in memory, and on disk beyond a limit."""
+"""The clients' records between visits: in memory, and on disk beyond a limit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from fedlightning.visit.record import ClientRecord
 
 
 class ClientStore:
-    """The clients' records, and which of them have changed since they were last saved.
+    """The records of all clients.
 
     Args:
-        limit: bytes of tensors to keep in memory; the records that were not used for longest lie on disk, in a
-            temporary folder that goes with the process. ``None``: a quarter of the machine's memory.
+        limit: Bytes of tensors to keep in memory. The least recently used records lie on disk, in a temporary folder
+            that is removed with the process. `None`: a quarter of the machine's memory.
+
+    Attributes:
+        changed: Clients whose records have changed since they were last saved.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -39,7 +42,7 @@ class ClientStore:
         return self._held
 
     def get(self, client: str) -> ClientRecord:
-        """The client's record; an empty one if it has never been visited. Not to be changed: put a new one."""
+        """Return the client's record, an empty one if it has never been visited. Do not change it: put a new one."""
         if client in self._records:
             self._records.move_to_end(client)
         elif client in self._files:
@@ -62,7 +65,7 @@ class ClientStore:
         return iter(self._clients)
 
     def _hold(self, client: str, record: ClientRecord) -> None:
-        """Keep ``record`` in memory, and put others on disk where there is no room."""
+        """Keep `record` in memory, and move others to disk where there is no room."""
         size = tensor_bytes(vars(record))
         self._held += size - self._sizes.get(client, 0)
         self._records[client], self._sizes[client] = record, size
@@ -82,7 +85,7 @@ class ClientStore:
 
 
 def tensor_bytes(tree: Any) -> int:
-    """Bytes of the tensors in a tree of dicts, lists and tuples."""
+    """Count the bytes of the tensors in a tree of dicts, lists and tuples."""
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
     if isinstance(tree, dict):
@@ -91,5 +94,5 @@ def tensor_bytes(tree: Any) -> int:
 
 
 def default_limit() -> int:
-    """A quarter of the machine's memory, in bytes."""
+    """Return a quarter of the machine's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

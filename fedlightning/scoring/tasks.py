@@ -1,4 +1,4 @@
-"""Scoring as tasks that an engine carries out: one model of the server on many clients' data, or one client's own model."""
+"""Scoring tasks for engines: one model of the server on many clients' data, or the model that one client deploys."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from fedlightning.visit.requests import Evaluate, ScoreRequest, Scores, Scoring,
 from fedlightning.visit.runner import LocalRunner
 
 EVERYBODY = "all"
-"""In a row: the score is not of one client but of the union's data."""
+"""Client of a row whose score was computed on the union of all clients' data."""
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Which model was scored, and when: what the rows of one task have in common.
+class ScoredModel:
+    """The model that a task scores: what all rows of the task have in common.
 
     Attributes:
-        round: counted from 1, as in rows; stage, model, checkpoint: as in :class:`~fedlightning.scoring.results.Row`.
+        round: Counted from 1, as in rows.
+        stage: `"G"`, `"L1"` or `"L2"`.
+        model: `"global"` or `"personal"`.
+        checkpoint: `"latest"`, or the name of a checkpoint callback.
     """
 
     round: int
@@ -41,14 +44,17 @@ class ScoreModel:
     """Score one module on the data of several clients, or on the union (:data:`EVERYBODY`).
 
     Attributes:
-        module: as it is, on the CPU; it is not changed.
-        clients: whose data; evaluate: splits, and which data; mark: for the rows; others: all clients' ids.
+        module: Scored as it is, on the CPU; not changed.
+        clients: Whose data.
+        evaluate: Splits and data.
+        scored: What the rows have in common.
+        others: All clients' ids, for `evaluate.data` with `"clients"`.
     """
 
     module: LightningModule
     clients: tuple[str, ...]
     evaluate: Evaluate
-    mark: Mark
+    scored: ScoredModel
     others: Sequence[str] = ()
     client: None = None
 
@@ -57,7 +63,7 @@ class ScoreModel:
         return tree_bytes(module_state(self.module))
 
     def cost(self, runner: LocalRunner) -> float:
-        """Samples of the first split."""
+        """Return the number of samples of the first split."""
         sources = runner.data.client_ids if EVERYBODY in self.clients else self.clients
         return sum(runner.data.num_samples(client, self.evaluate.splits[0]) for client in sources)
 
@@ -65,20 +71,22 @@ class ScoreModel:
         return score_in_turn(runner, self.scoring(runner, record))
 
     def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
-        """What :meth:`run` does, but for the scores."""
+        """Yield the requests, then end with the rows."""
         places: list[Place] = []
 
-        def wanted() -> Iterator[ScoreRequest]:
+        def requests() -> Iterator[ScoreRequest]:
             for client in self.clients:
                 for place, loader in _loaders(runner, client, self.evaluate, self.others):
                     places.append(place)
-                    yield place.wanted(runner, self.module, loader, self.mark)
+                    yield place.request(runner, self.module, loader, self.scored)
 
-        found = yield wanted()
-        return [row for place, scores in zip(places, found, strict=True) for row in place.rows(self.mark, scores)], None
+        found = yield requests()
+        return [
+            row for place, scores in zip(places, found, strict=True) for row in place.rows(self.scored, scores)
+        ], None
 
     def lost(self, reason: str) -> NoReturn:
-        raise RuntimeError(f"The model of stage {self.mark.stage} could not be scored: {reason}.")
+        raise RuntimeError(f"The model of stage {self.scored.stage} could not be scored: {reason}.")
 
 
 @dataclass(frozen=True)
@@ -88,15 +96,19 @@ class ScoreClient:
     It works on a copy of the client's record; the one thing that may change is the record's ``checkpoints``.
 
     Attributes:
-        message: what the server would send next; evaluate: splits and data; mark: for the rows; others: all clients' ids.
-        kept: the selected model's state, loaded over the deployed one; then no callback is told.
-        shared: the global model's state; ``known``: scores on the client's own data, by split, to be taken over where
-            the client holds exactly that model.
+        message: What the server would send next.
+        evaluate: Splits and data.
+        scored: What the rows have in common.
+        others: All clients' ids, for `evaluate.data` with `"clients"`.
+        kept: State of a selected model, loaded over the deployed one; callbacks do not see its scores.
+        shared: State of the global model.
+        known: The global model's scores on the client's own data, by split; taken over where the client holds exactly
+            that model.
     """
 
     message: Message
     evaluate: Evaluate
-    mark: Mark
+    scored: ScoredModel
     others: Sequence[str] = ()
     kept: State | None = None
     shared: State | None = None
@@ -111,15 +123,15 @@ class ScoreClient:
         return self.message.num_bytes
 
     def cost(self, runner: LocalRunner) -> float:
-        """Samples of the first split."""
+        """Return the number of samples of the first split."""
         return runner.data.num_samples(self.client, self.evaluate.splits[0])
 
     def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[list[Row], ClientRecord | None]:
         return score_in_turn(runner, self.scoring(runner, record))
 
     def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
-        """What :meth:`run` does, but for the scores."""
-        stage = cast(Stage, self.mark.stage)
+        """Yield the requests, then end with the rows."""
+        stage = cast(Stage, self.scored.stage)
         with runner.client(self.message, record, evaluating=True) as client:
             module = runner.personal_module(client, stage)
             if self.kept is not None:
@@ -127,19 +139,19 @@ class ScoreClient:
             is_global = self.shared is not None and equal(module_state(module), self.shared)
             places: list[tuple[Place, Scores]] = []
 
-            def wanted() -> Iterator[ScoreRequest]:
+            def requests() -> Iterator[ScoreRequest]:
                 for place, loader in _loaders(runner, self.client, self.evaluate, self.others):
                     known = self.known.get(place.split, {}) if is_global and place.data == "local" else {}
                     places.append((place, dict(known)))
                     if not known:
-                        yield place.wanted(runner, module, loader, self.mark)
+                        yield place.request(runner, module, loader, self.scored)
 
-            found = iter((yield wanted()))
+            found = iter((yield requests()))
             runner.bind(client)  # others may have been opened meanwhile
             rows = []
             for place, known in places:
                 scores = known or next(found)
-                rows += place.rows(self.mark, scores)
+                rows += place.rows(self.scored, scores)
                 if place.data == "local" and self.kept is None:
                     runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
             if client.record.checkpoints == record.checkpoints:
@@ -149,15 +161,18 @@ class ScoreClient:
             return rows, changed
 
     def lost(self, reason: str) -> NoReturn:
-        raise RuntimeError(f"Client '{self.client}' could not be scored at stage {self.mark.stage}: {reason}.")
+        raise RuntimeError(f"Client '{self.client}' could not be scored at stage {self.scored.stage}: {reason}.")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Data that is there to be scored on.
+    """A loader that exists, as rows name it.
 
     Attributes:
-        client: whose model, or whose data; split, data: as in rows; size: samples.
+        client: The client whose model is scored, or on whose data.
+        split: `"val"` or `"test"`.
+        data: `"local"`, `"pooled"`, or `"client:ID"` for another client's data.
+        size: Samples.
     """
 
     client: str
@@ -165,21 +180,23 @@ class Place:
     data: str
     size: int
 
-    def wanted(self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], mark: Mark) -> ScoreRequest:
-        """``module`` is to be scored here."""
-        seed = (runner.settings.seed, mark.round, self.client, "score", mark.stage, self.split, self.data)
+    def request(
+        self, runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], scored: ScoredModel
+    ) -> ScoreRequest:
+        """Request the scores of `module` here."""
+        seed = (runner.settings.seed, scored.round, self.client, "score", scored.stage, self.split, self.data)
         return ScoreRequest(module, loader, self.split, seed)
 
-    def rows(self, mark: Mark, scores: Scores) -> list[Row]:
-        """The scores as rows."""
-        one = (mark.round, mark.stage, mark.model, mark.checkpoint, self.data, self.split, self.client)
+    def rows(self, scored: ScoredModel, scores: Scores) -> list[Row]:
+        """Return the scores as rows."""
+        one = (scored.round, scored.stage, scored.model, scored.checkpoint, self.data, self.split, self.client)
         return [Row(*one, metric, value, self.size) for metric, value in scores.items()]
 
 
 def _loaders(
     runner: LocalRunner, client: str, evaluate: Evaluate, others: Sequence[str]
 ) -> Iterator[tuple[Place, DataLoader[Any]]]:
-    """The loaders that are there; ``others``: all clients' ids, for ``evaluate.data`` with ``"clients"``."""
+    """Yield the loaders that exist for a client, with their places."""
     data = runner.data
     for split in evaluate.splits:
         sources: dict[str, Callable[[], DataLoader[Any] | None]] = {}

@@ -3,6 +3,7 @@
 >>> from fedlightning.callbacks import FedProx
 >>> from fedlightning.testing import check_algorithm
 >>> check_algorithm(FedProx(mu=0.1), only=["copies"])
+['copies']
 """
 
 from __future__ import annotations

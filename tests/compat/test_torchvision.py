@@ -27,7 +27,7 @@ def test_lightning_torchvision_and_timm_work_after_fedlightning() -> None:
     output = run("""
         import importlib.util
         import fedlightning, lightning, torch, torchvision
-        from fedlightning._torchvision import _DECLARED, repair_torchvision
+        from fedlightning.compat.torchvision import _DECLARED, repair_torchvision
         torch.set_num_threads(1)
         declared = len(_DECLARED)
         repair_torchvision()
@@ -62,7 +62,7 @@ def test_nothing_is_declared_when_the_extension_loads() -> None:
             keep[0].define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         torch.ops.load_library = load_library
         import fedlightning
-        from fedlightning._torchvision import _DECLARED
+        from fedlightning.compat.torchvision import _DECLARED
         assert keep and not _DECLARED
         assert not hasattr(torch.ops.torchvision, "qnms")
     """)
@@ -74,7 +74,7 @@ def test_nothing_happens_without_torchvision_or_after_it() -> None:
         find = importlib.util.find_spec
         importlib.util.find_spec = lambda name, *rest: None if name == "torchvision" else find(name, *rest)
         import fedlightning
-        from fedlightning._torchvision import _DECLARED, repair_torchvision
+        from fedlightning.compat.torchvision import _DECLARED, repair_torchvision
         assert not _DECLARED and "torchvision" not in sys.modules
         importlib.util.find_spec = find
         sys.modules["torchvision"] = types.ModuleType("torchvision")  # as if imported already (its __spec__ is None)

@@ -10,7 +10,10 @@ from lightning.pytorch import Trainer
 from torch.nn import functional as F
 from torchmetrics import Accuracy
 
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import FLIU, FedAvg, FedPer
+from fedlightning.hooks import CallbackList
 from fedlightning.scoring.results import COLUMNS, Row, read_rows, summarise, write_rows
 from fedlightning.tensors import module_state
 from fedlightning.visit.scorer import Scorer
@@ -139,7 +142,7 @@ def test_clients_without_validation_or_test_data_are_left_out():
 
 
 def scorer():
-    return Scorer({"accelerator": "cpu"})
+    return Scorer(Blueprint(Toy(), CallbackList(), LocalSettings(0, 1, trainer_arguments={"accelerator": "cpu"})))
 
 
 def test_scores_are_those_of_trainer_validate():
@@ -159,8 +162,9 @@ def test_scoring_leaves_modes_and_parameters():
     module.net[1].eval()
     before = {name: value.clone() for name, value in module_state(module).items()}
     modes = [child.training for child in module.modules()]
+    scoring = scorer()
     torch.manual_seed(5)
-    scorer().score(module, data.client_dataloader("0", "val"), "val")
+    scoring.score(module, data.client_dataloader("0", "val"), "val")
     drawn = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(drawn, torch.rand(1))

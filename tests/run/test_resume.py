@@ -158,7 +158,7 @@ def root(tmp_path_factory):
         trainer, module, data = trainer_of(name, root / "cut", [Stop(STOPPED_IN)])
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(module, datamodule=data)
-    command = "import sys, fedlightning; from tests.test_resume import resume_all; resume_all(sys.argv[1])"
+    command = "import sys, fedlightning; from tests.run.test_resume import resume_all; resume_all(sys.argv[1])"
     env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.Popen(
         [sys.executable, "-c", command, str(root / "cut")],

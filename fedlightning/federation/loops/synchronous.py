@@ -14,30 +14,31 @@ from fedlightning.visit.requests import Evaluate
 
 
 class FederationError(RuntimeError):
-    """A round that nobody could contribute to."""
+    """A round to which no client could contribute."""
 
 
 def default_plan(server: Server) -> Plan:
-    """One ordinary visit to each participant."""
+    """Visit each participant once."""
     yield [Job(client) for client in server.participants()]
 
 
 def run_round(
     server: Server, engine: Engine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
 ) -> list[Update]:
-    """One round: plan, visit, fold, step. Returns the updates without their model entries.
-
-    What a plan gets back is as light: extras are kept for probes only, since a round of model-sized extras (control
-    variates) is folded in by ``on_update`` and need not be held.
+    """Carry out one round: plan, visit, fold, step.
 
     Args:
-        server: holds the models before, and after.
-        engine: where the visits happen.
-        evaluate: what to score at stage L2 while the trained models are there.
-        report: called with each update as it comes.
+        server: Holds the models before, and after.
+        engine: Carries out the visits.
+        evaluate: What to score at stage L2, while the trained models are there.
+        report: Called with each update as it comes.
+
+    Returns:
+        The updates without their model entries. A plan gets the same; extras are kept only for jobs without training,
+        since a round of model-sized extras (control variates) is folded in by `on_update` and need not be held.
 
     Raises:
-        FederationError: if every visit failed, of the round or of a list of several jobs; the first failure is its cause.
+        FederationError: If every visit of the round, or of a list of several jobs, failed; the first failure is its cause.
     """
     server.callbacks.event("on_round_start", server)
     owner = server.callbacks.role("plan_round")
@@ -83,7 +84,7 @@ def _refuse_if_all_failed(server: Server, updates: list[Update], cause: Exceptio
 
 
 def messages(server: Server, jobs: list[Job]) -> Iterator[Message]:
-    """The jobs' messages, made when an engine asks for them and counted."""
+    """Yield the jobs' messages, made when an engine asks for them, and count their bytes."""
     for job in jobs:
         message = server.message(job)
         server.bytes_down += message.num_bytes

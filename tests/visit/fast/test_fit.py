@@ -11,8 +11,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.copier import Copier
+from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import APFL, SCAFFOLD, FedProx, FedRep
+from fedlightning.hooks import CallbackList
 from fedlightning.visit.scorer import Scorer
 from tests.helpers import CLASSES, NormNet, Spy, Toy, make_trainer, samples, spied, toy_data
 
@@ -515,9 +518,11 @@ def test_scores_are_those_of_the_trainer(settings):
     data = toy_data([8, 8], val=21)
     data.setup("fit")
     arguments = {"accelerator": "cpu", "devices": 1} | settings
-    slow, fast = Scorer(arguments, fast=False), Scorer(arguments)
+    blueprint = Blueprint(Toy(), CallbackList(), LocalSettings(0, 1, trainer_arguments=arguments))
+    slow, fast = Scorer(blueprint), Scorer(blueprint)
+    slow.fast = False
     for kind in (Toy, NormNet, Scores, LossOnly, Curious):
-        module = slow.convert(kind()).train()
+        module = blueprint.convert(kind()).train()
         for split in ("val", "test", "val"):  # the second time it is no trial
             for client in "01":
                 loader = data.client_dataloader(client, split)

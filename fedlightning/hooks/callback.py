@@ -1,0 +1,203 @@
+"""The contract between the core and every algorithm: :class:`FederatedCallback`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+
+from fedlightning.hooks.words import GradientContext, Job, Owner, Phase, Plan, Setup, Stage, Weighting
+from fedlightning.messages import Message, Update, Wire
+from fedlightning.tensors import State
+from fedlightning.wrappers.features import FeatureTap
+
+if TYPE_CHECKING:
+    from fedlightning.federation.server import Server
+    from fedlightning.visit.client import Client
+
+
+class FederatedCallback(Callback):
+    """Base of every algorithm, checkpoint and diagnostic that takes part in a federation.
+
+    There are two kinds of methods. **Events** run for every callback in list order; where they return a value, they
+    chain. **Roles** are answered by at most one callback; two that claim one role are refused at start, by name. An
+    ordinary Lightning hook on a federated callback runs inside each client's local training, with `self.client` there.
+
+    Nine methods are *the contract*: most algorithms need no others. In the order of a round they are
+    :meth:`plan_round`, :meth:`shared_names`, :meth:`on_broadcast`, :meth:`on_receive`, :meth:`correct_gradient`,
+    :meth:`training_loss`, :meth:`on_send`, :meth:`on_update` and :meth:`server_step`. The others are there when you need
+    them.
+
+    A callback object holds hyper-parameters only, each under the name of its `__init__` argument. What lives from round
+    to round lives in `server.state[key]` and `client.state[key]` as tensors and plain values: the core checkpoints it,
+    moves it between processes and restores it. State tensors are replaced, never edited in place.
+
+    Attributes:
+        weighting: How clients are weighted in the mean: by `"samples"`, `"uniform"`, by the `"log"` of their samples, or
+            by a function of the server and the update. `None` leaves it to the other callbacks (default: samples).
+        saved_as: Key of a class whose name has changed, so that what runs have saved stays readable. Not inherited.
+
+    Example:
+        >>> class Shrink(FederatedCallback):
+        ...     def __init__(self, factor: float = 0.5) -> None:
+        ...         self.factor = factor
+        ...
+        ...     def server_step(self, server, old, reduced):
+        ...         return {name: self.factor * value for name, value in reduced.items()}
+        >>> Shrink().key, Shrink().claims("server_step"), Shrink(0.1).hyperparameters()
+        ('Shrink', True, {'factor': 0.1})
+    """
+
+    weighting: Weighting | None = None
+    saved_as: str | None = None
+    _client: Client | None = None
+
+    @property
+    def key(self) -> str:
+        """Name under which state, extras and error messages of this callback go: :attr:`saved_as`, or the class's name."""
+        kind = type(self)
+        return vars(kind).get("saved_as") or kind.__name__
+
+    @property
+    def client(self) -> Client:
+        """The client being visited; bound by the core for the time of a visit."""
+        if self._client is None:
+            raise RuntimeError(f"{self.key}.client is only there while a client is being visited.")
+        return self._client
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """Return the arguments this callback was made with, read from the attributes of the same names."""
+        names = [name for name in inspect.signature(type(self).__init__).parameters if name not in ("self", "kwargs")]
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    def claims(self, name: str) -> bool:
+        """Return True if this callback has a method of its own called `name`. Override to decline a role by option."""
+        return getattr(type(self), name) is not getattr(FederatedCallback, name)
+
+    # -- the contract: nine methods, in the order of a round -----------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Plan the round as a generator of job lists: `updates = yield jobs`, as often as needed. A role.
+
+        By default every participant is visited once. The updates that come back are light: their model entries have been
+        folded in already. An empty list makes the new models out of what has come so far, for jobs that are to see them.
+        """
+        raise NotImplementedError
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str] | None:
+        """Return exact names or module prefixes that travel, decided anew each round; answers are intersected.
+
+        `None`: no opinion. An empty list: nothing travels.
+        """
+        return None
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Add extras to a message that is about to leave, or swap its state. Must not change `server`."""
+
+    def on_receive(self, client: Client, message: Message) -> None:
+        """Edit what came (`message.state`) before the core loads it over what stayed.
+
+        Also runs for evaluation, on a copy of the client's state.
+        """
+
+    def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient with a gradient-form term. Chains.
+
+        Runs once per optimizer step for every parameter: after unscaling, before clipping.
+        """
+        return gradient
+
+    def training_loss(
+        self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the loss to train on, with a loss-form term. Chains.
+
+        Args:
+            client: The client.
+            module: Its module.
+            batch: The batch of this step.
+            loss: The loss that `training_step` returned. What the module logged stays the task's.
+            features: What the taps of :meth:`feature_taps` caught in this step, with its graph.
+        """
+        return loss
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Add extras to an update that is about to leave, drop or encode entries, store client state."""
+
+    def on_update(self, server: Server, update: Update) -> None:
+        """See an update without error while it is folded in, in client order."""
+
+    def server_step(self, server: Server, old: State, reduced: State) -> State:
+        """Return the new global entries, from the old ones and the reduced ones (same names). A role."""
+        raise NotImplementedError
+
+    # -- when you need it: before and after ----------------------------------------------------------------------------
+    def check(self, setup: Setup) -> None:
+        """Refuse before round 1 what cannot work, with `ValueError` and a sentence."""
+
+    def on_federation_start(self, server: Server) -> None:
+        """Run before the first round of a new federation (not when one is resumed)."""
+
+    def on_federation_end(self, server: Server) -> None:
+        """Run after the last round."""
+
+    def on_round_start(self, server: Server) -> None:
+        """Run before the round is planned."""
+
+    def on_round_end(self, server: Server) -> None:
+        """Run after aggregation and evaluation, before the state is saved."""
+
+    def final_jobs(self, server: Server) -> list[Job]:
+        """Return visits after the last round whose results stay with the clients. A role."""
+        raise NotImplementedError
+
+    # -- when you need it: the model -----------------------------------------------------------------------------------
+    def wrap_module(self, module: LightningModule, owner: Owner) -> LightningModule:
+        """Turn a fresh copy of the module into the one that `owner` trains. Chains; must be deterministic."""
+        return module
+
+    def on_build(self, client: Client, message: Message) -> None:
+        """Give `client.module` the shape of what came (a sub-model), before anything is loaded. Also for evaluation."""
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the model of stage G for `client` (`None`: for all); `None` if the method has none. A role."""
+        raise NotImplementedError
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """Return the model that this client deploys and is evaluated on. A role; default: `client.module`."""
+        raise NotImplementedError
+
+    # -- when you need it: a visit -------------------------------------------------------------------------------------
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare the extras that this callback may send down and up, under its key."""
+        return Wire()
+
+    def on_visit_start(self, client: Client) -> None:
+        """Run when the merged model (stage L1) is loaded and training is about to start."""
+
+    def local_phases(self, client: Client) -> Iterable[Phase]:
+        """Split a visit into several fits, in order. A role.
+
+        A generator may look at what the last phase left before it yields the next.
+        """
+        raise NotImplementedError
+
+    def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
+        """Return the features that :meth:`training_loss` needs, by label: taps on submodules, not attached."""
+        return {}
+
+    def on_client_evaluated(
+        self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
+    ) -> None:
+        """See the scores of the client's model on its own `split` data at `stage`. May write `client.checkpoints`."""
+
+    # -- when you need it: aggregation ---------------------------------------------------------------------------------
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Combine all updates of one model. A role; default: the weighted mean, folded in one by one."""
+        raise NotImplementedError
+
+    def on_reduced(self, server: Server, state: State) -> State:
+        """Change the reduced state before the server step. Chains."""
+        return state

@@ -1,0 +1,95 @@
+"""The federated callbacks of a run: :class:`CallbackList`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fedlightning.hooks.callback import FederatedCallback
+from fedlightning.hooks.words import WEIGHTINGS
+from fedlightning.messages import Update
+
+if TYPE_CHECKING:
+    from fedlightning.federation.server import Server
+
+ROLES = (
+    "plan_round",
+    "final_jobs",
+    "local_phases",
+    "reduce",
+    "server_step",
+    "global_module",
+    "personal_module",
+)
+"""Methods that at most one callback of a run may answer."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class CallbackList:
+    """Runs events on all callbacks, finds the one that answers a role, refuses double claims.
+
+    Attributes:
+        callbacks: The callbacks in the user's order.
+
+    Raises:
+        ValueError: If two callbacks have one key, claim one role, or ask for different weightings.
+    """
+
+    callbacks: list[FederatedCallback] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        keys = [callback.key for callback in self.callbacks]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"{key} is in the list of callbacks {keys.count(key)} times. Keep one of them.")
+        for role in ROLES:
+            claimants = [callback.key for callback in self.callbacks if callback.claims(role)]
+            if len(claimants) > 1:
+                raise ValueError(
+                    f"{' and '.join(claimants)} both claim '{role}', which only one callback can answer. "
+                    "Remove one of them."
+                )
+        wishes = {callback.key: callback.weighting for callback in self.callbacks if callback.weighting is not None}
+        if len(set(wishes.values())) > 1:
+            raise ValueError(
+                f"Callbacks ask for different weightings: {wishes}. A mean has one: set the same `weighting` on them."
+            )
+        for key, wish in wishes.items():
+            if not callable(wish) and wish not in WEIGHTINGS:
+                raise ValueError(
+                    f"{key} has weighting={wish!r}. Known weightings: {sorted(WEIGHTINGS)}, or a function of the server "
+                    "and the update."
+                )
+
+    def __iter__(self) -> Iterator[FederatedCallback]:
+        return iter(self.callbacks)
+
+    def event(self, name: str, *args: Any) -> None:
+        """Run an event on every callback, in list order."""
+        for callback in self.callbacks:
+            getattr(callback, name)(*args)
+
+    def role(self, name: str) -> FederatedCallback | None:
+        """Return the callback that answers role `name`, or `None` for the core's default."""
+        return next((callback for callback in self.callbacks if callback.claims(name)), None)
+
+    def weight(self, server: Server, update: Update) -> float:
+        """Return an update's weight before normalisation, by the weighting that the callbacks agree on."""
+        wishes = (callback.weighting for callback in self.callbacks if callback.weighting is not None)
+        weighting = next(wishes, "samples")
+        return weighting(server, update) if callable(weighting) else WEIGHTINGS[weighting](update.num_samples)
+
+    def correctors(self) -> list[FederatedCallback]:
+        """Return the callbacks that have a gradient-form term."""
+        return [callback for callback in self.callbacks if callback.claims("correct_gradient")]
+
+    def loss_terms(self) -> list[FederatedCallback]:
+        """Return the callbacks that have a loss-form term."""
+        return [callback for callback in self.callbacks if callback.claims("training_loss")]
+
+    def find(self, kind: type[T]) -> T | None:
+        """Return the first callback of a class, or `None`."""
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)

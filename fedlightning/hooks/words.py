@@ -1,0 +1,157 @@
+"""What the methods of a federated callback are given and give back: jobs, phases, contexts, weightings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedlightning.messages import Update
+from fedlightning.tensors import EntryKind, State
+
+if TYPE_CHECKING:
+    from fedlightning.federation.server import Server
+    from fedlightning.hooks.callback import FederatedCallback
+    from fedlightning.visit.client import Client
+
+Owner = str
+"""Whose module is being built: `"server"` or a client's id."""
+Stage = Literal["G", "L1", "L2"]
+"""When a model is evaluated: G after aggregation, L1 after receiving, L2 after local training."""
+POOLED = "pooled"
+"""Id of the virtual client that trains on the union of all clients' data (central baselines)."""
+
+WeightingName = Literal["samples", "uniform", "log"]
+"""Weight of an update by its training samples n: n, 1 or log(1 + n)."""
+Weighting = WeightingName | Callable[["Server", Update], float]
+"""Weight of an update before normalisation over the participants: by name, or a function of the server and the update."""
+WEIGHTINGS: dict[str, Callable[[int], float]] = {
+    "samples": float,
+    "uniform": lambda num_samples: 1.0,
+    "log": lambda num_samples: math.log1p(num_samples),
+}
+"""The weight that each name stands for, as a function of the training samples."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One visit that a plan asks for.
+
+    Attributes:
+        client: The client's id (:data:`POOLED` for the union of the data).
+        model: Which of the server's models goes down.
+        data: `"train"`: the client's own loader; `"pooled"`: the union.
+        work: Local epochs or steps; `None`: the trainer's default; 0: no training.
+        down: Names sent down; `None`: all that the client does not keep to itself.
+        returns: Names to send back; `None`: the shared names.
+        tag: The algorithm's own label, seen in `message.tag` and `update.tag`.
+
+    Example:
+        >>> Job("hospital-1", work=0, tag="probe").returns is None
+        True
+    """
+
+    client: str
+    model: str = "global"
+    data: Literal["train", "pooled"] = "train"
+    work: int | None = None
+    down: tuple[str, ...] | None = None
+    returns: tuple[str, ...] | None = None
+    tag: str = ""
+
+
+Plan = Generator[list[Job], list[Update], None]
+"""A round as a generator: yields lists of jobs, is sent their updates."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One of several fits in a visit.
+
+    Attributes:
+        name: Unique in the visit. It is part of the address of the phase's randomness.
+        train: State names or module prefixes that train in this phase. The rest is frozen, and modules none of whose
+            entries are named stay in eval mode (name the buffers too). `None`: everything trains.
+        start: Parameters to start from; `None`: go on from where the last phase ended.
+        work: Local epochs or steps; `None`: the message's.
+        unit: Unit of `work`; `None`: the trainer's.
+        lr_factor: Factor on the learning rates of this phase's optimizers when they are made.
+        repeats: Name of the phase whose batches and randomness this one sees again; `None`: its own.
+        federated: Corrections and loss terms of callbacks act, and steps are counted, only in federated phases.
+        terms_of: Keys of callbacks whose corrections and loss terms act although the phase is not federated.
+        keep_as: Called with the client when the phase ends, to store its result. The module's parameters are then put
+            back to what they were before the phase.
+    """
+
+    name: str = "fit"
+    train: tuple[str, ...] | None = None
+    start: State | None = None
+    work: int | None = None
+    unit: Literal["epochs", "steps"] | None = None
+    lr_factor: float = 1.0
+    repeats: str | None = None
+    federated: bool = True
+    terms_of: tuple[str, ...] = ()
+    keep_as: Callable[[Client], None] | None = None
+
+
+@dataclass(frozen=True)
+class GradientContext:
+    """What :meth:`FederatedCallback.correct_gradient` may look at: per-client values as tensors.
+
+    Attributes:
+        anchor: The server's model as it was sent (fp32 at least), on the parameter's device; only names that travel.
+        payload: What the callback sent down (`message.extras[key]`).
+        state: The callback's `client.state[key]`.
+        client: The client's id.
+        num_samples: The client's training samples.
+        lr: Learning rate of the parameter's group.
+        phase: Name of the phase (`"fit"` unless the visit has several).
+    """
+
+    anchor: Mapping[str, Tensor]
+    payload: Mapping[str, Any]
+    state: Mapping[str, Any]
+    client: str
+    num_samples: int
+    lr: float
+    phase: str = "fit"
+
+
+@dataclass
+class Setup:
+    """What :meth:`FederatedCallback.check` may look at before round 1.
+
+    Attributes:
+        module: A built copy of the federation's module, wrapped by every callback.
+        template: The user's module as it was given.
+        kinds: Kind of every state entry of `module`.
+        callbacks: All federated callbacks in order.
+        clients: The clients' ids.
+        num_samples: Training samples of each client.
+        max_rounds: Rounds of the federation.
+        local_epochs: Epochs of a visit, or `None` where work is counted in steps.
+        local_steps: Steps of a visit, or `None` where work is counted in epochs.
+        optimizers: The optimizers that the module configures; empty if it needs a running trainer to tell.
+        first_batch: Gives one training batch of the first client that has one.
+        has_pooled: Tells whether the union of the clients' data of a split can be had in one place.
+        warn: Warns the user of something that does not stop the run.
+    """
+
+    module: LightningModule
+    template: LightningModule
+    kinds: Mapping[str, EntryKind]
+    callbacks: Sequence[FederatedCallback]
+    clients: Sequence[str]
+    num_samples: Mapping[str, int]
+    max_rounds: int
+    local_epochs: int | None
+    local_steps: int | None
+    optimizers: Sequence[Any] = ()
+    first_batch: Callable[[], Any] = lambda: None
+    has_pooled: Callable[[str], bool] = lambda split: True
+    warn: Callable[[str], None] = lambda text: None
