@@ -20,7 +20,8 @@ from rich.console import Console
 from fedlightning import FederatedTrainer
 from fedlightning.arguments import REPLACED
 from fedlightning.cli import main
-from fedlightning.commands.run import Commands, find_run
+from fedlightning.commands.folders import find_run
+from fedlightning.commands.run import Commands
 from fedlightning.config.errors import explain, parse_sentence, suggestion
 from fedlightning.config.names import option_names
 from fedlightning.study.table import client_table, important_metrics, print_results, results_table
@@ -268,7 +269,7 @@ def test_partition(capsys: pytest.CaptureFixture[str]) -> None:
 def test_partition_of_data_alone_and_of_many_classes(capsys: pytest.CaptureFixture[str]) -> None:
     import numpy as np
 
-    from fedlightning.commands.run import partition_table
+    from fedlightning.commands.partition import partition_table
     from fedlightning.datamodules import PartitionReport
 
     data = str(Path(QUICKSTART).parent / "data/digits.yaml")

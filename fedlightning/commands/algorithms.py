@@ -1,9 +1,8 @@
-"""`fedlightning algorithms`: the catalogue, for people."""
+"""`fedlightning algorithms`: the catalogue of algorithms on the terminal."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -12,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.catalogue import ALGORITHMS, Algorithm, find, list_algorithms
+from fedlightning.commands.terminal import console
 from fedlightning.config.errors import InputError
 
 _FAMILIES = {
@@ -22,32 +22,39 @@ _FAMILIES = {
 
 
 def algorithms(words: Sequence[str]) -> int:
-    """List the algorithms, or explain those that are named."""
+    """List the algorithms, or explain those that are named, and return the exit code.
+
+    Args:
+        words: Words after `algorithms` on the command line.
+
+    Raises:
+        InputError: If there is no such algorithm.
+    """
     parser = argparse.ArgumentParser(
         prog="fedlightning algorithms",
-        description="List the algorithms, or explain one: what travels, what stays, its options.",
+        description="List the algorithms, or explain one: what is sent, what is kept, and its options.",
         exit_on_error=False,
     )
-    parser.add_argument("name", nargs="*", help="names (any case), or a pattern such as 'fed*' or 'personal' to list")
+    parser.add_argument("name", nargs="*", help="algorithm (any case), or a pattern to list: 'fed*', 'personal'")
     names = parser.parse_args(list(words)).name
-    console = Console() if sys.stdout.isatty() else Console(width=100)
+    screen = console()
     if not names:
-        show_list(console, [row.name for row in ALGORITHMS])
+        show_list(screen, [row.name for row in ALGORITHMS])
     for name in names:
         listed = list_algorithms(name) if "*" in name or name.lower() in _FAMILIES else []
         if listed:
-            show_list(console, listed)
+            show_list(screen, listed)
             continue
         try:
             row = find(name)
         except ValueError as error:
             raise InputError(str(error)) from error
-        show_algorithm(console, row)
+        show_algorithm(screen, row)
     return 0
 
 
 def show_list(console: Console, names: Sequence[str]) -> None:
-    """One line an algorithm, by family."""
+    """Print one line an algorithm, by family."""
     for family, title in _FAMILIES.items():
         rows = [row for row in ALGORITHMS if row.family == family and row.name in names]
         if not rows:
@@ -64,7 +71,7 @@ def show_list(console: Console, names: Sequence[str]) -> None:
 
 
 def show_algorithm(console: Console, row: Algorithm) -> None:
-    """Everything about one algorithm."""
+    """Print everything about one algorithm."""
     console.print(row.name, style="bold")
     console.print(escape(row.sentence), highlight=False)
     console.print()
