@@ -1,4 +1,4 @@
-"""Names that may be written in a configuration: our own classes and the options of the trainer."""
+"""Names in configurations: classes of this package and options of the trainer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ from fedlightning.trainer import FederatedTrainer
 
 @cache
 def class_names() -> dict[str, str]:
-    """Classes that can be named without their package: short name to full path."""
+    """Return the classes that can be named without their package: short name -> full path.
+
+    Example:
+        >>> class_names()["FedProx"]
+        'fedlightning.callbacks.FedProx'
+    """
     found = {}
     for package, kind in (
         (fedlightning.callbacks, Callback),
@@ -36,11 +41,11 @@ def class_names() -> dict[str, str]:
 
 
 def trainer_options() -> list[str]:
-    """The trainer's arguments without those that it always refuses (Lightning's, which have no meaning here)."""
+    """Return the trainer's arguments, without those of Lightning that have no meaning here and are refused."""
     return [name for name in inspect.signature(FederatedTrainer).parameters if name not in REPLACED]
 
 
 def option_names() -> list[str]:
-    """All options of a fit, for suggestions."""
+    """Return all options of `fit`, for suggestions."""
     trainer = [f"--trainer.{name}" for name in trainer_options()]
     return ["--config", "--resume", "--test_after_fit", "--run", "--checkpoint", "--out", "--print_config", *trainer]
