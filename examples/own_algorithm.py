@@ -2,8 +2,8 @@
 
     python examples/own_algorithm.py [--rounds 15] [--alpha 0.1] [--out runs/own_algorithm]
 
-docs/write-an-algorithm.md goes through it line by line. It checks the callback by the conformance suite, then trains it
-and FedAvg on scikit-learn's digits, split over 10 clients by Dirichlet(0.1) label skew.
+docs/write-an-algorithm.md explains it line by line. The script runs the conformance checks on the callback, then trains
+it and FedAvg on scikit-learn's digits, split over 10 clients by Dirichlet(0.1) label skew.
 """
 
 from __future__ import annotations
