@@ -21,7 +21,7 @@ PYTEST = $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all coverage lint format types bench clean distclean
+.PHONY: help install quickstart test test-all coverage lint format types registry bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ format: $(STAMP) ## mend style and formatting where ruff can
 
 types: $(STAMP) ## check types (mypy)
 	$(BIN)/mypy
+
+registry: $(STAMP) ## write the imports of callbacks/ and the README's table of methods from the catalogue
+	$(BIN)/python -m tools.registry
 
 bench: $(STAMP) ## measure speed and memory against a bare PyTorch loop (an idle machine, please)
 	$(BIN)/python -m benchmarks.run $(BENCH_ARGS)

@@ -1,4 +1,9 @@
-"""Algorithms, checkpointing and diagnostics: one file an algorithm."""
+"""Algorithms, checkpointing and diagnostics: one file per algorithm.
+
+Written by `make registry` from the rows in fedlightning/catalogue. Do not edit it.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
@@ -7,7 +12,8 @@ from fedlightning.callbacks.diagnostics.gradient_variance import GradientVarianc
 from fedlightning.callbacks.diagnostics.hessian_trace import HessianTrace
 from fedlightning.callbacks.diagnostics.layer_diagnostics import LayerDiagnostics
 from fedlightning.callbacks.diagnostics.layer_values import LayerValues
-from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity, Sensitivity
+from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity
+from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 from fedlightning.callbacks.ditto import Ditto
 from fedlightning.callbacks.fedala import FedALA
 from fedlightning.callbacks.fedamp import FedAMP, HeurFedAMP
@@ -35,61 +41,72 @@ from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
-from fedlightning.callbacks.pfedla import PFedLA
-from fedlightning.callbacks.pfedme import PFedMe
+from fedlightning.callbacks.pfedla import pFedLA
+from fedlightning.callbacks.pfedme import pFedMe
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
 from fedlightning.callbacks.scaffold import SCAFFOLD
+from fedlightning.compat.renamed import present_class
 
 __all__ = [
-    "PerFCL",
-    "MOON",
-    "HeteroFL",
-    "FedProto",
-    "FedLP",
-    "FedLAMA",
     "APFL",
-    "FENDA",
-    "FLIU",
-    "IFCA",
-    "L2GD",
-    "MAPPER",
-    "SCAFFOLD",
     "Central",
     "Ditto",
-    "FFALoRA",
-    "FedALA",
-    "FedAMP",
     "FedAdagrad",
     "FedAdam",
+    "FedALA",
+    "FedAMP",
     "FedAvg",
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FederationSensitivity",
     "FedFomo",
     "FedIT",
+    "FedLAMA",
+    "FedLP",
     "FedNova",
     "FedPer",
+    "FedProto",
     "FedProx",
     "FedRep",
     "FedSGD",
     "FedYogi",
-    "FederationSensitivity",
+    "FENDA",
+    "FFALoRA",
+    "FLIU",
     "GlobalCheckpoint",
     "GradientVariance",
     "HessianTrace",
+    "HeteroFL",
     "HeurFedAMP",
     "HeurpFedLA",
     "HypCluster",
-    "LGFedAvg",
+    "IFCA",
+    "L2GD",
     "LayerDiagnostics",
     "LayerValues",
+    "LGFedAvg",
     "Local",
     "LocalAdaptation",
     "LocalCheckpoint",
-    "PFedLA",
-    "PFedMe",
+    "MAPPER",
+    "MOON",
+    "PerFCL",
+    "PerFedAvg",
+    "pFedLA",
+    "pFedMe",
     "PLayerFL",
     "PLayerFLRandom",
-    "PerFedAvg",
+    "SCAFFOLD",
     "Sensitivity",
 ]
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is served
+
+    def __getattr__(name: str) -> Any:
+        """Return a class under its name of an earlier version, with a warning."""
+        present = present_class(name)
+        if present in __all__:
+            return globals()[present]
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,4 +1,4 @@
-"""The central baseline."""
+"""The central baseline: one model on pooled data."""
 
 from __future__ import annotations
 
@@ -6,16 +6,27 @@ from fedlightning.algorithm import POOLED, FederatedCallback, Job, Plan, Server,
 
 
 class Central(FederatedCallback):
-    """One model trained on the union of all clients' data; evaluated on each client's own.
+    """One model trained on the union of all clients' data, as if data could move.
 
-    The baseline of the FENDA-FL paper: what could be had if data could move. Optimizers go on from round to round, so
-    that R rounds of E epochs are one ordinary training of R*E epochs on the pooled training set.
+    The central baseline of the FENDA-FL paper (Tavakoli et al., 2024). The model is evaluated on each client's own
+    data. Optimizers go on from round to round, so R rounds of E epochs are one ordinary training of R*E epochs on the
+    pooled training set.
+
+    Example:
+        >>> from fedlightning.callbacks import Central
+        >>> [job] = next(Central().plan_round(server=None))
+        >>> job.client, job.data
+        ('pooled', 'pooled')
     """
 
     optimizer_state = "keep"
 
     def check(self, setup: Setup) -> None:
-        """Refuse company: there are no clients to federate."""
+        """Refuse algorithms that act on clients: there are none.
+
+        Raises:
+            ValueError: If another callback decides what is shared or deploys a model per client.
+        """
         roles = ("shared_names", "personal_module")
         others = [callback.key for callback in setup.callbacks if any(map(callback.claims, roles))]
         if others:
@@ -24,5 +35,5 @@ class Central(FederatedCallback):
             )
 
     def plan_round(self, server: Server) -> Plan:
-        """One visit to the virtual client that holds everything."""
+        """Plan one visit to the virtual client that holds all data."""
         yield [Job(POOLED, data="pooled")]

@@ -1,4 +1,4 @@
-"""Model selection on validation data: each client's own best, and the federation's best."""
+"""Model selection on validation data: the best model of each client and of the federation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ from fedlightning.algorithm import Client, FederatedCallback, Server, Stage, clo
 
 
 class LocalCheckpoint(FederatedCallback):
-    """Each client keeps the model that is best on its own validation split ("best_local").
+    """Selection of each client's best model on its own validation split ("best_local").
 
-    FENDA-FL paper (Tavakoli et al. 2024): the only selection that fits personalised methods.
+    FENDA-FL paper (Tavakoli et al., 2024): the only selection that fits personalised methods.
 
     Args:
-        monitor: a metric that the module logs in validation.
-        mode: ``"min"`` or ``"max"``. Ties keep the earlier model.
-        stage: ``"L1"``: what the client holds after aggregation (the paper); ``"L2"``: after local training, before
-            aggregation (the PLayer-FL code).
+        monitor: Metric that the module logs in validation. Default ``"val_loss"``.
+        mode: ``"min"`` (default) or ``"max"``. A tie keeps the earlier model.
+        stage: ``"L1"`` (the paper, default): the model that the client holds after aggregation. ``"L2"`` (the PLayer-FL
+            code): the model after local training, before aggregation.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import LocalCheckpoint
+        >>> client, checkpoint = SimpleNamespace(round=0, checkpoints={}), LocalCheckpoint()
+        >>> for loss in (0.7, 0.4, 0.5):
+        ...     checkpoint.on_client_evaluated(client, "L1", "val", {"val_loss": loss}, nn.Linear(1, 1))
+        >>> client.checkpoints["LocalCheckpoint"]["score"]
+        0.4
     """
 
     def __init__(
@@ -33,32 +43,33 @@ class LocalCheckpoint(FederatedCallback):
     def on_client_evaluated(
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
     ) -> None:
-        """Keep the model if it is the client's best so far."""
+        """Keep the model if it is the client's best so far.
+
+        Raises:
+            ValueError: If validation does not give the monitored metric.
+        """
         if stage != self.stage or split != "val":
             return
-        score = _monitored(self, metrics)
-        best = client.checkpoints.get(self.key)
-        if _better(score, None if best is None else best["score"], self.mode):
-            client.checkpoints[self.key] = {
-                "name": "best_local",
-                "stage": stage,
-                "round": client.round + 1,
-                "score": score,
-                "model": clone(module_state(module), "cpu"),
-            }
+        _keep_best(self, client, monitored(self, metrics), module, name="best_local", stage=stage)
 
 
 class GlobalCheckpoint(FederatedCallback):
-    """The federation keeps the global model whose aggregated validation loss is best ("best_global").
+    """Selection of the global model whose mean validation score over the clients is best ("best_global").
 
-    FENDA-FL paper: the clients' validation losses are averaged with their training samples as weights.
+    FENDA-FL paper (Tavakoli et al., 2024): the clients' validation losses are averaged with their training samples as
+    weights. Clients whose score is not finite are left out of the mean.
 
     Args:
-        monitor: a metric that the module logs in validation.
-        mode: ``"min"`` or ``"max"``. Ties keep the earlier model.
-        stage: ``"G"``: losses of the aggregated model (the paper); ``"L2"``: losses of the clients' trained models,
-            before aggregation, decide about the model they are aggregated to.
-        mean: weights of the mean: ``"train"`` samples, ``"val"`` samples or ``"uniform"``.
+        monitor: Metric that the module logs in validation. Default ``"val_loss"``.
+        mode: ``"min"`` (default) or ``"max"``. A tie keeps the earlier model.
+        stage: ``"G"`` (the paper, default): scores of the aggregated model. ``"L2"``: scores of the clients' trained
+            models, before aggregation, decide about the model they are aggregated to.
+        mean: Weights of the mean: ``"train"`` samples (the paper, default), ``"val"`` samples or ``"uniform"``.
+
+    Example:
+        >>> from fedlightning.callbacks import GlobalCheckpoint
+        >>> GlobalCheckpoint(monitor="val_accuracy", mode="max").hyperparameters()
+        {'monitor': 'val_accuracy', 'mode': 'max', 'stage': 'G', 'mean': 'train'}
     """
 
     def __init__(
@@ -74,10 +85,15 @@ class GlobalCheckpoint(FederatedCallback):
         self.mean = mean
 
     def on_federation_start(self, server: Server) -> None:
-        """Refuse methods without a global model."""
+        """Refuse methods without a global model.
+
+        Raises:
+            ValueError: If the method has no global model.
+        """
         self._module(server)
 
     def _module(self, server: Server) -> LightningModule:
+        """Return the global model, or raise `ValueError` if the method has none."""
         module = server.global_module(None)
         if module is None:
             raise ValueError(
@@ -90,16 +106,16 @@ class GlobalCheckpoint(FederatedCallback):
         """Keep the global model if it is the best so far.
 
         Raises:
-            ValueError: if the method has no global model.
+            ValueError: If the method has no global model, or validation does not give the monitored metric.
         """
         if not any(split == "val" for _, _, split, _ in server.scores):
             return
         module = self._module(server)
         found = server.score(self.monitor, stage=self.stage)
         if not found:
-            wanted = (self.stage, "local", "val")
-            known = {metric: 0.0 for stage, data, split, metric in server.scores if (stage, data, split) == wanted}
-            _monitored(self, known)
+            scored = (self.stage, "local", "val")
+            known = {metric: 0.0 for stage, data, split, metric in server.scores if (stage, data, split) == scored}
+            monitored(self, known)
         weights = {
             client: {"train": server.num_samples.get(client, 0), "val": size, "uniform": 1}[self.mean]
             for client, (_, size) in found.items()
@@ -108,18 +124,15 @@ class GlobalCheckpoint(FederatedCallback):
         if not defined:
             return
         score = sum(weights[c] * value for c, value in defined.items()) / sum(weights[c] for c in defined)
-        best = server.checkpoints.get(self.key)
-        if _better(score, None if best is None else best["score"], self.mode):
-            server.checkpoints[self.key] = {
-                "name": "best_global",
-                "stage": "G",
-                "round": server.round + 1,
-                "score": score,
-                "model": clone(module_state(module), "cpu"),
-            }
+        _keep_best(self, server, score, module, name="best_global", stage="G")
 
 
-def _monitored(callback: Any, metrics: Mapping[str, float]) -> float:
+def monitored(callback: Any, metrics: Mapping[str, float]) -> float:
+    """Return the metric that ``callback.monitor`` names.
+
+    Raises:
+        ValueError: If it is not among ``metrics``.
+    """
     if callback.monitor not in metrics:
         raise ValueError(
             f"{callback.key} monitors '{callback.monitor}', but validation gives {sorted(metrics) or 'no metric'}. "
@@ -128,7 +141,21 @@ def _monitored(callback: Any, metrics: Mapping[str, float]) -> float:
     return float(metrics[callback.monitor])
 
 
-def _better(score: float, best: float | None, mode: str) -> bool:
+def is_better(score: float, best: float | None, mode: str) -> bool:
+    """Return True if ``score`` is finite and better than ``best``; ``None`` is worse than any.
+
+    Example:
+        >>> is_better(0.4, best=0.5, mode="min"), is_better(0.5, 0.5, "min"), is_better(float("nan"), None, "min")
+        (True, False, False)
+    """
     if not math.isfinite(score):
         return False
     return best is None or (score < best if mode == "min" else score > best)
+
+
+def _keep_best(callback: Any, owner: Client | Server, score: float, module: LightningModule, **values: Any) -> None:
+    """Store ``module`` among the owner's checkpoints if ``score`` is the best so far."""
+    best = owner.checkpoints.get(callback.key)
+    if is_better(score, None if best is None else best["score"], callback.mode):
+        model = clone(module_state(module), "cpu")
+        owner.checkpoints[callback.key] = {**values, "round": owner.round + 1, "score": score, "model": model}

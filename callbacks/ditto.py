@@ -8,28 +8,50 @@ from torch import Tensor
 
 from fedlightning.algorithm import Client, GradientContext, Phase, Setup, WeightingName, clone, module_state
 from fedlightning.callbacks.own_models import KeepsModel
+from fedlightning.callbacks.shared.steps import largest_lr
 
 
 class Ditto(KeepsModel):
-    r"""A personal model beside the global one, held near it.
+    """A personal model beside the global one, held near it by a proximal term.
 
     Li, Hu, Beirami, Smith, "Ditto: fair and robust federated learning through personalization", ICML 2021.
 
-    Down: ``w^t``. Up: ``w_i`` (never ``v_i``). State: ``v_i`` at each client, with its own running statistics, from
-    ``w^0``; with ``optimizer_state="keep"`` also its optimizer. In a visit
+    In a visit the client trains two models:
 
-    * ``w_i`` from ``w^t`` by local training, exactly as without Ditto: the server's trajectory is FedAvg's, or that of
-      whatever other method trains ``w``, for every ``lam``;
+    * ``w_i`` from ``w^t`` by local training, exactly as without Ditto. For every ``lam`` the server's trajectory is
+      FedAvg's, or that of whatever other method trains ``w``.
     * ``v_i <- v_i - eta (grad f_i(v_i) + lam (v_i - w^t))``, on the same batches again (as in the authors' code), by an
       optimizer of its own. The anchor is ``w^t`` as it was received, on trainable parameters that travel.
 
-    Deployed: ``v_i``; the global model is ``w``. An absent client's ``v_i`` rests; before its first visit a client
-    deploys ``w``. A ``v_i`` that diverges is not kept and does not disturb ``w_i``. SGD needs ``eta lam < 2``.
+    What travels and what is kept:
+
+    * Down: ``w^t``. Up: ``w_i``, never ``v_i``.
+    * State: ``v_i`` at each client, from ``w^0``, with its own running statistics; with ``optimizer_state="keep"`` also
+      its optimizer.
+    * Deployed: ``v_i``, or ``w`` before a client's first visit. The global model is ``w``.
+
+    An absent client's ``v_i`` stays as it is. A ``v_i`` that diverges is not kept and does not disturb ``w_i``. SGD
+    needs ``eta lam < 2``.
 
     Args:
-        lam: strength (authors: 1, grid 0.1, 1, 2; PLayer-FL comparison: 0.1). 0: training alone.
-        work: local epochs or steps of ``v_i`` (what the trainer counts); ``None``: as many as of ``w_i`` (authors).
-        weighting: of the ``w_i``: ``"samples"`` or ``"uniform"`` (authors, who then sample clients by size).
+        lam: Strength of the pull. Default 1 (authors, who tune it in {0.1, 1, 2}; PLayer-FL comparison: 0.1). 0 is
+            training alone.
+        work: Local epochs or steps of ``v_i``, whichever the trainer counts. ``None`` (default, authors): as many as of
+            ``w_i``.
+        weighting: How the ``w_i`` are weighted: ``"samples"`` (default) or ``"uniform"`` (authors, who then sample
+            clients by size).
+
+    Raises:
+        ValueError: If ``lam`` is negative or infinite, or ``work`` is negative.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import GradientContext
+        >>> from fedlightning.callbacks import Ditto
+        >>> w = {"w": torch.zeros(1)}
+        >>> ctx = GradientContext(w, {}, {}, client="0", num_samples=8, lr=0.1, phase="personal")
+        >>> Ditto(lam=0.5).correct_gradient(ctx, "w", torch.tensor([4.0]), torch.tensor([1.0]))
+        tensor([3.])
     """
 
     def __init__(self, lam: float = 1.0, work: int | None = None, weighting: WeightingName | None = None) -> None:
@@ -42,9 +64,9 @@ class Ditto(KeepsModel):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Warn where the pull overshoots."""
+        """Warn of a pull that overshoots."""
         for optimizer in setup.optimizers:
-            step = self.lam * max(float(group["lr"]) for group in optimizer.param_groups)
+            step = self.lam * largest_lr(optimizer)
             if type(optimizer).__name__ == "SGD" and step >= 2.0:
                 setup.warn(
                     f"Ditto(lam={self.lam}) pulls by lr * lam = {step:.3g} of the distance in each step, and 2 or more "
@@ -52,7 +74,7 @@ class Ditto(KeepsModel):
                 )
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
-        """``w_i`` as ever, then ``v_i``."""
+        """Train ``w_i`` as without Ditto, then ``v_i`` on the same batches."""
         yield Phase()
         v = self.kept(client) or clone(module_state(client.initial_module()), "cpu")
         client.state[self.key] = {"model": v}
@@ -63,7 +85,7 @@ class Ditto(KeepsModel):
             )
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """``g + lam (v - w^t)`` for ``v``; ``g`` for ``w``."""
+        """Return ``g + lam (v - w^t)`` while ``v`` trains, and ``g`` while ``w`` does."""
         if ctx.phase != "personal" or name not in ctx.anchor or self.lam == 0.0:
             return gradient
         return gradient + self.lam * (parameter - ctx.anchor[name])

@@ -28,30 +28,46 @@ from fedlightning.algorithm import (
 
 
 class FedALA(FederatedCallback):
-    r"""Adaptive local aggregation: clients learn, element by element, how much of the global head they take.
+    """Adaptive local aggregation: clients learn, element by element, how much of the global head they take.
 
     Zhang, Hua, Wang, Song, Xue, Ma, Guan, "FedALA: adaptive local aggregation for personalized federated learning",
     AAAI 2023.
 
-    Down: ``Th``. Up: ``w_i``; the server averages as in FedAvg. State at each client: ``th`` (the top layers as it
-    trained them last) and ``W`` in [0, 1], of their shape. Before training (stage L1), lower layers are ``Th``'s; for
-    the top p layers
+    Before training (stage L1) the lower layers are those of the global model ``Th``. The top p layers ``th`` are merged
+    (:func:`merge`) with learned weights ``W`` in [0, 1]:
 
     * ``th^ = th + (Th - th) * W``;
     * on batches of a random part of the local data: ``W <- clip(W - eta_W grad_th^ L * (Th - th), 0, 1)``.
 
     The first time ``W`` is learned until the losses of the last 10 passes have a standard deviation below 0.1, later in
-    one pass. A client that has not trained yet, or whose top layers equal ``Th``'s in every element, takes ``Th`` as it
-    is. Absent clients keep ``th`` and ``W``. Looking at a client (evaluation) learns ``W`` on a copy. Gradients are
-    taken in eval mode: no dropout, running statistics of ``Th``. Buffers are ``Th``'s.
+    one pass. Gradients are taken in eval mode, without dropout and at the running statistics of ``Th``.
+
+    * Down: ``Th``. Up: ``w_i``, which the server averages as in FedAvg.
+    * State at each client: ``th``, the top layers as it trained them last, and ``W`` of their shape. Absent clients
+      keep both.
+    * Deployed: the merged model. The global model is ``Th``.
+
+    A client takes ``Th`` as it is if it has not trained yet or its top layers equal ``Th``'s in every element. Buffers
+    are ``Th``'s. Evaluation learns ``W`` on a copy.
 
     Args:
-        num_layers: p, the top layers that are merged (paper: 1), norms belonging to the layer before them.
-        fraction: share of the local batches in one pass (paper: s = 80 %), drawn anew for every pass.
-        weight_lr: ``eta_W`` (paper: 1.0). 0 is FedAvg.
-        start: where ``W`` begins (paper: 1). With ``weight_lr=0`` and 0, clients keep their top layers.
-        max_passes: limit of the first time (ours; the authors have none).
-        weighting: ``"samples"`` (paper) or ``"uniform"``.
+        num_layers: p, the top layers that are merged. Default 1 (paper). Norms belong to the layer before them.
+        fraction: Share of the local batches in one pass, drawn anew for every pass. Default 0.8 (paper: s = 80 %).
+        weight_lr: ``eta_W``. Default 1.0 (paper). 0 is FedAvg.
+        start: Value with which ``W`` begins. Default 1 (paper). With ``weight_lr=0`` and ``start=0`` clients keep their
+            top layers.
+        max_passes: Limit of the passes in a client's first learning. Default 50 (ours; the authors have none).
+        weighting: ``"samples"`` (paper, default) or ``"uniform"``.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.callbacks.fedala import merge
+        >>> th, sent = {"w": torch.tensor([1.0, 1.0, 1.0])}, {"w": torch.tensor([3.0, 3.0, 3.0])}
+        >>> merge(th, sent, {"w": torch.tensor([0.0, 0.5, 1.0])})["w"]
+        tensor([1., 2., 3.])
     """
 
     def __init__(
@@ -79,7 +95,11 @@ class FedALA(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse more layers than there are, and top layers without a trainable parameter."""
+        """Refuse more layers than there are, and top layers without a trainable parameter.
+
+        Raises:
+            ValueError: If nothing in the top layers can be merged.
+        """
         if not self._merged(setup.module):
             raise ValueError(
                 f"FedALA merges the last {self.num_layers} layer(s) of {type(setup.template).__name__}, "
@@ -87,7 +107,11 @@ class FedALA(FederatedCallback):
             )
 
     def on_federation_start(self, server: Server) -> None:
-        """Refuse top layers that do not travel: there is nothing to merge with."""
+        """Refuse top layers that do not travel: there is nothing to merge with.
+
+        Raises:
+            ValueError: If other callbacks keep the top layers with the clients.
+        """
         if not set(self._merged(server.module)) & set(server.shared_names()):
             raise ValueError(
                 f"FedALA merges the last {self.num_layers} layer(s), but other callbacks keep them with the clients. "
@@ -95,12 +119,12 @@ class FedALA(FederatedCallback):
             )
 
     def _merged(self, module: LightningModule) -> list[str]:
-        """Trainable parameters of the top p layers, each once."""
+        """Return the names of the top layers' trainable parameters, each once."""
         top = set(head_names(module, self.num_layers))
         return [name for name, parameter in module.named_parameters() if name in top and parameter.requires_grad]
 
     def on_receive(self, client: Client, message: Message) -> None:
-        """L1: learn ``W``, merge."""
+        """Learn ``W`` and merge the received top layers with the client's own (stage L1)."""
         kept = client.state.get(self.key)
         if kept is None:
             return
@@ -111,7 +135,7 @@ class FedALA(FederatedCallback):
         learner = _Weights(client, self, message.state, own, kept.get("W"))
         if self.weight_lr > 0:
             learner.learn(self.max_passes if "W" not in kept else 1)
-        message.state = message.state | clone(learner.merged(), "cpu")
+        message.state = message.state | clone(merge(learner.own, learner.sent, learner.weights), "cpu")
         client.state[self.key] = {**kept, "W": clone(learner.weights, "cpu")}
 
     def on_send(self, client: Client, update: Update) -> None:
@@ -119,6 +143,20 @@ class FedALA(FederatedCallback):
         if client.steps:
             th = module_state(client.module, self._merged(client.module))
             client.state[self.key] = {**client.state.get(self.key, {}), "th": clone(th, "cpu")}
+
+
+def merge(own: State, sent: State, weights: State) -> State:
+    """Return ``th + (Th - th) * W`` for every entry: exactly ``Th`` at 1 and exactly ``th`` at 0.
+
+    Args:
+        own: ``th``, the client's own entries.
+        sent: ``Th``, the server's.
+        weights: ``W`` of the same names and shapes, in fp32 at least.
+    """
+    return {
+        name: torch.lerp(th.to(_wide(th)), sent[name].to(_wide(th)), weights[name]).to(th.dtype)
+        for name, th in own.items()
+    }
 
 
 class _Weights:
@@ -135,15 +173,8 @@ class _Weights:
         start = {name: torch.full_like(th, options.start, dtype=_wide(th)) for name, th in self.own.items()}
         self.weights = start | clone(weights or {}, client.device)
 
-    def merged(self) -> State:
-        """``th + (Th - th) * W``: exactly ``Th`` at 1 and exactly ``th`` at 0."""
-        return {
-            name: torch.lerp(th.to(_wide(th)), self.sent[name].to(_wide(th)), self.weights[name]).to(th.dtype)
-            for name, th in self.own.items()
-        }
-
     def learn(self, passes: int) -> None:
-        """Passes over random parts of the data until the loss settles."""
+        """Go over random parts of the data until the loss settles, ``passes`` times at most."""
         losses: list[float] = []
         for _ in range(passes):
             losses.append(statistics.fmean(self.one_pass()))
@@ -151,11 +182,11 @@ class _Weights:
                 return
 
     def one_pass(self) -> Iterator[float]:
-        """``W <- clip(W - eta_W grad * (Th - th), 0, 1)`` for each batch."""
+        """Update ``W <- clip(W - eta_W grad * (Th - th), 0, 1)`` for each batch, and yield the batch's loss."""
         loader = self.client.loader("train")
         assert loader is not None
         for _ in range(max(1, round(self.options.fraction * len(loader)))):
-            load_state(self.module, self.merged())
+            load_state(self.module, merge(self.own, self.sent, self.weights))
             batch = self.client.next_batch(self.options.key, self.module)
             loss, gradients = self.client.batch_gradient(batch, self.module)
             for name, gradient in gradients.items():
@@ -169,4 +200,5 @@ PASSES_COMPARED, SETTLED = 10, 0.1
 
 
 def _wide(value: Tensor) -> torch.dtype:
+    """Return the dtype for arithmetic on ``value``: fp32 at least."""
     return torch.promote_types(value.dtype, torch.float32)

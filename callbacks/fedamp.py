@@ -30,33 +30,54 @@ from fedlightning.callbacks.shared.server_models import ClientModels, combine, p
 
 
 class FedAMP(ClientModels):
-    r"""Attentive message passing: each client is pulled to its own mixture of all models, most to those like its own.
+    """Attentive message passing: each client is pulled to its own mixture of all models, most to those like its own.
 
     Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized cross-silo federated learning on non-IID data", AAAI 2021.
 
-    Objective: ``sum_i f_i(w_i) + lam sum_{i<j} A(||w_i - w_j||^2)`` with ``A(x) = 1 - exp(-x / sigma)``. In round k:
+    Objective: ``sum_i f_i(w_i) + lam sum_{i<j} A(||w_i - w_j||^2)`` with ``A(x) = 1 - exp(-x / sigma)``. In round k
 
-    * server: ``xi_ij = alpha_k A'(||w_i - w_j||^2)`` with ``A'(x) = exp(-x / sigma) / sigma`` for j other than i,
-      ``xi_ii = 1 - sum_j xi_ij``, ``u_i = sum_j xi_ij w_j``;
-    * client: ``w_i = argmin f_i(w) + lam / (2 alpha_k) ||w - u_i||^2``: local training, each gradient plus ``(lam /
-      alpha_k) (w - u_i)``.
+    * the server mixes ``u_i = sum_j xi_ij w_j`` with ``xi_ij = alpha_k A'(||w_i - w_j||^2)`` for j other than i,
+      ``A'(x) = exp(-x / sigma) / sigma`` and ``xi_ii = 1 - sum_j xi_ij`` (:meth:`attention`);
+    * the client solves ``w_i = argmin f_i(w) + lam / (2 alpha_k) ||w - u_i||^2`` by local training, each gradient plus
+      ``(lam / alpha_k) (w - u_i)``.
 
-    Down: ``u_i`` and one number. Up: ``w_i``. State: all ``w_j`` at the server (O(N * model) memory), ``w_i`` at each
-    client, which is the model it deploys, at every stage. An absent client keeps its ``w_i``, and counts with the last
-    one it sent. Distances are over trainable parameters, in float64; float buffers are mixed like parameters, integers
-    are the client's own.
+    What travels and what is kept:
 
-    ``xi_ii`` must not go negative: ``alpha (N - 1) <= sigma`` is checked. With ``sigma`` far below the squared
-    distances of the models nobody hears of anybody (Local with a pull to itself); far above, all models count alike.
+    * Down: ``u_i`` and one number. Up: ``w_i``.
+    * State: all ``w_j`` at the server (O(N * model) memory), ``w_i`` at each client. An absent client keeps its
+      ``w_i``, and counts with the last one it sent.
+    * Deployed: ``w_i``, at every stage. There is no global model.
+
+    Distances are over trainable parameters, in float64. Float buffers are mixed like parameters; integers are the
+    client's own.
+
+    ``xi_ii`` must not be negative: ``alpha (N - 1) <= sigma`` is checked. If ``sigma`` is far below the models' squared
+    distances, each client trains alone, pulled to its own model. If it is far above, all models count alike.
 
     Args:
-        lam: strength of the collaboration (paper: 1).
-        alpha: step size ``alpha_k`` of the first round; ``None``: ``sigma / N``, so that models which coincide are
-            averaged evenly (for 100 clients, the 1e4 of the paper at its ``sigma``).
-        sigma: scale of squared distances (paper: 1e6).
-        alpha_decay: factor on ``alpha`` per round; the paper's analysis wants ``alpha_k`` to fall. Default: none.
-        start: local training starts from ``"cloud"``: ``u_i``; or ``"own"``: ``w_i``, which only the pull then moves to
-            ``u_i`` (with ``lam = 0``: Local).
+        lam: Strength of the collaboration. Default 1 (paper).
+        alpha: Step size ``alpha_k`` of the first round. ``None`` (default) is ``sigma / N``, so that models which
+            coincide are averaged evenly (for 100 clients, the 1e4 of the paper at its ``sigma``).
+        sigma: Scale of squared distances. Default 1e6 (paper).
+        alpha_decay: Factor on ``alpha`` per round, in (0, 1]. Default 1; the paper's analysis needs ``alpha_k`` to
+            fall.
+        start: Where local training starts. ``"cloud"`` (default): from ``u_i``. ``"own"``: from ``w_i``, which only the
+            pull then moves to ``u_i`` (with ``lam = 0``: Local).
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        Client a listens to b, which is near, and hardly to c, which is far.
+
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from fedlightning.callbacks import FedAMP
+        >>> module, kinds = torch.nn.Linear(1, 1, bias=False), {"weight": "trainable"}
+        >>> server = SimpleNamespace(clients=["a", "b", "c"], round=0, module=module, kinds=kinds)
+        >>> models = {client: {"weight": torch.tensor([[w]])} for client, w in (("a", 0.0), ("b", 0.5), ("c", 3.0))}
+        >>> {client: round(xi, 3) for client, xi in FedAMP(sigma=1.0).attention(server, "a", models).items()}
+        {'a': 0.74, 'b': 0.26, 'c': 0.0}
     """
 
     def __init__(
@@ -84,7 +105,11 @@ class FedAMP(ClientModels):
         self.start = start
 
     def check(self, setup: Setup) -> None:
-        """Refuse weights that could be negative."""
+        """Refuse callbacks that work on a global model, and weights that could be negative.
+
+        Raises:
+            ValueError: If a callback changes one global model, or ``alpha (N - 1) > sigma``.
+        """
         super().check(setup)
         others = len(setup.clients) - 1
         if self.alpha is not None and self.alpha * others > self.sigma:
@@ -94,24 +119,30 @@ class FedAMP(ClientModels):
             )
 
     def wire(self, module: nn.Module) -> Wire:
-        """``lam / alpha_k``, with the cloud model in the place of the global one."""
+        """Declare ``lam / alpha_k`` down."""
         return Wire(down={"pull": "scalar"})
 
     # -- server --------------------------------------------------------------------------------------------------------
     def step_size(self, server: Server) -> float:
-        """``alpha_k``."""
+        """Return ``alpha_k`` of the present round."""
         first = self.sigma / len(server.clients) if self.alpha is None else self.alpha
         return first * self.alpha_decay**server.round
 
     def attention(self, server: Server, client: str, models: dict[str, State]) -> dict[str, float]:
-        """Row i of ``xi``, in client order."""
+        """Return row i of ``xi``, in client order.
+
+        Args:
+            server: The server; its round gives ``alpha_k``.
+            client: Client i.
+            models: Each client's model ``w_j``.
+        """
         own = select(models[client], parameter_names(server, models[client]))
         step = self.step_size(server) / self.sigma
         row = {j: step * math.exp(-(distance(w, own) ** 2) / self.sigma) for j, w in models.items() if j != client}
         return {j: 1.0 - sum(row.values()) if j == client else row[j] for j in models}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """``u_i`` in the place of the global model."""
+        """Send ``u_i`` in the place of a global model, and the strength of the pull."""
         message.extras[self.key] = {"pull": self.lam / self.step_size(server)}
         if job.client in server.clients:
             models = {client: select(state, message.state) for client, state in self.models(server).items()}
@@ -120,27 +151,28 @@ class FedAMP(ClientModels):
 
     # -- client --------------------------------------------------------------------------------------------------------
     def _own(self, client: Client) -> State:
+        """Return ``w_i`` as the client keeps it; empty before its first visit."""
         own: State = client.state.get(self.key, {}).get("w", {})
         return own
 
     def on_receive(self, client: Client, message: Message) -> None:
-        """``start="own"``: the anchor is ``u_i``, the start is not."""
+        """Start from ``w_i`` where ``start="own"``. The anchor stays ``u_i``."""
         if self.start == "own":
             message.state = message.state | select(self._own(client), message.state)
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """``g + (lam / alpha_k) (w - u_i)``."""
+        """Return ``g + (lam / alpha_k) (w - u_i)``."""
         if name not in ctx.anchor or self.lam == 0.0:
             return gradient
         return gradient + ctx.payload["pull"] * (parameter - ctx.anchor[name])
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Keep ``w_i``: what a client sends does not stay by itself."""
+        """Keep ``w_i``: the core does not keep what a client sends."""
         if client.steps:
             client.state[self.key] = {"w": clone(module_state(client.module, client.received), "cpu")}
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """``w_i``: the cloud model is where training starts, not what is deployed."""
+        """Return ``w_i``. The mixture ``u_i`` is where training starts, not what is deployed."""
         if stage == "L2" or not self._own(client):
             return client.module
         module = client.copy_module()
@@ -149,17 +181,34 @@ class FedAMP(ClientModels):
 
 
 class HeurFedAMP(FedAMP):
-    """FedAMP with attention by angles, for deep networks, whose distances say little. See :class:`FedAMP`.
+    """FedAMP with attention by angles, for deep networks, whose distances say little.
 
-    ``xi_ij = (1 - xi_ii) softmax_{j != i}(sigma cos(w_i, w_j))`` with a fixed ``xi_ii``; the client's part is FedAMP's.
+    Huang et al., AAAI 2021 (see :class:`FedAMP`). ``xi_ij = (1 - xi_ii) softmax_{j != i}(sigma cos(w_i, w_j))`` with a
+    fixed ``xi_ii``. All else is FedAMP's: the client's part, what travels, what is kept and what is deployed.
 
     Args:
-        lam: strength of the pull.
+        lam: Strength of the pull. Default 1.
         alpha: ``alpha_k`` of the first round, which only scales the pull ``lam / alpha_k`` here. Default 1e4 (paper).
-        sigma: sharpness of the softmax: 0 counts all others alike. Default 10 (ours: the paper tunes it).
-        xi_self: ``xi_ii`` in [0, 1]; ``None``: ``1 / N`` (ours: the paper tunes it). 1 is Local with a pull to itself.
-        alpha_decay: factor on ``alpha`` per round.
-        start: ``"cloud"`` or ``"own"``.
+        sigma: Sharpness of the softmax. Default 10 (ours: the paper tunes it). 0 counts all others alike.
+        xi_self: ``xi_ii`` in [0, 1]. ``None`` (default) is ``1 / N`` (ours: the paper tunes it). 1 is Local with a pull
+            to itself.
+        alpha_decay: Factor on ``alpha`` per round, in (0, 1]. Default 1.
+        start: Where local training starts: ``"cloud"`` (``u_i``, default) or ``"own"`` (``w_i``).
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from fedlightning.callbacks import HeurFedAMP
+        >>> module, kinds = torch.nn.Linear(2, 1, bias=False), {"weight": "trainable"}
+        >>> server = SimpleNamespace(module=module, kinds=kinds)
+        >>> vectors = {"a": [1.0, 0.0], "b": [9.0, 0.0], "c": [0.0, 1.0]}  # b points where a does
+        >>> models = {client: {"weight": torch.tensor([w])} for client, w in vectors.items()}
+        >>> xi = HeurFedAMP(sigma=1.0, xi_self=0.2).attention(server, "a", models)
+        >>> {client: round(weight, 3) for client, weight in xi.items()}
+        {'a': 0.2, 'b': 0.585, 'c': 0.215}
     """
 
     def __init__(
@@ -180,11 +229,15 @@ class HeurFedAMP(FedAMP):
         self.xi_self = xi_self
 
     def check(self, setup: Setup) -> None:
-        """Weights are never negative here."""
+        """Refuse callbacks that work on a global model. Weights are never negative here.
+
+        Raises:
+            ValueError: If a callback changes one global model.
+        """
         ClientModels.check(self, setup)
 
     def attention(self, server: Server, client: str, models: dict[str, State]) -> dict[str, float]:
-        """Row i of ``xi``: softmax of cosines."""
+        """Return row i of ``xi``: a softmax of cosines."""
         others = [j for j in models if j != client]
         if not others:
             return {client: 1.0}
@@ -196,5 +249,5 @@ class HeurFedAMP(FedAMP):
 
 
 def flat(state: State, names: list[str]) -> Tensor:
-    """The entries under ``names`` as one vector in float64."""
+    """Return the entries under ``names`` as one vector ``(numbers,)`` in float64."""
     return torch.cat([state[name].double().flatten() for name in names])

@@ -6,16 +6,30 @@ from fedlightning.algorithm import FederatedCallback, Setup, WeightingName
 
 
 class FedAvg(FederatedCallback):
-    """Federated averaging: the default rule of the core, to be named where a configuration should say so.
+    """Federated averaging: clients train copies of one model, and the server averages them.
 
     McMahan, Moore, Ramage, Hampson, Agüera y Arcas, "Communication-efficient learning of deep networks from
     decentralized data", AISTATS 2017.
 
-    Down: ``w^t``. Up: ``w_i``. Each participant trains E epochs from ``w^t``; the server takes
-    ``w^{t+1} = sum_i p_i w_i`` with ``p_i = n_i / sum_j n_j`` over the participants.
+    * Client: E local epochs of training from ``w^t`` give ``w_i``.
+    * Server: ``w^{t+1} = sum_i p_i w_i`` with ``p_i = n_i / sum_j n_j`` over the participants.
+    * Down: ``w^t``. Up: ``w_i``. State: none.
+    * Deployed: the global model ``w``.
+
+    This is the core's default rule. Name it where a configuration should say so.
 
     Args:
-        weighting: ``"samples"`` (the paper's ``p_i``), ``"uniform"`` or ``"log"``.
+        weighting: ``"samples"`` (the paper's ``p_i``, default), ``"uniform"`` or ``"log"``.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import WEIGHTINGS, WeightedMean
+        >>> from fedlightning.callbacks import FedAvg
+        >>> weight, mean = WEIGHTINGS[FedAvg().weighting], WeightedMean()
+        >>> mean.add({"w": torch.tensor([1.0])}, weight(30))  # a client with 30 samples
+        >>> mean.add({"w": torch.tensor([5.0])}, weight(10))
+        >>> mean.result()["w"]
+        tensor([2.])
     """
 
     def __init__(self, weighting: WeightingName = "samples") -> None:
@@ -25,20 +39,36 @@ class FedAvg(FederatedCallback):
 class FedSGD(FederatedCallback):
     """One gradient step per client and round, on its whole training set.
 
-    McMahan et al., AISTATS 2017. Averaging models after one full-batch step of plain SGD is the same as averaging
-    gradients and stepping on the server: ``w^{t+1} = w^t - eta sum_i p_i grad F_i(w^t)``.
+    McMahan et al., AISTATS 2017 (see :class:`FedAvg`).
 
-    It needs ``local_steps=1`` and batches that hold a client's whole training set.
+    * Client: one full-batch step of plain SGD from ``w^t``.
+    * Server: the mean of the models, which equals one step along the mean gradient:
+      ``w^{t+1} = w^t - eta sum_i p_i grad F_i(w^t)``.
+    * Down: ``w^t``. Up: ``w_i``. State: none.
+    * Deployed: the global model ``w``.
+
+    Set ``local_steps=1`` and a batch size that holds a client's whole training set.
 
     Args:
-        weighting: as in :class:`FedAvg`.
+        weighting: ``"samples"`` (the paper's ``p_i``, default), ``"uniform"`` or ``"log"``.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from fedlightning.callbacks import FedSGD
+        >>> FedSGD().check(SimpleNamespace(local_steps=None, local_epochs=2, num_samples={"0": 64, "1": 80}))
+        Traceback (most recent call last):
+        ValueError: FedSGD takes one step per round, ... Set local_steps=1 and a batch size of at least 80.
     """
 
     def __init__(self, weighting: WeightingName = "samples") -> None:
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse more than one local step, and optimizers with a memory."""
+        """Refuse more than one local step, and warn of optimizers that rescale the gradient.
+
+        Raises:
+            ValueError: If the trainer's ``local_steps`` is not 1.
+        """
         if setup.local_steps != 1:
             raise ValueError(
                 f"FedSGD takes one step per round, but local_steps={setup.local_steps} and local_epochs="

@@ -11,20 +11,39 @@ class FedAvgM(FederatedCallback):
     Hsu, Qi, Brown, "Measuring the effects of non-identical data distribution for federated visual classification",
     2019.
 
-    Down: ``w^t``. Up: ``w_i``. State: the velocity ``vel`` at the server, in float64, from 0. On trainable parameters:
+    On trainable parameters the server takes a heavy-ball step, without dampening:
 
     * ``q = w^t - sum_i p_i w_i``
-    * ``vel <- beta vel + q`` (heavy ball without dampening; MOON's and other code damps ``q`` by ``1 - beta``, which
-      is this rule with ``eta_s (1 - beta)``)
+    * ``vel <- beta vel + q``
     * ``w^{t+1} = w^t - eta_s vel``
 
-    Buffers are averaged. A constant ``q`` is amplified to ``q / (1 - beta)``: where FedAvg's steps are large already,
-    lower ``server_lr``.
+    Buffers are averaged. A constant ``q`` is amplified to ``q / (1 - beta)``: lower ``server_lr`` where FedAvg's steps
+    are large already. MOON's and other code damps ``q`` by ``1 - beta``, which is this rule with ``eta_s (1 - beta)``.
+
+    * Down: ``w^t``. Up: ``w_i``.
+    * State: the velocity ``vel`` at the server, in float64, from 0.
+    * Deployed: the global model ``w``.
 
     Args:
-        beta: ``beta`` in [0, 1); the paper tunes it in {0, 0.7, 0.9, 0.97, 0.99, 0.997}. Default 0.9.
-        server_lr: ``eta_s`` (paper: 1).
-        weighting: ``"samples"`` (paper) or ``"uniform"``.
+        beta: Momentum ``beta`` in [0, 1). Default 0.9; the paper tunes it in {0, 0.7, 0.9, 0.97, 0.99, 0.997}.
+        server_lr: Server learning rate ``eta_s``. Default 1 (paper).
+        weighting: ``"samples"`` (paper, default) or ``"uniform"``.
+
+    Raises:
+        ValueError: If ``beta`` is outside [0, 1) or ``server_lr`` is not positive.
+
+    Example:
+        The clients' mean is 1 ahead of the server twice; the second step is longer by ``beta``.
+
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from fedlightning.callbacks import FedAvgM
+        >>> server, w = SimpleNamespace(state={}, trainable=["w"]), torch.zeros(1)
+        >>> for _ in range(2):
+        ...     w = FedAvgM(beta=0.9).server_step(server, {"w": w}, {"w": w + 1})["w"]
+        ...     print(w)
+        tensor([1.])
+        tensor([2.9000])
     """
 
     def __init__(self, beta: float = 0.9, server_lr: float = 1.0, weighting: WeightingName | None = None) -> None:
@@ -37,11 +56,11 @@ class FedAvgM(FederatedCallback):
         self.weighting = weighting
 
     def claims(self, role: str) -> bool:
-        """``beta = 0, eta_s = 1`` is FedAvg: there is no server step then."""
+        """Decline the server step where ``beta = 0, eta_s = 1``, which is FedAvg."""
         return super().claims(role) and not (role == "server_step" and self.beta == 0.0 and self.server_lr == 1.0)
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
-        """One heavy-ball step on trainable parameters; every other entry is what the clients' mean says."""
+        """Take a heavy-ball step on trainable parameters; every other entry is the clients' mean."""
         vel, new = dict(server.state.get(self.key, {}).get("vel", {})), dict(reduced)
         trainable = set(server.trainable)
         for name in reduced:

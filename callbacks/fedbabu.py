@@ -13,28 +13,41 @@ from fedlightning.callbacks.partial import other_names, part_names, refuse_no_bo
 
 
 class FedBABU(AdaptsAtEnd):
-    """Body aggregation and body update: only the body is trained, under a fixed random head; fine-tuning comes last.
+    """Body aggregation and body update: only the body trains, under a fixed random head; fine-tuning comes last.
 
     Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification", ICLR 2022.
 
-    Up and down: the body ``u``. The head stays at the initial ``v^0``, the same on every client, for the whole
-    federation: it gets no gradient, so neither momentum nor weight decay moves it. Server: ``u = mean_i(u_i)``. State:
-    none until the end. After the last round each client fine-tunes a copy of ``(u, v^0)``, where there is a
-    GlobalCheckpoint the one it selected, and deploys it; the global model is ``(u, v^0)``.
+    * Client: local training of the body ``u``. The head stays at the initial ``v^0``, the same on every client, for the
+      whole federation: it gets no gradient, so neither momentum nor weight decay moves it.
+    * Server: ``u = mean_i(u_i)``.
+    * After the last round each client fine-tunes a copy of ``(u, v^0)``; where there is a :class:`GlobalCheckpoint`, of
+      the model that it selected.
+    * Down: ``u``. Up: ``u_i``. State: none until the end, then the fine-tuned copy.
+    * Deployed: the fine-tuned copy. The global model is ``(u, v^0)``.
 
     Args:
-        head: names or module prefixes of the head; or
-        num_layers: the last K layers are the head; used when ``head`` is ``None``.
-        epochs: epochs of fine-tuning after the last round (authors: 5); 0: the global model is deployed.
-        part: what is fine-tuned: ``"all"`` (authors), ``"head"`` or ``"body"``.
-        lr_factor: factor on the module's learning rate in fine-tuning (authors: 1e-3 after training that began at 0.1).
-            Features that grew under a fixed head make the head's gradients large: with 1 fine-tuning can diverge.
-        weighting: ``"uniform"`` (authors) or ``"samples"``.
+        head: Name or names of the head's entries or modules. ``None`` (default): the last ``num_layers`` layers.
+        num_layers: Number of layers in the head, used where ``head`` is ``None``. Default 1.
+        epochs: Epochs of fine-tuning after the last round. Default 5 (authors). 0: the global model is deployed.
+        part: What is fine-tuned: ``"all"`` (authors, default), ``"head"`` or ``"body"``.
+        lr_factor: Factor on the module's learning rate in fine-tuning. Default 0.01 (authors: 1e-3 after training that
+            began at 0.1). Features that grew under a fixed head make the head's gradients large, so fine-tuning can
+            diverge with 1.
+        weighting: ``"uniform"`` (authors, default) or ``"samples"``.
+
+    Raises:
+        ValueError: If ``epochs`` is negative, ``lr_factor`` is not positive or ``part`` is unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import FedBABU
+        >>> FedBABU().shared_names(None, nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1)))
+        ['0.weight', '0.bias']
     """
 
     def __init__(
         self,
-        head: list[str] | None = None,
+        head: str | list[str] | None = None,
         num_layers: int = 1,
         epochs: int = 5,
         part: Part = "all",
@@ -45,12 +58,16 @@ class FedBABU(AdaptsAtEnd):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse names that are not there, and a head that is everything."""
+        """Refuse names that are not there, and a head that is the whole model.
+
+        Raises:
+            ValueError: If a name matches nothing, nothing is left to share, or nothing can be fine-tuned.
+        """
         refuse_no_body(self, setup, part_names(setup.module, self.head, self.num_layers))
         super().check(setup)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """The body."""
+        """Return the names of the body."""
         return other_names(module, part_names(module, self.head, self.num_layers))
 
     def federated_phases(self, client: Client) -> Iterable[Phase]:
@@ -59,6 +76,6 @@ class FedBABU(AdaptsAtEnd):
         yield Phase(train=tuple(other_names(client.module, head)))
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
-        """``(u, v^0)``; none where other methods keep parts of the body at home."""
+        """Return ``(u, v^0)``, or ``None`` where other methods keep parts of the body with the clients."""
         travels = set(server.shared_names(without=self))
         return server.module_with(server.model) if travels >= set(server.kinds) else None

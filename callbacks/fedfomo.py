@@ -29,31 +29,47 @@ ITSELF = "itself"
 
 
 class FedFomo(ClientModels):
-    r"""First-order model optimisation: a client downloads others' models and moves towards those that help it.
+    """First-order model optimisation: a client downloads others' models and moves towards those that help it.
 
     Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized federated learning with first order model optimization", ICLR
     2021.
 
-    Client i, with its own ``th_i`` and up to M models ``th_n`` of others:
+    Client i has its own ``th_i`` and gets up to M models ``th_n`` of others:
 
-    * ``s_n = (L_i(th_i) - L_i(th_n)) / ||th_n - th_i||`` on its validation data (0 where the two are the same);
-    * ``w_n = max(s_n, 0)``, divided by their sum; all zero: it keeps ``th_i``;
+    * ``s_n = (L_i(th_i) - L_i(th_n)) / ||th_n - th_i||`` on its validation data, 0 where the two are the same
+      (:func:`score`);
+    * ``w_n = max(s_n, 0) / sum_m max(s_m, 0)``; if all are zero it keeps ``th_i`` (:func:`first_order_weights`);
     * ``th_i <- th_i + sum_n w_n (th_n - th_i)`` (stage L1), then local training (stage L2).
 
-    Server: a preference matrix ``P[i, n] += s_n`` (from 0) picks the M models that i gets, drawn at random instead with
-    probability ``epsilon``; only models of the last round are eligible. Evaluation downloads without such exploration.
+    The server picks the M models that i gets by a preference matrix ``P[i, n] += s_n`` (from 0), or at random with
+    probability ``epsilon``. Only models of the last round are eligible. Evaluation downloads without such exploration.
 
-    Down: M models (as extras: there is no model for all). Up: ``th_i`` and the M scores. State: ``P`` and the last
-    round's models at the server (O(m * model) memory), ``th_i`` at the client, which stays as it is while absent.
-    Distances are L2 over trainable parameters, in float64; float buffers (BatchNorm) are moved with the same weights,
+    * Down: M models, as extras: there is no model for all. Up: ``th_i`` and the M scores.
+    * State: ``P`` and the last round's models at the server (O(m * model) memory for m participants), ``th_i`` at the
+      client, which stays as it is while absent.
+    * Deployed: ``th_i``. There is no global model.
+
+    Distances are L2 over trainable parameters, in float64. Float buffers (BatchNorm) are moved with the same weights;
     integers are the client's own. A client without validation samples scores on its training samples.
 
     Args:
-        num_models: M (paper: 5 or 10). 0 is Local.
-        epsilon, epsilon_decay: share of random choices in round 1, and what it loses per round (authors: 0.3, 0.05).
-        baseline: what ``th_i`` is. ``"own"``: the model as it was trained last. ``"start"`` (authors' code): the model
-            that this training started from; the trained one is then a candidate like the others, at no download, and
-            dropped if it does not help on validation data.
+        num_models: M. Default 5 (paper: 5 or 10). 0 is Local.
+        epsilon: Share of random choices in round 1. Default 0.3 (authors).
+        epsilon_decay: Decrease of that share per round. Default 0.05 (authors).
+        baseline: Which model ``th_i`` is. ``"own"`` (default): the model as it was trained last. ``"start"`` (authors'
+            code): the model that this training started from; the trained one is then a candidate like the others, at no
+            download, and dropped if it does not help on validation data.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        Two of three models lower the client's loss of 1.0, and the nearer one more per unit of distance.
+
+        >>> from fedlightning.callbacks.fedfomo import first_order_weights, score
+        >>> scores = [score(1.0, loss, distance) for loss, distance in ((0.5, 1.0), (0.5, 3.0), (2.0, 1.0))]
+        >>> [round(weight, 3) for weight in first_order_weights(scores)]
+        [0.75, 0.25, 0.0]
     """
 
     def __init__(
@@ -78,7 +94,11 @@ class FedFomo(ClientModels):
         self.baseline = baseline
 
     def check(self, setup: Setup) -> None:
-        """Refuse server steps; say that terms with a common anchor have none."""
+        """Refuse callbacks that work on a global model; warn of terms that lose their anchor.
+
+        Raises:
+            ValueError: If a callback changes one global model.
+        """
         super().check(setup)
         anchored = [other.key for other in setup.callbacks if other.claims("correct_gradient")]
         if anchored:
@@ -88,18 +108,24 @@ class FedFomo(ClientModels):
             )
 
     def wire(self, module: nn.Module) -> Wire:
-        """M models down, by their client's place in the order of clients; up these places and their scores."""
+        """Declare M models down, by their client's place in the order of clients; these places and their scores up."""
         return Wire(down={"models": "states"}, up={"candidates": (-1,), "scores": (-1,)})
 
     # -- server --------------------------------------------------------------------------------------------------------
     def preferences(self, server: Server) -> Tensor:
-        """``P``, clients in order."""
+        """Return ``P``, shape ``(num_clients, num_clients)``, clients in order."""
         count = len(server.clients)
         stored: Tensor | None = server.state.get(self.key, {}).get("P")
         return torch.zeros(count, count, dtype=torch.float64) if stored is None else stored
 
     def candidates(self, server: Server, client: str, explore: bool) -> list[str]:
-        """The clients whose models ``client`` gets: its top M among the last round's, or M at random."""
+        """Return the clients whose models ``client`` gets: its top M of the last round's, or M at random.
+
+        Args:
+            server: The server.
+            client: The client that downloads.
+            explore: Allow a random choice.
+        """
         eligible = [c for c in server.clients if c in server.state.get(self.key, {}).get("models", {}) and c != client]
         draw = server.rng(f"{self.key} {client}")
         epsilon = max(self.epsilon - self.epsilon_decay * server.round, 0.0)
@@ -111,7 +137,7 @@ class FedFomo(ClientModels):
         return shuffled[: self.num_models]
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """M models of others in the place of a global one."""
+        """Send M models of others in the place of a global one."""
         if job.client not in server.clients:
             return
         chosen = self.candidates(server, job.client, explore=job.work != 0)
@@ -120,19 +146,9 @@ class FedFomo(ClientModels):
         message.extras[self.key] = {"models": down}
         message.state = {}
 
-    def reduce(self, server: Server, updates: list[Update]) -> State:
-        """``P[i, n] += s_n``; this round's models replace the last round's."""
-        preferences = self.preferences(server).clone()
-        for update in updates:
-            extras = update.extras.get(self.key)
-            if extras:
-                preferences[server.clients.index(update.client), extras["candidates"]] += extras["scores"]
-        server.state[self.key] = {"P": preferences, "models": sent_models(updates)}
-        return {}
-
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
-        """L1: ``th_i + sum_n w_n (th_n - th_i)``."""
+        """Set the client's model to ``th_i + sum_n w_n (th_n - th_i)`` (stage L1)."""
         kept = client.state.get(self.key)
         if kept is None:
             return
@@ -145,7 +161,7 @@ class FedFomo(ClientModels):
         client.scratch[self.key] = {place: scores[place] for place in models}
 
     def scores(self, client: Client, own: State, others: Mapping[str, State]) -> dict[str, float]:
-        """``s_n`` of every candidate."""
+        """Return ``s_n`` of every candidate."""
         loader = client.loader("val")
         split = "val" if loader is not None and len(loader) > 0 else "train"
         parameters = [n for n, p in client.module.named_parameters() if p.requires_grad and n in own]
@@ -156,12 +172,12 @@ class FedFomo(ClientModels):
         }
 
     def on_visit_start(self, client: Client) -> None:
-        """``baseline="start"``: note the model that training starts from."""
+        """Note the model that training starts from, for ``baseline="start"``."""
         if self.baseline == "start":
             client.scratch[f"{self.key} start"] = client.model_state()
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Keep ``th_i``: what a client sends does not stay by itself. Send the scores."""
+        """Keep ``th_i``, since the core does not keep what a client sends. Send the scores."""
         if client.steps == 0:
             return
         names = client.message.returns
@@ -175,15 +191,41 @@ class FedFomo(ClientModels):
                 "scores": torch.tensor(list(scores.values()), dtype=torch.float64),
             }
 
+    # -- server, after the visits --------------------------------------------------------------------------------------
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Add ``s_n`` to ``P[i, n]``, and replace the last round's models by this round's."""
+        preferences = self.preferences(server).clone()
+        for update in updates:
+            extras = update.extras.get(self.key)
+            if extras:
+                preferences[server.clients.index(update.client), extras["candidates"]] += extras["scores"]
+        server.state[self.key] = {"P": preferences, "models": sent_models(updates)}
+        return {}
+
 
 def score(own_loss: float, loss: float, length: float) -> float:
-    """``(L_i(th_i) - L_i(th_n)) / ||th_n - th_i||``; 0 for the same model and for losses that are no numbers."""
+    """Return ``(L_i(th_i) - L_i(th_n)) / ||th_n - th_i||``; 0 for the same model and for losses that are no numbers.
+
+    Args:
+        own_loss: ``L_i(th_i)``.
+        loss: ``L_i(th_n)``.
+        length: ``||th_n - th_i||``.
+
+    Example:
+        >>> score(1.0, 0.5, 2.0), score(1.0, float("nan"), 2.0)
+        (0.25, 0.0)
+    """
     gain = (own_loss - loss) / length if length > 0 else 0.0
     return gain if math.isfinite(gain) else 0.0
 
 
 def first_order_weights(scores: Sequence[float]) -> list[float]:
-    """``max(s_n, 0)`` divided by their sum; all 0 if no model helps."""
+    """Return ``max(s_n, 0)`` divided by their sum; all 0 if no model helps.
+
+    Example:
+        >>> first_order_weights([3.0, -1.0, 1.0])
+        [0.75, 0.0, 0.25]
+    """
     positive = [max(score, 0.0) for score in scores]
     total = sum(positive)
     return [value / total if total > 0 else 0.0 for value in positive]

@@ -8,19 +8,36 @@ from fedlightning.algorithm import POOLED, Client, FederatedCallback, Setup, Upd
 
 
 class FedLP(FederatedCallback):
-    r"""Layer-wise pruning of the uplink: a client trains the whole model and sends a random choice of its layers.
+    """Layer-wise pruning of the uplink: a client trains the whole model and sends a random choice of its layers.
 
     Zhu, Shi, Luo, Wang, Peng, Fan, Letaief, "FedLP: layer-wise pruning mechanism for communication-efficient federated
     learning", ICC 2023 (the homogeneous scheme).
 
-    Down: ``w^t``. Up: the layers ``l`` with ``b_il = 1``, where ``b_il ~ Bernoulli(q_i)`` is drawn anew for each
-    client, round and layer. Server, per layer: ``w_l = sum_i b_il p_i w_il / sum_i b_il p_i``; a layer that nobody sent
-    keeps its value. A layer is an operation with its bias and its normalisation, and they share one draw. No state.
+    * Client: local training from ``w^t``. For each layer ``l`` it draws ``b_il ~ Bernoulli(q_i)``, anew in every round.
+    * Server, per layer: ``w_l = sum_i b_il p_i w_il / sum_i b_il p_i``. A layer that nobody sent keeps its value.
+    * Down: ``w^t``. Up: the layers with ``b_il = 1``. State: none.
+    * Deployed: the global model ``w``.
+
+    A layer is an operation with its bias and its normalisation, which share one draw.
 
     Args:
-        q: probability that a layer is sent (paper: 0.1 to 0.7; default 0.7, as in the PLayer-FL comparison), or one for
-            each client by id. 1 is FedAvg.
-        weighting: ``"samples"`` (paper) or ``"uniform"`` (the authors' code).
+        q: Probability that a layer is sent, or one for each client by id. Default 0.7 (the PLayer-FL comparison); the
+            paper uses 0.1 to 0.7. 1 is FedAvg.
+        weighting: ``"samples"`` (paper, default) or ``"uniform"`` (the authors' code).
+
+    Raises:
+        ValueError: If a probability is outside [0, 1].
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from fedlightning.callbacks import FedLP
+        >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> client = SimpleNamespace(id="0", module=module, rng=lambda _: torch.Generator().manual_seed(1))
+        >>> update = SimpleNamespace(state=module.state_dict())
+        >>> FedLP(q=0.5).on_send(client, update)
+        >>> list(update.state)
+        ['1.weight', '1.bias']
     """
 
     def __init__(self, q: float | dict[str, float] = 0.7, weighting: WeightingName | None = None) -> None:
@@ -31,13 +48,17 @@ class FedLP(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse a table of probabilities that leaves a client out."""
+        """Refuse a table of probabilities that leaves a client out.
+
+        Raises:
+            ValueError: If a client has no probability.
+        """
         missing = [client for client in setup.clients if isinstance(self.q, dict) and client not in self.q]
         if missing:
             raise ValueError(f"FedLP got no q for client '{missing[0]}'. Give one number, or one for each client.")
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Keep the layers whose coin says so."""
+        """Send only the layers that were drawn."""
         if not update.state or client.id == POOLED:
             return
         q = self.q[client.id] if isinstance(self.q, dict) else self.q

@@ -26,34 +26,52 @@ from fedlightning.callbacks.fedprox import FedProx
 
 
 class FedNova(FederatedCallback):
-    r"""Normalised averaging: clients may take different numbers of steps without pulling the mean their way.
+    """Normalised averaging: clients that take more steps do not pull the mean their way.
 
     Wang, Liu, Liang, Joshi, Poor, "Tackling the objective inconsistency problem in heterogeneous federated
     optimization", NeurIPS 2020.
 
-    A client's change is a weighted sum of the gradients it saw: ``w_i - w^t = -sum_k a_k g_k``, ``A_i = sum_k a_k``.
+    A client's change is a weighted sum of the gradients it saw: ``w_i - w^t = -sum_k a_k g_k``, with
+    ``A_i = sum_k a_k``.
 
-    * Down: ``w^t`` (and FedProx's ``mu`` where it is in the list). Up: ``w_i`` and ``A_i``, which say ``d_i = (w^t -
-      w_i) / A_i``. State: each client's last ``A_i``.
+    * Client: local training, which says ``d_i = (w^t - w_i) / A_i``.
     * Server, on trainable parameters: ``w^{t+1} = w^t - (sum_i p_i A_i) sum_i p_i d_i``. Buffers are averaged.
+    * Down: ``w^t``, and FedProx's ``mu`` where FedProx is in the list. Up: ``w_i`` and ``A_i``.
+    * State: each client's last ``A_i``.
+    * Deployed: the global model ``w``.
 
-    ``A_i`` is counted along with the steps that really happen: ``c <- rho c + 1 - mu A, A <- A + eta_k c`` (rho:
-    momentum, with torch's dampening and Nesterov; mu: FedProx, whose pull is part of the gradient here and so goes
-    through the momentum). ``A_i`` contains the learning rate, so schedules are weighted rightly; a constant ``eta``
-    cancels. Weight decay counts as part of the gradient. With plain SGD ``A_i = eta tau_i``. Adam has no such ``a``: it
-    is counted like plain SGD, with a warning.
+    ``A_i`` is counted along with the steps that really happen (:func:`count_step`): ``c <- rho c + 1 - mu A``,
+    ``A <- A + eta_k c``. ``rho`` is the momentum, with torch's dampening and Nesterov. ``mu`` is FedProx's: its pull is
+    part of the gradient here, so it goes through the momentum. ``A_i`` contains the learning rate, so schedules are
+    weighted rightly and a constant ``eta`` cancels. Weight decay counts as part of the gradient. With plain SGD
+    ``A_i = eta tau_i``. Adam has no such ``a``: it is counted like plain SGD, with a warning.
 
-    Server momentum (an option in the paper): add ``FedAvgM`` to the list; any server optimizer fits.
+    For server momentum (an option in the paper) add ``FedAvgM`` to the list. Any other server optimizer fits as well.
 
     Args:
-        weighting: ``"samples"`` (the paper's ``p_i``) or ``"uniform"``.
+        weighting: ``"samples"`` (the paper's ``p_i``, default) or ``"uniform"``.
+
+    Example:
+        One client moves by -1 in one step, another by +3 in three. FedAvg's mean moves by 1, FedNova's by 0.
+
+        >>> from fedlightning.callbacks.fednova import count_step
+        >>> a, c = 0.0, None
+        >>> for _ in range(3):
+        ...     a, c = count_step(a, c, {"lr": 1.0})
+        >>> (-1 + 3) / 2, (1 + a) / 2 * (-1 / 1 + 3 / a) / 2
+        (1.0, 0.0)
     """
 
     def __init__(self, weighting: WeightingName | None = None) -> None:
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse what has no one sum of gradients; warn where ``a`` is a guess."""
+        """Refuse updates that are not one sum of gradients; warn where ``a`` is an approximation.
+
+        Raises:
+            ValueError: If the module optimizes manually or has groups of differing momentum, or another callback
+                combines the updates.
+        """
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
             raise ValueError(f"FedNova counts the steps of one optimizer, but {name} optimizes manually. Use FedAvg.")
@@ -72,11 +90,15 @@ class FedNova(FederatedCallback):
                 )
 
     def wire(self, module: nn.Module) -> Wire:
-        """``mu`` down, ``A_i`` up."""
+        """Declare ``mu`` down and ``A_i`` up."""
         return Wire(down={"mu": "scalar"}, up={"a": "scalar"})
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Say how strong the proximal term is."""
+        """Send the strength of FedProx's proximal term.
+
+        Raises:
+            ValueError: If the server has several models.
+        """
         if job.model != GLOBAL:
             raise ValueError("FedNova normalises the changes of one global model, but there are several. Use FedAvg.")
         prox = server.callbacks.find(FedProx)
@@ -85,7 +107,7 @@ class FedNova(FederatedCallback):
 
     # -- client: count A_i -----------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from here on; momentum starts anew with the optimizer."""
+        """Start counting steps. Momentum starts anew with the optimizer."""
         client = self.client
         if client.phase.federated:
             counter = client.scratch.setdefault(self.key, {"a": 0.0})
@@ -93,12 +115,12 @@ class FedNova(FederatedCallback):
             counter["hook"] = trainer.optimizers[0].register_step_post_hook(lambda opt, *_: self._stepped(client, opt))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop counting."""
+        """Stop counting steps."""
         if self.client.phase.federated:
             self.client.scratch[self.key].pop("hook").remove()
 
     def _stepped(self, client: Client, optimizer: Optimizer) -> None:
-        """A step that really happened, if anything that travels took part in it."""
+        """Count a step that really happened, if anything that travels took part in it."""
         travels = {id(parameter) for name, parameter in client.module.named_parameters() if name in client.received}
         for group in optimizer.param_groups:
             if any(id(parameter) in travels and parameter.grad is not None for parameter in group["params"]):
@@ -108,7 +130,7 @@ class FedNova(FederatedCallback):
                 return
 
     def on_send(self, client: Client, update: Update) -> None:
-        """``A_i``; kept, since a plan may collect the update later."""
+        """Send ``A_i``. It is kept too, since a plan may collect the update later."""
         if client.steps:
             client.state[self.key] = {"a": client.scratch[self.key]["a"]}
         if update.state and self.key in client.state:
@@ -116,7 +138,7 @@ class FedNova(FederatedCallback):
 
     # -- server ------------------------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
-        """Add ``p_i d_i`` and ``p_i A_i``, per name, over the clients that sent it."""
+        """Add ``p_i d_i`` and ``p_i A_i`` to the sums of each name, over the clients that sent it."""
         a, weight = float(update.extras.get(self.key, {}).get("a", 0.0)), server.weight(update)
         if a <= 0.0 or weight == 0.0:
             return
@@ -129,7 +151,7 @@ class FedNova(FederatedCallback):
                     sums[label][name] = sums[label].get(name, 0.0) + weight * term  # type: ignore[assignment]
 
     def on_reduced(self, server: Server, state: State) -> State:
-        """``w^t - tau_eff sum_i p_i d_i``."""
+        """Return ``w^t - (sum_i p_i A_i) sum_i p_i d_i`` on trainable parameters."""
         sums = server.state.pop(self.key, {"d": {}})
         normalised = {}
         for name, d in sums["d"].items():
@@ -139,15 +161,20 @@ class FedNova(FederatedCallback):
 
 
 def count_step(a: float, c: float | None, group: Mapping[str, Any], mu: float = 0.0) -> tuple[float, float]:
-    """One optimizer step's share of ``A``: what a client whose raw gradients are all 1 would have moved by now.
+    """Return ``A`` and the momentum buffer after one more optimizer step.
+
+    ``A`` is the distance that a client would have moved by now if all its raw gradients were 1.
 
     Args:
-        a: ``A`` so far; c: the momentum buffer, ``None`` before the first step.
-        group: the optimizer's parameter group (``lr``, and for SGD ``momentum``, ``dampening``, ``nesterov``).
-        mu: proximal strength: the pull ``mu (w - w^t)`` is part of the gradient.
+        a: ``A`` so far.
+        c: Momentum buffer; ``None`` before the first step.
+        group: The optimizer's parameter group: ``lr``, and for SGD ``momentum``, ``dampening`` and ``nesterov``.
+        mu: Proximal strength: the pull ``mu (w - w^t)`` is part of the gradient.
 
-    Returns:
-        ``A`` and the buffer after the step.
+    Example:
+        >>> a, c = count_step(0.0, None, {"lr": 0.5, "momentum": 0.5})
+        >>> count_step(a, c, {"lr": 0.5, "momentum": 0.5})
+        (1.25, 1.5)
     """
     rho = float(group.get("momentum", 0.0))
     gradient = 1.0 - mu * a

@@ -1,4 +1,4 @@
-"""FedOpt: adaptive server optimizers."""
+"""FedOpt: the adaptive server optimizers FedAdam, FedYogi and FedAdagrad."""
 
 from __future__ import annotations
 
@@ -9,27 +9,44 @@ from fedlightning.algorithm import FederatedCallback, Server, State, WeightingNa
 
 
 class FedOpt(FederatedCallback):
-    r"""Base of the adaptive server optimizers: the clients' mean change is a pseudo-gradient.
+    """Base of the adaptive server optimizers: the clients' mean change is a pseudo-gradient.
 
     Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, "Adaptive federated optimization", ICLR 2021.
 
-    Down: ``w^t``. Up: ``w_i``. State: server ``m, v``. On trainable parameters only, elementwise, with
-    ``Delta = sum_i p_i (w_i - w^t)``:
+    On trainable parameters, elementwise, with ``Delta = sum_i p_i (w_i - w^t)``:
 
     * ``m <- beta1 m + (1 - beta1) Delta``
-    * ``v <- `` the rule of the subclass
+    * ``v <-`` the rule of the subclass (:meth:`second_moment`)
     * ``w <- w + eta_s m / (sqrt(v) + tau)``
 
-    Without bias correction, ``m`` from 0 and ``v`` from ``tau^2``, as in the paper; the options give what libraries
-    do. Buffers are averaged: ``running_var`` under a server optimizer goes negative (FENDA-FL paper, appendix H).
+    As in the paper there is no bias correction, ``m`` starts at 0 and ``v`` at ``tau^2``; the options give what other
+    libraries do. Buffers are averaged: under a server optimizer ``running_var`` becomes negative (FENDA-FL paper,
+    appendix H).
+
+    * Down: ``w^t``. Up: ``w_i``.
+    * State: ``m, v`` and the number of steps at the server.
+    * Deployed: the global model ``w``.
 
     Args:
-        server_lr: ``eta_s``. The paper tunes it on a log grid. Default 0.01.
-        beta1, beta2: decay of ``m`` and ``v`` (paper: 0.9 and 0.99).
-        tau: degree of adaptivity (paper: 1e-3; the FENDA-FL paper 1e-9).
-        bias_correction: scale the step as Adam does (Flower, torch).
-        v_init: starting value of ``v``; ``None``: ``tau**2``.
-        weighting: ``"samples"`` or ``"uniform"``.
+        server_lr: Server learning rate ``eta_s``. Default 0.01; the paper tunes it on a log grid.
+        beta1: Decay of ``m``. Default 0.9 (paper).
+        beta2: Decay of ``v``. Default 0.99 (paper).
+        tau: Degree of adaptivity. Default 1e-3 (paper); the FENDA-FL paper uses 1e-9.
+        bias_correction: Scale the step as Adam does (Flower, torch). Default: no (paper).
+        v_init: Starting value of ``v``. ``None`` (default) is ``tau**2``.
+        weighting: ``"samples"`` (default) or ``"uniform"``.
+
+    Raises:
+        ValueError: If a decay is outside [0, 1), or ``server_lr`` or ``tau`` is not positive.
+
+    Example:
+        Without decay a step is ``eta_s`` long, however far the clients' mean has moved.
+
+        >>> from types import SimpleNamespace
+        >>> from fedlightning.callbacks import FedAdam
+        >>> server, rule = SimpleNamespace(state={}, trainable=["w"]), FedAdam(server_lr=0.5, beta1=0.0, beta2=0.0)
+        >>> rule.server_step(server, {"w": torch.zeros(2)}, {"w": torch.tensor([4.0, 400.0])})["w"]
+        tensor([0.4999, 0.5000])
     """
 
     def __init__(
@@ -56,11 +73,16 @@ class FedOpt(FederatedCallback):
         self.weighting = weighting
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
-        """The next ``v``."""
+        """Return the next ``v``.
+
+        Args:
+            v: The present second moment of one parameter, of its shape, in float64.
+            delta: The pseudo-gradient ``Delta``, of the same shape.
+        """
         raise NotImplementedError
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
-        """One server step on trainable parameters; every other entry is what the clients' mean says."""
+        """Take one adaptive step on trainable parameters; every other entry is the clients' mean."""
         own = server.state.get(self.key, {"m": {}, "v": {}, "step": 0})
         trainable = set(server.trainable)
         step = own["step"] + 1
@@ -80,35 +102,63 @@ class FedOpt(FederatedCallback):
 
 
 class FedAdam(FedOpt):
-    """FedOpt with ``v <- beta2 v + (1 - beta2) Delta^2``. See :class:`FedOpt`."""
+    """FedOpt with Adam's second moment, an exponential mean of squares.
+
+    ``v <- beta2 v + (1 - beta2) Delta^2``. The paper, the step, what travels and the arguments are those of
+    :class:`FedOpt`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.callbacks import FedAdam
+        >>> FedAdam(beta2=0.9).second_moment(torch.tensor([1.0]), torch.tensor([0.5]))
+        tensor([0.9250])
+    """
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
-        """Exponential mean of squares."""
+        """Return the exponential mean of squares."""
         return self.beta2 * v + (1 - self.beta2) * delta.square()
 
 
 class FedYogi(FedOpt):
-    """FedOpt with ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``: ``v`` changes by ``(1 - beta2) Delta^2`` at most.
+    """FedOpt with Yogi's second moment, which changes by ``(1 - beta2) Delta^2`` at most.
 
-    See :class:`FedOpt`.
+    ``v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)``. The paper, the step, what travels and the arguments are those of
+    :class:`FedOpt`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.callbacks import FedYogi
+        >>> FedYogi(beta2=0.9).second_moment(torch.tensor([1.0]), torch.tensor([0.5]))
+        tensor([0.9750])
     """
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
-        """A step of fixed size towards the new square."""
+        """Return ``v`` moved towards the new square by a step that does not depend on their distance."""
         square = delta.square()
         return v - (1 - self.beta2) * square * torch.sign(v - square)
 
 
 class FedAdagrad(FedOpt):
-    """FedOpt with ``v <- v + Delta^2``: steps shrink as squares add up. See :class:`FedOpt`.
+    """FedOpt with Adagrad's second moment: steps shrink as squares add up.
+
+    ``v <- v + Delta^2``. The paper, the step and what travels are those of :class:`FedOpt`.
 
     Args:
-        server_lr: ``eta_s``. The paper tunes it on a log grid. Default 0.1: ``v`` only grows, so it starts larger than
-            FedAdam's.
-        beta1: decay of ``m`` (paper: usually 0 here).
-        tau: degree of adaptivity (paper: 1e-3).
-        v_init: starting value of ``v``; ``None``: ``tau**2``.
-        weighting: ``"samples"`` or ``"uniform"``.
+        server_lr: Server learning rate ``eta_s``. Default 0.1: ``v`` only grows, so the rate starts larger than
+            FedAdam's. The paper tunes it on a log grid.
+        beta1: Decay of ``m``. Default 0 (the paper's usual value here).
+        tau: Degree of adaptivity. Default 1e-3 (paper).
+        v_init: Starting value of ``v``. ``None`` (default) is ``tau**2``.
+        weighting: ``"samples"`` (default) or ``"uniform"``.
+
+    Raises:
+        ValueError: If ``beta1`` is outside [0, 1), or ``server_lr`` or ``tau`` is not positive.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.callbacks import FedAdagrad
+        >>> FedAdagrad().second_moment(torch.tensor([1.0]), torch.tensor([0.5]))
+        tensor([1.2500])
     """
 
     def __init__(
@@ -122,5 +172,5 @@ class FedAdagrad(FedOpt):
         super().__init__(server_lr, beta1, tau=tau, v_init=v_init, weighting=weighting)
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
-        """The sum of squares."""
+        """Return the sum of squares."""
         return v + delta.square()

@@ -28,35 +28,47 @@ from fedlightning.wrappers import FeatureTap
 
 
 class FedProto(FederatedCallback):
-    r"""Prototypes travel, models do not: clients agree on where the classes lie in the space of representations.
+    """Prototypes travel, models do not: clients agree on where the classes lie in the space of representations.
 
     Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, "FedProto: federated prototype learning across heterogeneous clients", AAAI
     2022.
 
-    Down and up: one vector per class, the mean representation ``C_j`` (down: of all, up: of the client's classes). No
-    weight of a model ever travels, so clients may have models of their own with one width of representation. State: the
-    whole model at each client; the global prototypes at the server.
-
-    * client: ``loss = task + lam R`` with ``R = (1/(B d)) sum_b ||z_b - C_{y_b}||^2``; samples of a class without a
-      global prototype contribute 0 (so the first round has no term);
-    * ``C_ij``: mean of ``z`` over the client's samples of class ``j``;
-    * server: ``C_j`` = mean over the clients that reported ``j``; a class that nobody reported keeps its prototype.
+    * Client: ``loss = task + lam R`` with ``R = (1/(B d)) sum_b ||z_b - C_{y_b}||^2``. Samples of a class without a
+      global prototype contribute 0, so the first round has no term.
+    * Client, after training: ``C_ij``, the mean of ``z`` over its samples of class ``j``.
+    * Server: ``C_j``, the mean over the clients that reported ``j``. A class that nobody reported keeps its prototype.
+    * Down: one vector per class, the mean representation ``C_j``. Up: one per class of the client. No weight of a model
+      ever travels, so clients may have models of their own with one width of representation.
+    * State: the whole model at each client, the global prototypes at the server.
+    * Deployed: the client's model. There is no global model.
 
     Args:
-        lam: weight of R (paper: 1).
-        head: path of the submodule that turns representations into predictions; ``None``: the last layer.
-        proto_pass: ``"after"``: one more pass in eval mode after training; ``"during"``: representations of the last
-            epoch's training steps (the authors' code).
-        predictor: ``"head"``: the model's own predictions; ``"nearest"``: the class with the nearest global prototype
-            (the head must be an ``nn.Linear`` with bias: it is given the prototypes as its weights).
-        restrict: nearest prototypes of the client's own classes only.
-        weighting: ``"uniform"`` over the owners of a class (the authors' code) or ``"samples"`` (counts go up too).
+        lam: Weight of R. Default 1 (paper).
+        head: Path of the submodule that turns representations into predictions (``"net.fc"``). ``None`` (default): the
+            last layer.
+        proto_pass: ``"after"`` (default): one more pass in eval mode after training. ``"during"``: representations of
+            the last epoch's training steps (the authors' code).
+        predictor: ``"head"`` (default): the model's own predictions. ``"nearest"``: the class with the nearest global
+            prototype. The head must then be an ``nn.Linear`` with bias: it is given the prototypes as its weights.
+        restrict: Predict only the client's own classes with ``predictor="nearest"``. Default: yes.
+        weighting: ``"uniform"`` over the owners of a class (the authors' code, default) or ``"samples"`` (counts go up
+            too).
+
+    Raises:
+        ValueError: If ``lam`` is negative, or ``proto_pass`` or ``predictor`` is unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import FedProto
+        >>> module = nn.Linear(2, 3)
+        >>> FedProto().shared_names(None, module), FedProto().wire(module).up
+        ([], {'prototypes': (-1, -1), 'classes': (-1,)})
     """
 
     def __init__(
         self,
         lam: float = 1.0,
-        head: str | None = None,
+        head: str | list[str] | None = None,
         proto_pass: Literal["after", "during"] = "after",
         predictor: Literal["head", "nearest"] = "head",
         restrict: bool = True,
@@ -78,7 +90,7 @@ class FedProto(FederatedCallback):
         self.weighting = weighting
 
     def claims(self, role: str) -> bool:
-        """No loss term without need, no model to swap for the head's own predictions."""
+        """Decline the loss term and the personal model where the options do not use them."""
         unused = {
             "training_loss": self.lam == 0.0 and self.proto_pass == "after",
             "personal_module": self.predictor == "head",
@@ -86,7 +98,12 @@ class FedProto(FederatedCallback):
         return super().claims(role) and not unused.get(role, False)
 
     def check(self, setup: Setup) -> None:
-        """Refuse batches without labels, and heads that cannot be seen or filled with prototypes."""
+        """Refuse batches without labels, and heads that cannot be tapped or filled with prototypes.
+
+        Raises:
+            ValueError: If a batch has no labels, ``head`` is not there or not called exactly once a step, or it is no
+                linear layer with bias where ``predictor="nearest"``.
+        """
         if features_at_start(setup, self.feature_taps, self.key):
             labels_of(setup.first_batch(), self.key)
         path = head_path(setup.module, self.head)
@@ -99,21 +116,21 @@ class FedProto(FederatedCallback):
             )
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """No weight travels."""
+        """Return nothing: no weight travels."""
         return []
 
     def wire(self, module: nn.Module) -> Wire:
-        """One vector per class, and which class it is of."""
+        """Declare one vector per class, and which class it is of, down and up."""
         prototypes = {"prototypes": (-1, -1), "classes": (-1,)}
         return Wire(down=prototypes, up=prototypes | ({"counts": (-1,)} if self.weighting == "samples" else {}))
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
-        """The representation: what goes into the head."""
+        """Tap the representation: the input of the head."""
         return {"z": FeatureTap(module, head_path(module, self.head))}
 
     # -- server --------------------------------------------------------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:
-        """Ordinary visits; when all are back, the new prototypes replace the old ones."""
+        """Plan ordinary visits. When all are back, the new prototypes replace the old ones."""
         yield [Job(client) for client in server.participants()]
         own = server.state.get(self.key, {})
         if "sums" in own:
@@ -121,13 +138,59 @@ class FedProto(FederatedCallback):
             server.state[self.key] = pack(unpack(own) | new)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """The prototypes of the last round."""
+        """Send the prototypes of the last round."""
         own = server.state.get(self.key, {})
         if "classes" in own:
             message.extras[self.key] = {"prototypes": own["prototypes"], "classes": own["classes"]}
 
+    # -- client --------------------------------------------------------------------------------------------------------
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the means of an epoch anew. Those of the last epoch remain."""
+        self.client.scratch[self.key] = ClassMeans()
+
+    def training_loss(
+        self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return ``task + lam R``."""
+        z, labels = rows(features["z"]), labels_of(batch, self.key)
+        if self.proto_pass == "during":
+            client.scratch[self.key].add(z.detach(), labels)
+        payload = client.message.extras.get(self.key)
+        if payload is None or self.lam == 0.0:
+            return loss
+        hit = labels[:, None] == payload["classes"].to(z.device)  # (B, classes), at most one in a row
+        of_label = payload["prototypes"].to(z)[hit.int().argmax(1)]
+        target = torch.where(hit.any(1, keepdim=True), of_label, z.detach())
+        return loss + self.lam * (z - target).square().mean()
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send the client's own prototypes.
+
+        Raises:
+            FloatingPointError: If a prototype is not finite. The core then drops the update.
+        """
+        if not client.steps:
+            return
+        means = client.scratch[self.key]
+        if self.proto_pass == "after":
+            means = ClassMeans()
+            for batch, features in client.feature_pass(self.feature_taps):
+                means.add(rows(features["z"]), labels_of(batch, self.key))
+        payload = pack(means.result())
+        if not torch.isfinite(payload["prototypes"]).all():
+            raise FloatingPointError("its prototypes hold NaN or infinite values; lower the learning rate or lam")
+        if self.weighting == "samples":
+            payload["counts"] = torch.tensor([means.sums[label][1] for label in sorted(means.sums)], dtype=torch.int32)
+        update.extras[self.key] = payload
+        client.state[self.key] = {"classes": sorted(means.sums)}
+
+    # -- server, after the visits --------------------------------------------------------------------------------------
     def on_update(self, server: Server, update: Update) -> None:
-        """Sum each class over the clients that own it."""
+        """Add the client's prototypes to the sums of their classes.
+
+        Raises:
+            ValueError: If representations of two clients differ in width.
+        """
         extras = update.extras.get(self.key)
         if not extras:
             return
@@ -144,45 +207,12 @@ class FedProto(FederatedCallback):
             sums[label] = [total + weight * vector, weights + weight]
         server.state[self.key] = {**own, "sums": sums}
 
-    # -- client --------------------------------------------------------------------------------------------------------
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Means of the epoch that turns out to be the last one."""
-        self.client.scratch[self.key] = ClassMeans()
-
-    def training_loss(
-        self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
-    ) -> Tensor:
-        """``task + lam R``."""
-        z, labels = rows(features["z"]), labels_of(batch, self.key)
-        if self.proto_pass == "during":
-            client.scratch[self.key].add(z.detach(), labels)
-        payload = client.message.extras.get(self.key)
-        if payload is None or self.lam == 0.0:
-            return loss
-        hit = labels[:, None] == payload["classes"].to(z.device)  # (B, classes), at most one in a row
-        of_label = payload["prototypes"].to(z)[hit.int().argmax(1)]
-        target = torch.where(hit.any(1, keepdim=True), of_label, z.detach())
-        return loss + self.lam * (z - target).square().mean()
-
-    def on_send(self, client: Client, update: Update) -> None:
-        """The client's own prototypes."""
-        if not client.steps:
-            return
-        means = client.scratch[self.key]
-        if self.proto_pass == "after":
-            means = ClassMeans()
-            for batch, features in client.feature_pass(self.feature_taps):
-                means.add(rows(features["z"]), labels_of(batch, self.key))
-        payload = pack(means.result())
-        if not torch.isfinite(payload["prototypes"]).all():
-            raise FloatingPointError("its prototypes hold NaN or infinite values; lower the learning rate or lam")
-        if self.weighting == "samples":
-            payload["counts"] = torch.tensor([means.sums[label][1] for label in sorted(means.sums)], dtype=torch.int32)
-        update.extras[self.key] = payload
-        client.state[self.key] = {"classes": sorted(means.sums)}
-
+    # -- evaluation ----------------------------------------------------------------------------------------------------
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """Nearest prototype: ``argmin_j ||z - C_j||^2 = argmax_j 2 C_j z - ||C_j||^2``, a linear head."""
+        """Return the model with its own head or, with ``predictor="nearest"``, one that predicts the nearest prototype.
+
+        ``argmin_j ||z - C_j||^2 = argmax_j 2 C_j z - ||C_j||^2`` is a linear head.
+        """
         payload = client.message.extras.get(self.key)
         classes = client.state.get(self.key, {}).get("classes")
         if payload is None or classes is None:

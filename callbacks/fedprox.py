@@ -12,14 +12,31 @@ class FedProx(FederatedCallback):
 
     Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in heterogeneous networks", MLSys 2020.
 
-    Down: ``w^t``. Up: ``w_i``. Each participant minimises ``F_i(w) + (mu/2) ||w - w^t||^2``: every step's gradient is
-    ``g + mu (w - w^t)``, on trainable parameters that travel. The anchor ``w^t`` is fixed for the whole round. The
-    logged loss stays the task's. Under Adam the pull is rescaled by the preconditioner; with SGD ``eta mu < 2`` is
-    needed.
+    * Client: minimise ``F_i(w) + (mu/2) ||w - w^t||^2``. Every step's gradient is ``g + mu (w - w^t)``, on trainable
+      parameters that travel. The anchor ``w^t`` is fixed for the whole round.
+    * Server: the weighted mean, as in FedAvg.
+    * Down: ``w^t``. Up: ``w_i``. State: none.
+    * Deployed: the global model ``w``.
+
+    The logged loss stays the task's. Under Adam the pull is rescaled by the preconditioner; SGD needs ``eta mu < 2``.
 
     Args:
-        mu: strength; the paper tunes it in {0.001, 0.01, 0.1, 1}. Default 0.1 (the PLayer-FL comparison).
-        weighting: ``"samples"`` (the authors' code) or ``"uniform"`` (the paper, which then samples clients by size).
+        mu: Strength of the pull. Default 0.1 (the PLayer-FL comparison); the paper tunes it in {0.001, 0.01, 0.1, 1}.
+        weighting: ``"samples"`` (the authors' code, default) or ``"uniform"`` (the paper, which then samples clients by
+            size).
+
+    Raises:
+        ValueError: If ``mu`` is negative.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import GradientContext
+        >>> from fedlightning.callbacks import FedProx
+        >>> sent = {"w": torch.zeros(2)}
+        >>> ctx = GradientContext(anchor=sent, payload={}, state={}, client="0", num_samples=8, lr=0.1)
+        >>> w, g = torch.tensor([1.0, -2.0]), torch.zeros(2)
+        >>> FedProx(mu=0.5).correct_gradient(ctx, "w", w, g)
+        tensor([ 0.5000, -1.0000])
     """
 
     def __init__(self, mu: float = 0.1, weighting: WeightingName | None = None) -> None:
@@ -29,7 +46,7 @@ class FedProx(FederatedCallback):
         self.weighting = weighting
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """``g + mu (w - w^t)``."""
+        """Return ``g + mu (w - w^t)``."""
         if name not in ctx.anchor or self.mu == 0.0:
             return gradient
         return gradient + self.mu * (parameter - ctx.anchor[name])

@@ -16,27 +16,43 @@ class FedRep(FedPer):
     Collins, Hassani, Mokhtari, Shakkottai, "Exploiting shared representations for personalized federated learning",
     ICML 2021.
 
-    Up and down: the representation ``u``. State: the head ``v_i``. In a visit
+    * Client: ``tau_h`` epochs on the head ``v_i`` with the representation ``u`` fixed, its running statistics too. Then
+      ``tau_u`` epochs on ``u`` with ``v_i`` fixed.
+    * Server: ``u = mean_i(u_i)``.
+    * After the last round every client, sampled before or not, trains its head once more on the final ``u`` (the
+      authors' code).
+    * Down: ``u``. Up: ``u_i``. State: ``v_i`` at each client.
+    * Deployed: ``(u, v_i)``. There is no global model.
 
-    * ``tau_h`` epochs on ``v_i`` with ``u`` fixed, its running statistics too;
-    * ``tau_u`` epochs on ``u`` with ``v_i`` fixed.
-
-    Server: ``u = mean_i(u_i)``. After the last round every client, sampled before or not, trains its head once more on
-    the final ``u`` (the authors' code). Deployed: ``(u, v_i)``; there is no global model. Corrections of other methods
-    (FedProx, SCAFFOLD) act on ``u``.
+    Corrections of other methods (FedProx, SCAFFOLD) act on ``u``.
 
     Args:
-        personal: names or module prefixes of the head; or
-        num_layers: the last K layers are the head; used when ``personal`` is ``None``.
-        head_epochs: ``tau_h`` (authors: 10), always epochs.
-        body_epochs: ``tau_u`` (authors: 1 or 5), always epochs; ``None``: the trainer's local epochs or steps.
-        final_head: whether heads are trained once more after the last round.
-        weighting: ``"uniform"`` (paper) or ``"samples"`` (authors' code).
+        personal: Name or names of the head's entries or modules. ``None`` (default): the last ``num_layers`` layers.
+        num_layers: Number of layers in the head, used where ``personal`` is ``None``. Default 1.
+        head_epochs: ``tau_h``, always epochs. Default 10 (authors).
+        body_epochs: ``tau_u``, always epochs (authors: 1 or 5). ``None`` (default): the trainer's local epochs or
+            steps.
+        final_head: Train the heads once more after the last round. Default: yes (authors).
+        weighting: ``"uniform"`` (paper, default) or ``"samples"`` (authors' code).
+
+    Raises:
+        ValueError: If a number of epochs is negative.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import FedRep
+        >>> module = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1))
+        >>> client = SimpleNamespace(module=module, message=SimpleNamespace(tag=""))
+        >>> for phase in FedRep(head_epochs=3).local_phases(client):
+        ...     print(phase.name, phase.train, phase.work)
+        head ('2.weight', '2.bias') 3
+        fit ('0.weight', '0.bias') None
     """
 
     def __init__(
         self,
-        personal: list[str] | None = None,
+        personal: str | list[str] | None = None,
         num_layers: int = 1,
         head_epochs: int = 10,
         body_epochs: int | None = None,
@@ -54,11 +70,11 @@ class FedRep(FedPer):
         self.final_head = final_head
 
     def claims(self, role: str) -> bool:
-        """Without head training at the end there are no jobs after the last round."""
+        """Decline visits after the last round where heads do not train then."""
         return super().claims(role) and (role != "final_jobs" or (self.final_head and self.head_epochs > 0))
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
-        """Head first, then body."""
+        """Train the head first, then the body."""
         head = part_names(client.module, self.personal, self.num_layers)
         if self.head_epochs and head:
             yield Phase("head", tuple(head), work=self.head_epochs, unit="epochs", federated=False)
@@ -67,5 +83,5 @@ class FedRep(FedPer):
             yield Phase(train=body, work=self.body_epochs, unit=None if self.body_epochs is None else "epochs")
 
     def final_jobs(self, server: Server) -> list[Job]:
-        """Heads on the final representation."""
+        """Plan a visit to every client, to train its head on the final representation."""
         return [Job(client, tag=FINAL) for client in server.clients if server.num_samples[client]]

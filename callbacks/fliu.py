@@ -7,6 +7,7 @@ from typing import Literal
 from torch import nn
 
 from fedlightning.algorithm import (
+    POOLED,
     Client,
     FederatedCallback,
     Job,
@@ -22,20 +23,33 @@ from fedlightning.algorithm import (
 
 
 class FLIU(FederatedCallback):
-    """Federated learning with individualised updates: a client blends what it had with what it receives.
+    """Individualised updates: a client blends the model it had with the one it receives.
 
     Hussaini, Theiß, Stein, "Local performance vs. out-of-distribution generalization ...", 2025.
 
-    Down: ``Theta``. Up: ``theta_k``. State: ``theta_k`` at each client. L1: ``theta_k <- gamma_k theta_k + (1 -
-    gamma_k) Theta`` over parameters and float buffers (integers from ``Theta``); L2: local training from there; G:
-    ``Theta = (1/K) sum_k theta_k``. A client that was absent blends what it had then with the present ``Theta``.
+    * L1: ``theta_k <- gamma_k theta_k + (1 - gamma_k) Theta`` over parameters and float buffers; integers are
+      ``Theta``'s.
+    * L2: local training from there.
+    * Server: ``Theta = (1/K) sum_k theta_k``.
+    * Down: ``Theta``, n and K. Up: ``theta_k``.
+    * State: ``theta_k`` at each client. A client that was absent blends what it had then with the present ``Theta``.
+    * Deployed: the blend. The global model is ``Theta``.
 
-    With K = 10 or fewer clients the 0.9 of the adaptive rule cannot occur, with 5 or fewer the 0.75 neither.
+    With ``gamma="adaptive"`` the share depends on the client's size ``n_k``, with ``nbar = n/K``: 0.9 if
+    ``n_k > 10 nbar``, 0.75 if ``n_k > 5 nbar``, 0.5 if ``n_k > nbar``, 0.25 if ``n_k > nbar/2``, else 0.1. With K = 10
+    or fewer clients 0.9 cannot occur, with 5 or fewer neither can 0.75.
 
     Args:
-        gamma: a fixed share in [0, 1] of the client's own model, or ``"adaptive"``: by size, with ``nbar = n/K``:
-            0.9 if ``n_k > 10 nbar``, 0.75 if ``> 5 nbar``, 0.5 if ``> nbar``, 0.25 if ``> nbar/2``, else 0.1.
-        weighting: ``"uniform"`` (the pseudocode) or ``"samples"`` (objectives (1)-(2)).
+        gamma: A fixed share in [0, 1] of the client's own model, or ``"adaptive"`` (default): by size, as above.
+        weighting: ``"uniform"`` (the pseudocode, default) or ``"samples"`` (objectives (1)-(2)).
+
+    Raises:
+        ValueError: If ``gamma`` is neither ``"adaptive"`` nor in [0, 1].
+
+    Example:
+        >>> from fedlightning.callbacks import FLIU
+        >>> [FLIU().gamma_of(samples, total=1000, clients=20) for samples in (600, 300, 60, 30, 10)]
+        [0.9, 0.75, 0.5, 0.25, 0.1]
     """
 
     def __init__(self, gamma: float | Literal["adaptive"] = "adaptive", weighting: WeightingName = "uniform") -> None:
@@ -45,16 +59,24 @@ class FLIU(FederatedCallback):
         self.weighting = weighting
 
     def wire(self, module: nn.Module) -> Wire:
-        """What the adaptive rule needs to know of the others: n and K."""
+        """Declare n and K down, which the adaptive rule needs."""
         return Wire(down={"total_samples": "scalar", "num_clients": "scalar"})
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """N and K over all clients, present or not."""
+        """Send n and K, over all clients, present or not."""
         total = sum(server.num_samples.values())
         message.extras[self.key] = {"total_samples": total, "num_clients": len(server.clients)}
 
     def gamma_of(self, samples: int, total: int, clients: int) -> float:
-        """The client's share of its own model; exact integer comparisons of ``n_k K`` with multiples of ``n``."""
+        """Return the share of the client's own model.
+
+        The adaptive rule compares ``n_k K`` with multiples of ``n``, which is exact in integers.
+
+        Args:
+            samples: ``n_k``, the client's training samples.
+            total: ``n``, those of all clients.
+            clients: ``K``, the number of clients.
+        """
         if self.gamma != "adaptive":
             return float(self.gamma)
         scaled = samples * clients
@@ -64,9 +86,9 @@ class FLIU(FederatedCallback):
         return 0.25 if 2 * scaled > total else 0.1
 
     def on_receive(self, client: Client, message: Message) -> None:
-        """L1: blend. A client that has not trained yet takes ``Theta``."""
+        """Blend ``Theta`` with the client's own model (stage L1). A client that has not trained yet takes ``Theta``."""
         own = client.state.get(self.key, {}).get("theta")
-        if own is None or message.client == "pooled":
+        if own is None or message.client == POOLED:
             return
         payload = message.extras[self.key]
         gamma = self.gamma_of(client.num_samples, payload["total_samples"], payload["num_clients"])

@@ -8,19 +8,41 @@ import torch
 from torch import Tensor
 
 from fedlightning.algorithm import Client, Job, Message, Server, Setup, Update, clone, module_state, partition
-from fedlightning.callbacks.pfedla import PFedLA, layers_of
+from fedlightning.callbacks.pfedla import layers_of, pFedLA
 
 
-class HeurpFedLA(PFedLA):
-    """pFedLA that saves traffic: the layers a client relies on itself for most are not sent. See :class:`PFedLA`.
+class HeurpFedLA(pFedLA):
+    """pFedLA that saves traffic: the layers for which a client relies on itself most are not sent.
 
-    The k layers with the largest ``alpha_i[l, i]`` stay as the client trained them (``thbar_i[l] = theta_i[l]``): they
-    do not travel down, and the hypernetwork gets no gradient through them. All layers still go up, since others mix
-    them. State at the client: its last model.
+    Ma et al., CVPR 2022 (see :class:`pFedLA`). The k layers with the largest ``alpha_i[l, i]`` stay as the client
+    trained them, ``thbar_i[l] = theta_i[l]``. They do not travel down, and the hypernetwork gets no gradient through
+    them. All layers still go up, since others mix them.
+
+    * Down: ``thbar_i`` without k layers. Up: ``theta_i``.
+    * State: as in pFedLA, and ``theta_i`` at the client.
+    * Deployed: ``thbar_i`` at stage L1. There is no global model.
 
     Args:
-        keep_layers: k, less than the number of layers (the paper tunes it; default 1).
-        hn_lr, embedding, hidden, normalise: as in pFedLA.
+        keep_layers: k, less than the number of layers. Default 1 (the paper tunes it).
+        hn_lr: Learning rate of the hypernetworks. Default 5e-3, as in pFedLA.
+        embedding: Size of ``e_i``. Default 100.
+        hidden: Width of the perceptron's layers. Default 100.
+        normalise: ``"softmax"`` (default) or ``"relu"``, as in pFedLA.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        A client that has sent a model keeps one layer; one that never took part gets all of them.
+
+        >>> from types import SimpleNamespace
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import HeurpFedLA
+        >>> module, settings = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)), SimpleNamespace(seed=0)
+        >>> server = SimpleNamespace(module=module, clients=["a", "b"], state={"HeurpFedLA": {"models": {"a": {}}}},
+        ...                          blueprint=SimpleNamespace(settings=settings), shared_names=module.state_dict)
+        >>> [len(HeurpFedLA(keep_layers=1).kept(server, client)) for client in server.clients]
+        [1, 0]
     """
 
     def __init__(
@@ -35,7 +57,12 @@ class HeurpFedLA(PFedLA):
         self.keep_layers = keep_layers
 
     def check(self, setup: Setup) -> None:
-        """Refuse to keep everything."""
+        """Refuse to keep all layers.
+
+        Raises:
+            ValueError: If ``keep_layers`` is negative or not less than the number of layers, or a callback changes one
+                global model.
+        """
         super().check(setup)
         count = len([layer for layer in partition(setup.module) if layer])
         if not 0 <= self.keep_layers < count:
@@ -45,7 +72,7 @@ class HeurpFedLA(PFedLA):
             )
 
     def kept(self, server: Server, client: str) -> list[int]:
-        """The layers that stay; none before the client has a model of its own."""
+        """Return the indices of the layers that stay; none before the client has a model of its own."""
         if client not in server.state.get(self.key, {}).get("models", {}):
             return []
         travelling = set(server.shared_names())
@@ -54,29 +81,29 @@ class HeurpFedLA(PFedLA):
         return sorted(layers, key=lambda layer: -itself[layer])[: self.keep_layers]
 
     def rows(self, server: Server, client: str) -> Tensor:
-        """All weight on itself in the layers that stay."""
+        """Return ``alpha_i`` with all weight on the client itself in the layers that stay."""
         rows = self.weights(server, client).clone()
         rows[self.kept(server, client)] = torch.eye(len(server.clients), dtype=rows.dtype)[server.clients.index(client)]
         return rows
 
     def mixed(self, server: Server, client: str) -> list[int]:
-        """All but those that stay."""
+        """Return the indices of all layers but those that stay."""
         kept = self.kept(server, client)
         return [layer for layer in super().mixed(server, client) if layer not in kept]
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """``thbar_i`` without what stays."""
+        """Send ``thbar_i`` without the layers that stay."""
         super().on_broadcast(server, job, message)
         if job.client in server.clients:
             stays = {name for index in self.kept(server, job.client) for name in layers_of(server)[index]}
             message.state = {name: value for name, value in message.state.items() if name not in stays}
 
     def on_receive(self, client: Client, message: Message) -> None:
-        """What did not come is the client's own."""
+        """Fill what did not come with the client's own entries."""
         message.state = client.state.get(self.key, {}).get("theta", {}) | message.state
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Keep ``theta_i``: what a client sends does not stay by itself."""
+        """Keep ``theta_i``: the core does not keep what a client sends."""
         if client.steps:
             own = clone(module_state(client.module, client.message.returns), "cpu")
             client.state[self.key] = {"theta": own}

@@ -7,7 +7,20 @@ from torch import Tensor, nn
 
 
 class HyperNetwork(nn.Module):
-    """An embedding, a perceptron of three layers, and for every layer a row of weights over the clients; in float64."""
+    """A learned vector, a perceptron, and for every layer of a model a row of weights over the clients; in float64.
+
+    Args:
+        embedding: Size of the learned input vector.
+        hidden: Width of the perceptron's three layers.
+        shape: ``(num_layers, num_clients)`` of the output.
+        normalise: ``"softmax"``, or ``"relu"``: rectified and divided by their sum, even where all are zero.
+
+    Example:
+        >>> from fedlightning.callbacks.hypernetwork import HyperNetwork
+        >>> alpha = HyperNetwork(4, 8, (2, 3), "softmax")()
+        >>> alpha.shape, [round(total, 6) for total in alpha.sum(1).tolist()]
+        (torch.Size([2, 3]), [1.0, 1.0])
+    """
 
     def __init__(self, embedding: int, hidden: int, shape: tuple[int, int], normalise: str) -> None:
         super().__init__()
@@ -25,7 +38,7 @@ class HyperNetwork(nn.Module):
         self.double()
 
     def forward(self) -> Tensor:
-        """Rows that sum to 1."""
+        """Return weights of shape ``(num_layers, num_clients)`` whose rows sum to 1."""
         scores: Tensor = self.heads(self.body(self.embedding)).view(self.shape)
         if self.normalise == "softmax":
             return scores.softmax(dim=1)

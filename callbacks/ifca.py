@@ -10,7 +10,6 @@ from torch import nn
 
 from fedlightning.algorithm import (
     GLOBAL,
-    WEIGHTINGS,
     Client,
     FederatedCallback,
     Job,
@@ -34,34 +33,50 @@ GRADIENT = "gradient at the chosen centre"
 
 
 class IFCA(FederatedCallback):
-    r"""Iterative federated clustering: several models; each client trains the one that fits its data best.
+    """Iterative federated clustering: several models, of which each client trains the one that fits its data best.
 
     Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning", NeurIPS 2020.
 
-    Down: all K centres ``theta_j``. Client: ``j* = argmin_j F_i(theta_j)``, the mean *training* loss over all its data
-    in eval mode (a tie: the lowest j), chosen anew in every round. Then
+    Client: ``j* = argmin_j F_i(theta_j)``, the mean *training* loss over all its data in eval mode, chosen anew in
+    every round. A tie goes to the lowest j. Then
 
-    * option 2 (model averaging): local training from ``theta_{j*}``; up ``w_i`` and ``j*``; each centre becomes the
-      mean of its clients' models, and stays as it is if nobody chose it;
-    * option 1 (gradient averaging): up the gradient ``g_i`` of ``F_i`` at ``theta_{j*}``, nothing is trained;
-      ``theta_j <- theta_j - gamma (1/m) sum_i s_ij g_i`` with m the participants of the round, not of the cluster.
-      A round is one step of gradient descent, so it takes hundreds of rounds.
+    * option 2 (model averaging): local training from ``theta_{j*}`` gives ``w_i``. Each centre becomes the mean of its
+      clients' models, and stays as it is if nobody chose it;
+    * option 1 (gradient averaging): nothing is trained. The client sends the gradient ``g_i`` of ``F_i`` at
+      ``theta_{j*}``, and ``theta_j <- theta_j - gamma (1/m) sum_i s_ij g_i`` with m the participants of the round, not
+      of the cluster. A round is one step of gradient descent, so it takes hundreds of rounds.
 
-    State: the K centres, centre 0 as the server's ``"global"`` model, and who chose what last (for stage G). A client
-    deploys the centre that fits its data best; with one cluster this is FedAvg. Traffic down is K models.
+    What travels and what is kept:
 
-    Centres that are equal never separate, since every tie goes to the first. So centre 0 starts as the module is, and
-    the others are initialised anew from seeds of their own, or moved away from it.
+    * Down: all K centres ``theta_j``. Up: ``w_i`` (or ``g_i``) and ``j*``.
+    * State at the server: the K centres, centre 0 as its ``"global"`` model, and which centre each client chose last
+      (for stage G).
+    * Deployed: the centre that fits the client's data best.
+
+    With one cluster this is FedAvg. Equal centres never separate, since every tie goes to the first. So centre 0 starts
+    as the module is, and the others are initialised anew from seeds of their own, or moved away from it.
 
     Args:
-        num_clusters: K (authors: 4 on rotated MNIST, 2 on rotated CIFAR, 2-3 on FEMNIST).
-        option: 2, or 1.
-        server_lr: ``gamma`` of option 1 (authors: 0.1 on MNIST).
-        init: ``"random"``: ``reset_parameters()`` of every submodule under another seed; or the standard deviation of
-            noise added to the module's own parameters (for pre-trained modules). Frozen parameters stay.
-        deploy_split: data on which the deployed centre is chosen: ``"train"`` or ``"val"``, never test.
-        weighting: ``"uniform"`` (paper, MNIST and CIFAR code) or ``"samples"`` (FEMNIST code), within a cluster; with
-            option 1, over the participants.
+        num_clusters: K. Default 2 (authors: 4 on rotated MNIST, 2 on rotated CIFAR, 2-3 on FEMNIST).
+        option: 2 (default) or 1.
+        server_lr: ``gamma`` of option 1. Default 0.1 (authors, on MNIST).
+        init: ``"random"`` (default): ``reset_parameters()`` of every submodule under another seed. A number: the
+            standard deviation of noise added to the module's own parameters (for pre-trained modules). Frozen
+            parameters stay.
+        deploy_split: Data on which the deployed centre is chosen: ``"train"`` (default) or ``"val"``, never test.
+        weighting: ``"uniform"`` (paper, MNIST and CIFAR code, default) or ``"samples"`` (FEMNIST code), within a
+            cluster; with option 1, over the participants.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from fedlightning.callbacks import IFCA
+        >>> losses = {"theta_0": 0.9, "theta_1": 0.2, "theta_2": 0.4}
+        >>> client = SimpleNamespace(evaluating=False, loader=lambda split: [...], loss=lambda state, _: losses[state])
+        >>> IFCA(num_clusters=3).choose(client, list(losses))
+        1
     """
 
     def __init__(
@@ -91,12 +106,16 @@ class IFCA(FederatedCallback):
         self.weighting = weighting
 
     def claims(self, role: str) -> bool:
-        """Only option 1 has a plan of its own; one cluster has a global model."""
+        """Decline the plan of the round under option 2, and the global model where there is one cluster."""
         declined = {"plan_round": self.option == 2, "global_module": self.num_clusters == 1}
         return super().claims(role) and not declined.get(role, False)
 
     def check(self, setup: Setup) -> None:
-        """Refuse server steps over several centres, and centres that cannot separate."""
+        """Refuse server steps where there are several centres, and centres that cannot separate.
+
+        Raises:
+            ValueError: If a callback changes one global model, or the module cannot be initialised anew.
+        """
         if self.num_clusters == 1:
             return
         refuse_global_steps(self, setup)
@@ -111,47 +130,34 @@ class IFCA(FederatedCallback):
             )
 
     def wire(self, module: nn.Module) -> Wire:
-        """The other centres down; the choice (and a gradient) up."""
+        """Declare the other centres down; the choice and, for option 1, a gradient up."""
         return Wire(down={"centres": "states"}, up={"cluster": "scalar", "gradient": "parameters"})
 
     # -- server --------------------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:
-        """Centres 1..K-1 from seeds of their own."""
+        """Initialise centres 1 to K-1 from seeds of their own."""
         seed = server.blueprint.settings.seed
         for j in range(1, self.num_clusters):
             start = another_start(server.module, self.init, seed, self.key, j)
             server.models.setdefault(centre(j), start)
 
-    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """All K centres: the first in the message's own place."""
-        others = {centre(j): server.models[centre(j)] for j in range(1, self.num_clusters)}
-        message.extras[self.key] = {"centres": {key: select(state, message.state) for key, state in others.items()}}
-
-    def on_update(self, server: Server, update: Update) -> None:
-        """Note the choice."""
-        extras = update.extras.get(self.key)
-        if extras:
-            chosen = server.state.get(self.key, {}).get("clusters", {}) | {update.client: extras["cluster"]}
-            server.state[self.key] = {"clusters": {c: chosen[c] for c in server.clients if c in chosen}}
-
     def plan_round(self, server: Server) -> Plan:
-        """Option 1: gradients at the chosen centres, one step of each centre."""
+        """Collect gradients at the chosen centres, then move each centre by one step (option 1)."""
         updates = yield [Job(client, work=0, tag=GRADIENT) for client in server.participants()]
         sent = [update for update in updates if update.error is None and "gradient" in update.extras.get(self.key, {})]
-        weights = [WEIGHTINGS[str(self.weighting)](update.num_samples) for update in sent]
+        weights = [server.callbacks.weight(server, update) for update in sent]
         for update, weight in zip(sent, weights, strict=True):
             key, gradient = centre(update.extras[self.key]["cluster"]), update.extras[self.key]["gradient"]
             server.models[key] = add(server.models[key], gradient, alpha=-self.server_lr * weight / sum(weights))
 
-    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
-        """The centre that ``client`` chose last; none for all, nor for who never took part."""
-        chosen = server.state.get(self.key, {}).get("clusters", {}).get(client)
-        complete = len(server.shared_names()) == len(server.kinds)
-        return server.module_with(server.models[centre(chosen)]) if chosen is not None and complete else None
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send all K centres. The first is the message's own state."""
+        others = {centre(j): server.models[centre(j)] for j in range(1, self.num_clusters)}
+        message.extras[self.key] = {"centres": {key: select(state, message.state) for key, state in others.items()}}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
-        """``j* = argmin_j F_i(theta_j)``; from here on it is as if only this centre had been sent."""
+        """Choose ``j* = argmin_j F_i(theta_j)``. From here on it is as if only this centre had been sent."""
         centres = [message.state, *message.extras[self.key]["centres"].values()]
         chosen = self.choose(client, centres)
         message.state = dict(centres[chosen])
@@ -159,7 +165,12 @@ class IFCA(FederatedCallback):
         client.scratch[self.key] = chosen
 
     def choose(self, client: Client, centres: list[State]) -> int:
-        """The centre of least loss; 0 where no loss is a number."""
+        """Return the index of the centre of least loss; 0 where no loss is a number.
+
+        Args:
+            client: The client, which gives losses and data.
+            centres: The K centres.
+        """
         if len(centres) == 1:
             return 0
         split = self.deploy_split if client.evaluating else "train"
@@ -169,7 +180,11 @@ class IFCA(FederatedCallback):
         return min(range(len(losses)), key=lambda j: losses[j] if math.isfinite(losses[j]) else math.inf)
 
     def on_send(self, client: Client, update: Update) -> None:
-        """``w_i`` (or ``g_i``) for the centre that was chosen."""
+        """Send ``w_i``, or ``g_i`` under option 1, for the chosen centre.
+
+        Raises:
+            FloatingPointError: If the gradient is not finite. The core then drops the update.
+        """
         chosen = client.scratch[self.key]
         if client.message.tag == GRADIENT and client.num_samples > 0:
             gradient = client.gradient(split="train")
@@ -181,18 +196,43 @@ class IFCA(FederatedCallback):
             update.model = centre(chosen)
             update.extras[self.key] = {"cluster": chosen}
 
+    # -- server, after the visits --------------------------------------------------------------------------------------
+    def on_update(self, server: Server, update: Update) -> None:
+        """Note which centre the client chose."""
+        extras = update.extras.get(self.key)
+        if extras:
+            chosen = server.state.get(self.key, {}).get("clusters", {}) | {update.client: extras["cluster"]}
+            server.state[self.key] = {"clusters": {c: chosen[c] for c in server.clients if c in chosen}}
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the centre that ``client`` chose last; ``None`` for all, and for a client that never took part."""
+        chosen = server.state.get(self.key, {}).get("clusters", {}).get(client)
+        complete = len(server.shared_names()) == len(server.kinds)
+        return server.module_with(server.models[centre(chosen)]) if chosen is not None and complete else None
+
 
 class HypCluster(IFCA):
-    """IFCA with models averaged by samples; the deployed hypothesis is chosen on validation data. See :class:`IFCA`.
+    """IFCA with models averaged by samples and the deployed hypothesis chosen on validation data.
 
-    Mansour, Mohri, Ro, Suresh, "Three approaches for personalization with applications to federated learning", 2020: a
-    client trains the hypothesis ``h_k`` of least training loss; the server takes ``n_i``-weighted means.
+    Mansour, Mohri, Ro, Suresh, "Three approaches for personalization with applications to federated learning", 2020.
+
+    A client trains the hypothesis ``h_k`` of least training loss; the server takes ``n_i``-weighted means. What
+    travels, what is kept and what is deployed are as in :class:`IFCA` with option 2.
 
     Args:
-        num_clusters: q.
-        init: as in IFCA.
-        deploy_split: ``"val"`` or ``"train"``.
-        weighting: ``"samples"`` (the objective weights clients by their share of the samples) or ``"uniform"``.
+        num_clusters: q, the number of hypotheses. Default 2.
+        init: Start of the other hypotheses: ``"random"`` (default), or the standard deviation of noise, as in IFCA.
+        deploy_split: Data on which the deployed hypothesis is chosen: ``"val"`` (default) or ``"train"``.
+        weighting: ``"samples"`` (the objective weights clients by their share of the samples, default) or
+            ``"uniform"``.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> from fedlightning.callbacks import HypCluster
+        >>> HypCluster(num_clusters=3).hyperparameters()
+        {'num_clusters': 3, 'init': 'random', 'deploy_split': 'val', 'weighting': 'samples'}
     """
 
     def __init__(
@@ -206,5 +246,10 @@ class HypCluster(IFCA):
 
 
 def centre(j: int) -> str:
-    """The server's key of centre j."""
+    """Return the server's name of centre j: ``"global"`` for 0.
+
+    Example:
+        >>> centre(0), centre(1)
+        ('global', 'centre 1')
+    """
     return GLOBAL if j == 0 else f"centre {j}"

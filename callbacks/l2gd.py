@@ -20,14 +20,16 @@ from fedlightning.algorithm import (
     interpolate,
     select,
 )
+from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr
 
 
 class L2GD(FederatedCallback):
-    r"""Loopless local gradient descent: a shared coin decides between a local step and a step towards the mean.
+    """Loopless local gradient descent: a shared coin decides between a local step and a step towards the mean.
 
     Hanzely, Richtárik, "Federated learning of a mixture of global and local models", 2020.
 
-    Minimises ``(1/N) sum_i f_i(x_i) + (lam/(2N)) sum_i ||x_i - xbar||^2``. Every step, one coin for all clients:
+    Minimises ``(1/N) sum_i f_i(x_i) + (lam/(2N)) sum_i ||x_i - xbar||^2``. In every step one coin is thrown for all
+    clients:
 
     * with probability ``1 - p``: ``x_i <- x_i - eta grad f_i(x_i)``, ``eta = a / (N (1 - p))``;
     * with probability ``p``: ``x_i <- (1 - theta) x_i + theta xbar``, ``theta = a lam / (N p) = eta lam (1 - p) / p``.
@@ -35,21 +37,31 @@ class L2GD(FederatedCallback):
     ``eta`` is the learning rate of the module's optimizer (plain SGD), so ``a = eta N (1 - p)`` and the step does not
     shrink with the number of clients. Stochastic gradients are the loader's batches.
 
-    Only a local step followed by an aggregation step communicates, so a **round** is m aggregation steps in a row (they
+    Only a local step followed by an aggregation step communicates. So a **round** is m aggregation steps in a row (they
     leave ``xbar`` alone: the distance to it shrinks by ``(1 - theta)^m``), then k local steps, then ``x_i`` is sent.
     ``m >= 1`` and ``k >= 1`` come from the coin: on average ``1/(1 - p)`` and ``1/p``. That is why the trainer must
     count ``local_steps``; its value is not used.
 
-    Down: ``xbar, m``. Up: ``x_i``. State: ``x_i`` and the learning rate at each client, the next m at the server. L1
-    and the deployed model: ``x_i`` after the aggregation steps; the global model is ``xbar``. The method is meant for
-    full participation: absent clients miss the steps of a round, and ``xbar`` is the mean of those who came.
+    * Down: ``xbar, m``. Up: ``x_i``.
+    * State: ``x_i`` and the learning rate at each client, the next m at the server.
+    * Deployed: ``x_i`` after the aggregation steps (stage L1). The global model is ``xbar``.
+
+    The method is meant for full participation: absent clients miss the steps of a round, and ``xbar`` is the mean of
+    those who came.
 
     Args:
-        lam: how much clients are alike in the end: 0 is training alone, infinity one model (paper: a parameter of the
-            problem; default 1).
-        p: probability of aggregation, in (0, 1) (ours: 0.1, ten local steps a round on average). ``theta <= 1`` is
-            needed.
-        weighting: ``"uniform"`` (paper): it alone keeps ``xbar`` the mean of the ``x_i``.
+        lam: Penalty: 0 is training alone, infinity one model. Default 1 (paper: a parameter of the problem).
+        p: Probability of aggregation, in (0, 1). Default 0.1 (ours: ten local steps a round on average). ``theta <= 1``
+            is needed.
+        weighting: ``"uniform"`` (paper, default): it alone keeps ``xbar`` the mean of the ``x_i``.
+
+    Raises:
+        ValueError: If ``lam`` is negative or ``p`` is outside (0, 1).
+
+    Example:
+        >>> from fedlightning.callbacks import L2GD
+        >>> round(L2GD(lam=1.0, p=0.1).theta(lr=0.05), 3)
+        0.45
     """
 
     def __init__(self, lam: float = 1.0, p: float = 0.1, weighting: WeightingName = "uniform") -> None:
@@ -62,36 +74,40 @@ class L2GD(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse epochs and a step past the mean; warn where steps are not plain SGD's."""
+        """Refuse epochs and a step past the mean; warn where steps are not plain SGD's.
+
+        Raises:
+            ValueError: If the trainer counts epochs, or ``theta > 1``.
+        """
         if setup.local_steps is None:
             raise ValueError(
                 f"L2GD decides by a coin how many steps a round has, but the trainer counts local_epochs="
                 f"{setup.local_epochs}. Set local_steps=1 (the number itself is not used)."
             )
         for optimizer in setup.optimizers:
-            theta = self.theta(max(float(group["lr"]) for group in optimizer.param_groups))
+            theta = self.theta(largest_lr(optimizer))
             if theta > 1.0:
                 raise ValueError(
                     f"L2GD(lam={self.lam}, p={self.p}) would step past the mean: theta = lr * lam * (1 - p) / p = "
                     f"{theta:.3g}, and 1 is the mean itself. Lower lam or the learning rate, or raise p."
                 )
-            if type(optimizer).__name__ != "SGD" or optimizer.defaults.get("momentum"):
+            if not is_plain_sgd(optimizer):
                 setup.warn(
                     f"L2GD balances plain SGD steps against steps towards the mean; {type(optimizer).__name__} with a "
                     "memory or scale of its own shifts that balance. Use SGD without momentum."
                 )
 
     def theta(self, lr: float) -> float:
-        """The aggregation step that belongs to local steps of ``lr``."""
+        """Return the size of the aggregation step that belongs to local steps of ``lr``."""
         return lr * self.lam * (1.0 - self.p) / self.p
 
     def wire(self, module: nn.Module) -> Wire:
-        """How many aggregation steps in a row."""
+        """Declare the number m of aggregation steps down."""
         return Wire(down={"m": "scalar"})
 
     # -- server: the coin ----------------------------------------------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:
-        """K local steps for everybody, then the aggregation steps that the next message asks for."""
+        """Throw the coin: plan k local steps for every participant, and store the next message's m."""
         coin = server.rng("coin")
         k = 1
         while float(torch.rand((), generator=coin)) >= self.p:
@@ -103,12 +119,12 @@ class L2GD(FederatedCallback):
         server.state[self.key] = {"m": m}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """m; before the first round there is nothing to aggregate."""
+        """Send m. Before the first round there is nothing to aggregate, so it is 0."""
         message.extras[self.key] = {"m": server.state.get(self.key, {}).get("m", 0)}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
-        """``x_i <- xbar + (1 - theta)^m (x_i - xbar)``; a newcomer starts at ``xbar``."""
+        """Set ``x_i <- xbar + (1 - theta)^m (x_i - xbar)``. A new client starts at ``xbar``."""
         own = client.state.get(self.key)
         if own is None:
             return

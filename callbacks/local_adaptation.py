@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from torch import nn
 
 from fedlightning.algorithm import Client, Job, Message, Phase, Server, Setup, select
-from fedlightning.callbacks.checkpoints import _better, _monitored
+from fedlightning.callbacks.checkpoints import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
 
@@ -16,19 +16,28 @@ Part = Literal["all", "head", "body"]
 
 
 class AdaptsAtEnd(KeepsModel):
-    """Base: after the last round every client fine-tunes a copy of the global model and deploys that.
+    """Base of methods in which every client fine-tunes a copy of the global model after the last round, and deploys it.
 
-    The global model is the one that GlobalCheckpoint selected, where there is one, else the last. Adaptation starts
-    with new optimizers, is no federated phase (no corrections act), and changes nothing but the client's own copy.
+    The global model is the one that :class:`GlobalCheckpoint` selected, where there is one, else the last. Adaptation
+    starts with new optimizers. It is no federated phase, so no corrections act, and it changes nothing but the client's
+    own copy.
+
+    Attributes:
+        epochs: Epochs of fine-tuning; 0 deploys the global model.
+        part: What is fine-tuned: ``"all"``, ``"head"`` or ``"body"``.
+        head: Name or names of the head's entries or modules; ``None`` means the last ``num_layers`` layers.
+        num_layers: Number of layers in the head, used where ``head`` is ``None``.
+        lr_factor: Factor on the module's learning rate in fine-tuning.
     """
 
     epochs: int
     part: Part
-    head: Sequence[str] | None
+    head: str | list[str] | None
     num_layers: int
     lr_factor: float
 
-    def _set(self, epochs: int, part: Part, head: list[str] | None, num_layers: int, lr_factor: float) -> None:
+    def _set(self, epochs: int, part: Part, head: str | list[str] | None, num_layers: int, lr_factor: float) -> None:
+        """Check and store the arguments of fine-tuning."""
         if epochs < 0 or lr_factor <= 0:
             raise ValueError(
                 f"{self.key} got epochs={epochs} and lr_factor={lr_factor}. Use epochs from 0 (0: the global model is "
@@ -39,14 +48,18 @@ class AdaptsAtEnd(KeepsModel):
         self.epochs, self.part, self.head, self.num_layers, self.lr_factor = epochs, part, head, num_layers, lr_factor
 
     def adapted_names(self, module: nn.Module) -> list[str] | None:
-        """State names of what fine-tuning trains; ``None``: everything."""
+        """Return the state names that fine-tuning trains, or ``None`` for everything."""
         if self.part == "all":
             return None
         head = part_names(module, self.head, self.num_layers)
         return head if self.part == "head" else other_names(module, head)
 
     def check(self, setup: Setup) -> None:
-        """Refuse names that are not there, and a part without anything to train."""
+        """Refuse names that are not there, and a part without anything to train.
+
+        Raises:
+            ValueError: If a name matches nothing, or no parameter would be fine-tuned.
+        """
         names = self.adapted_names(setup.module)
         if names is not None and not any(setup.kinds[name] == "trainable" for name in names):
             raise ValueError(
@@ -55,21 +68,21 @@ class AdaptsAtEnd(KeepsModel):
             )
 
     def final_jobs(self, server: Server) -> list[Job]:
-        """Everybody adapts, sampled before or not."""
+        """Plan a visit to every client with training data, sampled before or not."""
         return [Job(client, tag=self.key) for client in server.clients if server.num_samples[client]]
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Adaptation starts from the selected global model."""
+        """Send the selected global model to adaptation."""
         if job.tag == self.key and server.checkpoints:
             selected = next(iter(server.checkpoints.values()))["model"]
             message.state = select(selected, message.state)
 
     def federated_phases(self, client: Client) -> Iterable[Phase]:
-        """What a visit does before the last round is over."""
+        """Return the phases of a visit before the last round is over."""
         yield Phase()
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
-        """The method's own phases, or the adaptation."""
+        """Train the method's own phases or, in a visit after the last round, adapt."""
         if client.message.tag != self.key:
             client.state.pop(self.key, None)  # a finished federation that goes on: what was adapted is out of date
             yield from self.federated_phases(client)
@@ -97,26 +110,39 @@ class LocalAdaptation(AdaptsAtEnd):
 
     Yu, Bagdasaryan, Shmatikov, "Salvaging federated learning by local adaptation", 2020.
 
-    Training is FedAvg's, or that of the method it stands beside, and its global model stays what it is. After the last
-    round each client, sampled before or not, copies the global model (GlobalCheckpoint's, where there is one, else the
-    last) and trains it on its own training split. Down: ``w``. Up: nothing of the copies. State: the adapted copy.
-    Deployed: the adapted copy; the global model is ``w``.
+    * Training is FedAvg's, or that of the method beside it, and its global model ``w`` stays what it is.
+    * After the last round each client, sampled before or not, copies the global model (the one that
+      :class:`GlobalCheckpoint` selected, where there is one, else the last) and trains it on its own training split.
+    * Down: ``w``. Up: nothing of the copies. State: the adapted copy.
+    * Deployed: the adapted copy. The global model is ``w``.
 
     Args:
-        epochs: epochs of adaptation (PLayer-FL's code: 1).
-        part: ``"all"`` (the paper's FT), ``"head"`` (FB: the base and its statistics are frozen) or ``"body"``.
-        head: names or module prefixes of the head; or
-        num_layers: the last K layers are the head; used when ``head`` is ``None``.
-        lr_factor: factor on the module's learning rate during adaptation (PLayer-FL's code: 1).
-        keep_if_better: deploy the adapted copy only where it is better on the client's own validation split.
-        monitor, mode: what "better" means: a metric the module logs in validation, and ``"min"`` or ``"max"``.
+        epochs: Epochs of adaptation. Default 1 (PLayer-FL's code). 0: the global model is deployed.
+        part: What is adapted: ``"all"`` (the paper's FT, default), ``"head"`` (FB: the base and its statistics are
+            frozen) or ``"body"``.
+        head: Name or names of the head's entries or modules. ``None`` (default): the last ``num_layers`` layers.
+        num_layers: Number of layers in the head, used where ``head`` is ``None``. Default 1.
+        lr_factor: Factor on the module's learning rate during adaptation. Default 1 (PLayer-FL's code).
+        keep_if_better: Deploy the adapted copy only where it is better on the client's own validation split. Default:
+            no.
+        monitor: Metric by which it is better, logged in validation. Default ``"val_loss"``.
+        mode: ``"min"`` (default) or ``"max"``.
+
+    Raises:
+        ValueError: If ``epochs`` is negative, ``lr_factor`` is not positive or ``part`` is unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import LocalAdaptation
+        >>> LocalAdaptation(part="head").adapted_names(nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1)))
+        ['2.weight', '2.bias']
     """
 
     def __init__(
         self,
         epochs: int = 1,
         part: Part = "all",
-        head: list[str] | None = None,
+        head: str | list[str] | None = None,
         num_layers: int = 1,
         lr_factor: float = 1.0,
         keep_if_better: bool = False,
@@ -129,9 +155,9 @@ class LocalAdaptation(AdaptsAtEnd):
         self.mode = mode
 
     def keep_adapted(self, client: Client) -> None:
-        """Store the adapted model, if it is to be had at any price or is better."""
+        """Store the adapted model if ``keep_if_better`` is off or the model is better on validation data."""
         if self.keep_if_better:
             before, after = (client.evaluate(state) for state in (self.kept(client), None))
-            if before and not _better(_monitored(self, after), _monitored(self, before), self.mode):
+            if before and not is_better(monitored(self, after), monitored(self, before), self.mode):
                 return
         self.keep(client)

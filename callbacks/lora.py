@@ -7,33 +7,47 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import FederatedCallback, Server, WeightingName, expand
+from fedlightning.algorithm import FederatedCallback, Server, WeightingName, as_names, expand
 from fedlightning.wrappers.adapters import adapter_names, add_adapters
 
 
 class FedIT(FederatedCallback):
-    r"""Low-rank adapters on a frozen network; only they train and travel.
+    """Low-rank adapters on a frozen network: only they train and travel.
 
     Zhang, Vahidian, Kuo, Li, Zhang, Yu, Wang, Chen, "Towards building the federated GPT: federated instruction tuning",
     ICASSP 2024. Adapters: Hu et al., "LoRA: low-rank adaptation of large language models", ICLR 2022.
 
-    Down and up: ``A, B`` of every adapted layer (and the head, if it is to train). State: none; the frozen ``W0`` is
-    built alike everywhere and never travels. Adapted layers compute ``W0 x + (alpha / r) B A x``, with ``A`` random and
-    ``B = 0``, so the federation begins with exactly the network that was given. Server: ``A = sum_i p_i A_i`` and
-    ``B = sum_i p_i B_i``, each by itself. That is biased: ``mean(B) mean(A)`` is not ``mean(B A)``, the mean of what
-    the clients learned; :class:`FFALoRA` avoids it.
+    * Client: local training of ``A, B`` of every adapted layer, and of the head if it is to train. Adapted layers
+      compute ``W0 x + (alpha / r) B A x``, with ``A`` random and ``B = 0``, so the federation begins with exactly the
+      network that was given.
+    * Server: ``A = sum_i p_i A_i`` and ``B = sum_i p_i B_i``, each by itself. That is biased: ``mean(B) mean(A)`` is
+      not ``mean(B A)``, the mean of what the clients learned. :class:`FFALoRA` avoids it.
+    * Down: ``A, B`` and the head. Up: the same. State: none; the frozen ``W0`` is built alike everywhere and never
+      travels.
+    * Deployed: the network with the mean adapters.
 
     Normalisation statistics of the frozen network stay as they are. ``fedlightning.wrappers.unmix(module)`` merges the
-    adapters into the layers and gives the plain module back.
+    adapters into the layers and gives the plain module back. Adapters need ``peft``
+    (``pip install "fedlightning[lora]"``).
 
     Args:
-        r: rank (the authors' code: 16).
-        alpha: scale; a layer's change counts ``alpha / r`` (the authors' code: 16).
-        dropout: on the adapters' input (the authors' code: 0.05).
-        target_modules: paths of ``nn.Linear`` layers, or ends of paths (the authors: ``["q_proj"]`` of LLaMA);
-            ``None``: every linear layer outside the head.
-        head: names or module prefixes that train in full and travel, such as a new classifier (``["net.fc"]``).
-        weighting: ``"samples"`` (the authors' code), ``"uniform"`` or ``"log"``.
+        r: Rank. Default 16 (the authors' code).
+        alpha: Scale; a layer's change counts ``alpha / r``. Default 16 (the authors' code).
+        dropout: Dropout on the adapters' input. Default 0.05 (the authors' code).
+        target_modules: Paths of ``nn.Linear`` layers, or ends of paths (the authors: ``["q_proj"]`` of LLaMA). ``None``
+            (default): every linear layer outside the head.
+        head: Name or names of entries or modules that train in full and travel, such as a new classifier
+            (``"net.fc"``). ``None`` (default): none.
+        weighting: ``"samples"`` (the authors' code, default), ``"uniform"`` or ``"log"``.
+
+    Raises:
+        ValueError: If ``r`` is less than 1, ``alpha`` is not positive or ``dropout`` is outside [0, 1).
+
+    Example:
+        >>> from fedlightning.callbacks import FedIT
+        >>> method = FedIT(r=4, alpha=8, target_modules=["q_proj", "v_proj"], head="net.fc")
+        >>> method.alpha / method.r  # the scale of B A
+        2.0
     """
 
     train_a = True
@@ -44,7 +58,7 @@ class FedIT(FederatedCallback):
         alpha: float = 16,
         dropout: float = 0.05,
         target_modules: list[str] | None = None,
-        head: list[str] | None = None,
+        head: str | list[str] | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
         if r < 1 or alpha <= 0 or not 0.0 <= dropout < 1.0:
@@ -60,11 +74,11 @@ class FedIT(FederatedCallback):
         self.weighting = weighting
 
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
-        """Freeze everything but the head and put adapters in; the same bits for every owner.
+        """Freeze everything but the head and add adapters; they start with the same bits for every owner.
 
         Raises:
-            ImportError: peft is not installed.
-            ValueError: no such layer, or none at all.
+            ImportError: If peft is not installed.
+            ValueError: If there is no such layer, or none at all.
         """
         return add_adapters(
             module,
@@ -72,16 +86,16 @@ class FedIT(FederatedCallback):
             alpha=self.alpha,
             dropout=self.dropout,
             target_modules=self.target_modules,
-            head=expand(self.head or [], module.state_dict()),
+            head=expand(as_names(self.head), module.state_dict()),
             train_a=self.train_a,
         )
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """The adapters and the head."""
+        """Return the names of the adapters and the head."""
         return adapter_names(module)
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
-        """The frozen network with the mean adapters, unless another callback keeps some of them private."""
+        """Return the network with the mean adapters, or ``None`` where other callbacks keep some adapters private."""
         private = set(adapter_names(server.module)) - set(server.shared_names())
         return None if private else server.module_with(server.model)
 
@@ -91,12 +105,15 @@ class FFALoRA(FedIT):
 
     Sun, Li, Li, Ding, "Improving LoRA in privacy-preserving federated learning", ICLR 2024.
 
-    Half of FedIT's traffic, and an exact mean: with one ``A`` for all, ``mean(B_i) A = mean(B_i A)``. ``A`` is drawn
-    from the federation's seed, alike for everybody, so it never travels. It moves less per step than FedIT: try a
-    larger learning rate. Arguments and defaults: those of :class:`FedIT`.
+    This halves FedIT's traffic and makes the mean exact: with one ``A`` for all, ``mean(B_i) A = mean(B_i A)``. ``A``
+    is drawn from the federation's seed, alike for everybody, so it never travels. A step moves the model less than
+    FedIT's: try a larger learning rate. What is kept and deployed, the arguments, their defaults and errors are those
+    of :class:`FedIT`.
+
+    Example:
+        >>> from fedlightning.callbacks import FedIT, FFALoRA
+        >>> FedIT.train_a, FFALoRA.train_a
+        (True, False)
     """
 
     train_a = False
-
-
-__all__ = ["FFALoRA", "FedIT"]

@@ -9,35 +9,63 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.algorithm import Client, FederatedCallback, Setup, Update, WeightingName
-from fedlightning.callbacks.shared.representations import contrastive_loss, features_at_start, head_path
+from fedlightning.callbacks.shared.representations import (
+    contrastive_loss,
+    features_at_start,
+    freeze_teachers,
+    head_path,
+    teacher_features,
+)
 from fedlightning.wrappers import FeatureTap
 
 
 class MOON(FederatedCallback):
-    r"""Model-contrastive learning: representations are drawn to the global model's, away from the client's last ones.
+    """Model-contrastive learning: representations are drawn to the global model's, away from the client's last ones.
 
     Li, He, Song, "Model-contrastive federated learning", CVPR 2021.
 
-    Down: ``w^t``. Up: ``w_i``. State: the model that the client sent last. On every batch, with the representations
-    ``z`` of the model in training, ``z_g`` of the received ``w^t`` and ``z_p`` of the last local model (both frozen, in
-    eval mode):
+    On every batch, with the representations ``z`` of the model in training, ``z_g`` of the received ``w^t`` and ``z_p``
+    of the last local model (both frozen, in eval mode):
 
-    * ``con = -log( exp(cos(z, z_g)/T) / (exp(cos(z, z_g)/T) + exp(cos(z, z_p)/T)) )``, ``loss = task + mu mean(con)``.
+    * ``con = -log( exp(cos(z, z_g)/T) / (exp(cos(z, z_g)/T) + exp(cos(z, z_p)/T)) )``
+    * ``loss = task + mu mean(con)``
 
-    A client's first visit has no last model and no term, as in the authors' code. The representation is what goes into
+    What travels and what is kept:
+
+    * Down: ``w^t``. Up: ``w_i``.
+    * State: the model that the client sent last.
+    * Deployed: the global model ``w``.
+
+    A client's first visit has no last model and no term, as in the authors' code. The representation is the input of
     the head; the paper puts a projection of two layers and 256 outputs before it, which here belongs to the module. A
     step costs three forward passes. The logged loss stays the task's.
 
     Args:
-        mu: strength; the paper tunes it in {0.1, 1, 5, 10}. Default 1 (the authors' code).
-        temperature: ``T`` (paper: 0.5).
-        head: path of the submodule that turns representations into predictions (``"net.fc"``); ``None``: the last
-            layer.
-        weighting: ``"samples"`` (paper) or ``"uniform"``.
+        mu: Weight of the contrastive loss. Default 1 (the authors' code); the paper tunes it in {0.1, 1, 5, 10}.
+        temperature: ``T``. Default 0.5 (paper).
+        head: Path of the submodule that turns representations into predictions (``"net.fc"``). ``None`` (default): the
+            last layer.
+        weighting: ``"samples"`` (paper, default) or ``"uniform"``.
+
+    Raises:
+        ValueError: If ``mu`` is negative or ``temperature`` is not positive.
+
+    Example:
+        The loss is small where ``z`` points where the global model's representation does.
+
+        >>> import torch
+        >>> from fedlightning.callbacks.shared.representations import contrastive_loss
+        >>> z, z_g, z_p = torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+        >>> contrastive_loss(z, z_g, z_p, temperature=0.5), contrastive_loss(z, z_p, z_g, temperature=0.5)
+        (tensor(0.1269), tensor(2.1269))
     """
 
     def __init__(
-        self, mu: float = 1.0, temperature: float = 0.5, head: str | None = None, weighting: WeightingName | None = None
+        self,
+        mu: float = 1.0,
+        temperature: float = 0.5,
+        head: str | list[str] | None = None,
+        weighting: WeightingName | None = None,
     ) -> None:
         if mu < 0:
             raise ValueError(f"MOON got mu={mu}; the weight of a loss cannot be negative. Use 0 for FedAvg.")
@@ -51,35 +79,35 @@ class MOON(FederatedCallback):
         self.weighting = weighting
 
     def claims(self, role: str) -> bool:
-        """With ``mu = 0`` there is no loss term."""
+        """Decline the loss term where ``mu = 0``."""
         return super().claims(role) and not (role == "training_loss" and self.mu == 0.0)
 
     def check(self, setup: Setup) -> None:
-        """Refuse a head that is not there or that a step does not call exactly once."""
+        """Refuse a head that is not there or that a step does not call exactly once.
+
+        Raises:
+            ValueError: If the representation cannot be tapped.
+        """
         if self.mu > 0:
             features_at_start(setup, self.feature_taps, self.key)
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
-        """The representation: what goes into the head."""
+        """Tap the representation: the input of the head."""
         return {"z": FeatureTap(module, head_path(module, self.head))}
 
     def on_visit_start(self, client: Client) -> None:
         """Freeze the two teachers: the received model and the last local one."""
-        previous = client.state.get(self.key, {}).get("previous")
-        if previous is not None and self.mu > 0:
-            client.scratch[self.key] = [client.frozen_copy(client.received), client.frozen_copy(previous)]
+        if self.mu > 0:
+            freeze_teachers(client, self.key)
 
     def training_loss(
         self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
     ) -> Tensor:
-        """``task + mu mean(con)``."""
+        """Return ``task + mu mean(con)``."""
         if self.key not in client.scratch:
             return loss
-        z_g, z_p = (
-            client.features(teacher.to(module.device), batch, self.feature_taps(teacher))["z"]
-            for teacher in client.scratch[self.key]
-        )
-        return loss + self.mu * contrastive_loss(features["z"], z_g, z_p, self.temperature)
+        received, last = teacher_features(client, self.key, module, batch, self.feature_taps)
+        return loss + self.mu * contrastive_loss(features["z"], received["z"], last["z"], self.temperature)
 
     def on_send(self, client: Client, update: Update) -> None:
         """Keep the local model for the next visit."""

@@ -1,4 +1,4 @@
-"""What methods share in which a client deploys a model of its own beside the one that travels."""
+"""Base of methods in which a client deploys a model of its own beside the one that travels."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ from fedlightning.algorithm import (
 
 
 class KeepsModel(FederatedCallback):
-    """Base: ``client.state[key]["model"]`` holds a whole model, which never travels and which the client deploys.
+    """Base of methods in which each client keeps a whole model that never travels, and deploys it.
 
-    A client that has none yet deploys what it received.
+    The model is in ``client.state[key]["model"]``. A client that has none yet deploys what it received.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> KeepsModel().kept(SimpleNamespace(state={"KeepsModel": {"model": {"w": 1.0}}}))
+        {'w': 1.0}
     """
 
     def kept(self, client: Client) -> State:
-        """The client's own model; empty if it has none yet."""
+        """Return the client's own model; empty if it has none yet."""
         model: State = client.state.get(self.key, {}).get("model", {})
         return model
 
     def keep(self, client: Client, **values: Any) -> None:
         """Store the module as it is, with plain ``values`` beside it.
 
-        A model that diverged is not stored: the client goes on from the one it had, and its update does not suffer.
+        A model that diverged is not stored: the client keeps the one it had, and its update is sent all the same.
         """
         state = client.model_state()
         trainable = [name for name, kind in entry_kinds(client.module).items() if kind == "trainable"]
@@ -48,7 +53,7 @@ class KeepsModel(FederatedCallback):
         )
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """The client's own model."""
+        """Return the client's own model."""
         module = client.copy_module()
         load_state(module, self.kept(client))
         return module

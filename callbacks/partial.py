@@ -7,7 +7,16 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedlightning.algorithm import FederatedCallback, Server, Setup, WeightingName, expand, head_names, ordered_layers
+from fedlightning.algorithm import (
+    FederatedCallback,
+    Server,
+    Setup,
+    WeightingName,
+    as_names,
+    expand,
+    head_names,
+    ordered_layers,
+)
 
 
 class FedPer(FederatedCallback):
@@ -15,28 +24,41 @@ class FedPer(FederatedCallback):
 
     Arivazhagan, Aggarwal, Singh, Choudhary, "Federated learning with personalization layers", 2019.
 
-    Up and down: the body ``u``. The head ``v_i`` stays with its client; both are trained jointly. There is no global
-    model. Server: ``u = sum_i p_i u_i``.
+    * Client: local training of the body ``u`` and its head ``v_i``, jointly.
+    * Server: ``u = sum_i p_i u_i``.
+    * Down: ``u``. Up: ``u_i``. State: ``v_i`` at each client.
+    * Deployed: ``(u, v_i)``. There is no global model.
 
     Args:
-        personal: names or module prefixes of the personal part (``["head"]``, ``["net.fc"]``); or
-        num_layers: the last K layers are personal (paper: K_P from 1); used when ``personal`` is ``None``.
-        weighting: ``"samples"`` or ``"uniform"``.
+        personal: Name or names of the personal entries or modules (``"head"``, ``["net.fc"]``). ``None`` (default): the
+            last ``num_layers`` layers.
+        num_layers: Number of personal layers, used where ``personal`` is ``None``. Default 1 (paper: K_P from 1).
+        weighting: ``"samples"`` (default) or ``"uniform"``.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import FedPer
+        >>> FedPer().shared_names(None, nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1)))
+        ['0.weight', '0.bias']
     """
 
     def __init__(
-        self, personal: list[str] | None = None, num_layers: int = 1, weighting: WeightingName | None = None
+        self, personal: str | list[str] | None = None, num_layers: int = 1, weighting: WeightingName | None = None
     ) -> None:
         self.personal = personal
         self.num_layers = num_layers
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse names that are not there, and a split with nothing shared."""
+        """Refuse names that are not there, and a split with nothing shared.
+
+        Raises:
+            ValueError: If a name matches nothing, or everything is personal.
+        """
         refuse_no_body(self, setup, part_names(setup.module, self.personal, self.num_layers))
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Everything but the personal part."""
+        """Return the names of everything but the personal part."""
         return other_names(module, part_names(module, self.personal, self.num_layers))
 
 
@@ -46,26 +68,39 @@ class LGFedAvg(FederatedCallback):
     Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency, "Think locally, act globally: federated learning
     with local and global representations", 2020.
 
-    Up and down: the top layers ``u``. The encoder ``v_i`` (everything before) stays with its client; both are trained
-    jointly. There is no global model; the paper's ensemble of encoders for new clients is not part of it. Server: ``u =
-    sum_i p_i u_i``. Every client starts at the common ``v^0`` (the authors' code starts from a model that FedAvg
-    trained, and selects on test data).
+    * Client: local training of the shared top layers ``u`` and its encoder ``v_i`` (everything before), jointly.
+    * Server: ``u = sum_i p_i u_i``.
+    * Down: ``u``. Up: ``u_i``. State: ``v_i`` at each client, from the common ``v^0`` (the authors' code starts from a
+      model that FedAvg trained, and selects on test data).
+    * Deployed: ``(v_i, u)``. There is no global model; the paper's ensemble of encoders for new clients is not part of
+      it.
 
     Args:
-        shared: names or module prefixes of the shared part (``["head"]``); or
-        num_layers: the last K layers are shared (authors: 2 to 3); used when ``shared`` is ``None``.
-        weighting: ``"samples"``, or ``"uniform"`` (the authors' code).
+        shared: Name or names of the shared entries or modules (``"head"``). ``None`` (default): the last ``num_layers``
+            layers.
+        num_layers: Number of shared layers, used where ``shared`` is ``None``. Default 2 (authors: 2 to 3).
+        weighting: ``"samples"`` (default), or ``"uniform"`` (the authors' code).
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import LGFedAvg
+        >>> LGFedAvg(shared="2").shared_names(None, nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1)))
+        ['2.weight', '2.bias']
     """
 
     def __init__(
-        self, shared: list[str] | None = None, num_layers: int = 2, weighting: WeightingName | None = None
+        self, shared: str | list[str] | None = None, num_layers: int = 2, weighting: WeightingName | None = None
     ) -> None:
         self.shared = shared
         self.num_layers = num_layers
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse names that are not there; say so where the split leaves one side empty."""
+        """Refuse names that are not there; warn where the split leaves one side empty.
+
+        Raises:
+            ValueError: If a name matches nothing, or there are fewer than ``num_layers`` layers.
+        """
         count = len(part_names(setup.module, self.shared, self.num_layers))
         if count in (0, len(setup.kinds)):
             one, other = ("nothing", "Local()") if count == 0 else ("everything", "FedAvg()")
@@ -76,28 +111,43 @@ class LGFedAvg(FederatedCallback):
             )
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """The top layers."""
+        """Return the names of the top layers."""
         return part_names(module, self.shared, self.num_layers)
 
 
 class FedBN(FederatedCallback):
-    """FedAvg on everything except batch normalisation.
+    """FedAvg on everything except batch normalisation, which stays with each client.
 
     Li, Jiang, Zhang, Kamp, Dou, "FedBN: federated learning on non-IID features via local batch normalization", ICLR
     2021.
 
-    All state of BatchNorm layers (affine parameters and running statistics, found by module type) stays with each
-    client; LayerNorm and GroupNorm are shared. There is no global model for unseen clients.
+    * Client: local training of the whole model.
+    * Server: the weighted mean of everything outside BatchNorm layers. LayerNorm and GroupNorm are shared.
+    * Down and up: everything outside BatchNorm layers, which are found by module type.
+    * State: affine parameters and running statistics of BatchNorm layers at each client.
+    * Deployed: the client's model. There is no global model for unseen clients.
 
     Args:
-        weighting: ``"samples"`` or ``"uniform"`` (the authors' code).
+        weighting: ``"samples"`` (default) or ``"uniform"`` (the authors' code).
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import FedBN
+        >>> module = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        >>> FedBN().shared_names(SimpleNamespace(kinds=module.state_dict()), module)
+        ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
     def __init__(self, weighting: WeightingName | None = None) -> None:
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse a module without batch normalisation."""
+        """Refuse a module without batch normalisation.
+
+        Raises:
+            ValueError: If the module has no BatchNorm layer.
+        """
         if not batch_norm_names(setup.module):
             raise ValueError(
                 f"FedBN keeps batch normalisation local, but {type(setup.template).__name__} has no BatchNorm layer. "
@@ -105,32 +155,52 @@ class FedBN(FederatedCallback):
             )
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Everything outside BatchNorm layers."""
+        """Return the names of everything outside BatchNorm layers."""
         private = batch_norm_names(module)
         return [name for name in server.kinds if name not in private]
 
 
 class Local(FederatedCallback):
-    """The siloed baseline: every client trains alone; nothing travels.
+    """The siloed baseline: every client trains alone, and nothing travels.
 
     Called Silo in the FENDA-FL paper, CLT in FLIU, Local in PLayer-FL. Optimizers go on from round to round, so that R
     rounds of E epochs are one ordinary training of R*E epochs.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import Local
+        >>> Local().shared_names(None, nn.Linear(4, 2))
+        []
     """
 
     optimizer_state = "keep"
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Nothing."""
+        """Return nothing."""
         return []
 
 
-def part_names(module: nn.Module, names: Sequence[str] | None, num_layers: int) -> list[str]:
-    """State names of a part of the module: ``names`` (exact or prefixes), or its last ``num_layers`` layers."""
-    return head_names(module, num_layers) if names is None else expand(names, module.state_dict())
+def part_names(module: nn.Module, names: str | Sequence[str] | None, num_layers: int) -> list[str]:
+    """Return the state names of a part of the module.
+
+    Args:
+        module: Any module.
+        names: Exact state name or module prefix of the part, or several. ``None``: the last ``num_layers`` layers.
+        num_layers: Number of layers, used where ``names`` is ``None``.
+
+    Raises:
+        ValueError: If a name matches nothing, or there are fewer than ``num_layers`` layers.
+
+    Example:
+        >>> module = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1))
+        >>> part_names(module, None, num_layers=1), part_names(module, "0.bias", num_layers=1)
+        (['2.weight', '2.bias'], ['0.bias'])
+    """
+    return head_names(module, num_layers) if names is None else expand(as_names(names), module.state_dict())
 
 
 def other_names(module: nn.Module, names: Iterable[str]) -> list[str]:
-    """All state names that are not among ``names``."""
+    """Return all state names that are not among ``names``."""
     part = set(names)
     return [name for name in module.state_dict() if name not in part]
 
@@ -139,7 +209,7 @@ def refuse_no_body(callback: FederatedCallback, setup: Setup, head: Sequence[str
     """Refuse a head that is the whole model.
 
     Raises:
-        ValueError: naming the callback and the layers.
+        ValueError: If nothing is left to share. The sentence names the callback and the number of layers.
     """
     if len(head) == len(setup.kinds):
         raise ValueError(
@@ -149,9 +219,6 @@ def refuse_no_body(callback: FederatedCallback, setup: Setup, head: Sequence[str
 
 
 def batch_norm_names(module: nn.Module) -> set[str]:
-    """State names inside BatchNorm layers (also SyncBatchNorm), by module type."""
+    """Return the state names inside BatchNorm layers (also SyncBatchNorm), by module type."""
     layers = [path for path, child in module.named_modules() if isinstance(child, _BatchNorm)]
     return {name for name in module.state_dict() if any(name.startswith(f"{path}.") for path in layers)}
-
-
-__all__ = ["FedBN", "FedPer", "LGFedAvg", "Local", "batch_norm_names", "other_names", "part_names", "refuse_no_body"]

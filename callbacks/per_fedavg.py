@@ -24,33 +24,52 @@ from fedlightning.algorithm import (
 
 
 class PerFedAvg(FederatedCallback):
-    r"""Meta-learning: a global model that is good after one gradient step on a client's own data.
+    """Meta-learning: a global model that is good after one gradient step on a client's own data.
 
     Fallah, Mokhtari, Ozdaglar, "Personalized federated learning with theoretical guarantees: a model-agnostic
     meta-learning approach", NeurIPS 2020.
 
-    Down: ``w``. Up: ``w_i``. State: none. Every local step minimises ``f_i(w - alpha grad f_i(w))`` with three
-    independent batches of training data:
+    Every local step minimises ``f_i(w - alpha grad f_i(w))`` with three independent batches of training data:
 
-    * ``wt = w - alpha grad f(w; D)``, plain SGD whatever the module's optimizer is; ``D`` leaves BatchNorm's statistics
-      alone;
-    * ``r = grad f(wt; D')``: the training loop's own batch, run at ``wt`` (so the logged loss is the one after
-      adaptation);
+    * ``wt = w - alpha grad f(w; D)``, plain SGD whatever the module's optimizer is. ``D`` leaves BatchNorm's statistics
+      alone.
+    * ``r = grad f(wt; D')``: the training loop's own batch, run at ``wt``. So the logged loss is the one after
+      adaptation.
     * ``w <- w - beta (r - alpha H r)``, ``H`` the Hessian at ``w`` on ``D''``, by the module's optimizer (SGD, whose
       learning rate is ``beta``).
 
-    ``H r``: ``"exact"`` by double backward, ``"HF"`` (Hessian-free) as ``[grad f(w + delta r) - grad f(w - delta r)] /
-    (2 delta)``, ``"FO"`` (first order) leaves it out. With ``alpha = 0`` all three are FedAvg.
+    ``H r`` is computed by double backward (``"exact"``), by the Hessian-free difference
+    ``[grad f(w + delta r) - grad f(w - delta r)] / (2 delta)`` (``"HF"``), or left out (first order, ``"FO"``). With
+    ``alpha = 0`` all three are FedAvg.
 
-    Deployed: ``w - alpha grad f_i(w)`` over the client's whole training split (never on test data); the global model is
-    the meta-model ``w``.
+    * Down: ``w``. Up: ``w_i``. State: none.
+    * Deployed: ``w - alpha grad f_i(w)`` over the client's whole training split, never on test data. The global model
+      is the meta-model ``w``.
 
     Args:
-        alpha: inner step size. Published settings lie at 0.005-0.01 (pFedMe, FedBABU); default 0.01.
+        alpha: Inner step size. Default 0.01. Published settings lie at 0.005-0.01 (pFedMe, FedBABU).
         variant: ``"HF"`` (default: as good as exact in the paper, without double backward), ``"FO"`` or ``"exact"``.
-        delta: half-width of the Hessian-free difference (ours: 1e-3).
-        adaptation_steps: how many such steps make the deployed model (paper: 1).
-        weighting: ``"uniform"`` (paper) or ``"samples"``.
+        delta: Half-width of the Hessian-free difference. Default 1e-3 (ours).
+        adaptation_steps: Number of inner steps that make the deployed model. Default 1 (paper).
+        weighting: ``"uniform"`` (paper, default) or ``"samples"``.
+
+    Raises:
+        ValueError: If ``variant`` is unknown, or a number is outside its range.
+
+    Example:
+        With ``f(w) = w^2`` the Hessian is 2, so ``H r = 2 r``.
+
+        >>> import torch
+        >>> from lightning.pytorch import LightningModule
+        >>> from fedlightning.callbacks.per_fedavg import hessian_times
+        >>> class Square(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w = torch.nn.Parameter(torch.tensor([3.0]))
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.w.square().sum()
+        >>> hessian_times(Square(), batch=None, vector={"w": torch.tensor([5.0])})
+        {'w': tensor([10.])}
     """
 
     def __init__(
@@ -75,7 +94,11 @@ class PerFedAvg(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization; warn where the outer step is not plain SGD."""
+        """Refuse manual optimization; warn where the outer step is not plain SGD.
+
+        Raises:
+            ValueError: If the module optimizes manually.
+        """
         if not setup.module.automatic_optimization:
             name = type(setup.template).__name__
             raise ValueError(f"PerFedAvg replaces the gradient of the step, but {name} optimizes manually. Use Ditto.")
@@ -85,7 +108,10 @@ class PerFedAvg(FederatedCallback):
 
     # -- one step ------------------------------------------------------------------------------------------------------
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Go to ``wt``, once per optimizer step (an accumulated step sees all its batches there)."""
+        """Move the module to ``wt``.
+
+        This is done once per optimizer step: an accumulated step sees all its batches there.
+        """
         client = self.client
         if not client.phase.federated or self.alpha == 0.0 or self.key in client.scratch:
             return
@@ -94,7 +120,7 @@ class PerFedAvg(FederatedCallback):
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Back to ``w``, exactly; the gradient there is ``r - alpha H r``."""
+        """Move the module back to ``w``, exactly, and set the gradient to ``r - alpha H r``."""
         w = self.client.scratch.pop(self.key, None)
         if w is None:
             return
@@ -106,17 +132,17 @@ class PerFedAvg(FederatedCallback):
                 parameters[name].grad = r[name] - self.alpha * curvature
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave nobody at ``wt``, should training stop between a batch and its step."""
+        """Move the module back to ``w`` if training stopped between a batch and its step."""
         load_state(pl_module, self.client.scratch.pop(self.key, {}))
 
     def _shifted(self, direction: State, size: float) -> State:
-        """Move the module's parameters by ``size * direction``; returns what they were."""
+        """Move the module's parameters by ``size * direction``, and return what they were."""
         before = clone({name: p for name, p in self.client.module.named_parameters() if name in direction})
         load_state(self.client.module, add(before, direction, alpha=size))
         return before
 
     def _hessian_times(self, r: State) -> State:
-        """``H r`` on ``D''``; nothing under first order."""
+        """Return ``H r`` on ``D''``; nothing under first order."""
         client = self.client
         if self.variant == "FO":
             return {}
@@ -136,7 +162,7 @@ class PerFedAvg(FederatedCallback):
 
     # -- what is deployed ----------------------------------------------------------------------------------------------
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """``w - alpha grad f_i(w)`` on training data."""
+        """Return the model at ``w - alpha grad f_i(w)``, on training data."""
         module = client.copy_module()
         for _ in range(self.adaptation_steps if self.alpha else 0):
             w = clone(module_state(module))
@@ -149,7 +175,14 @@ class PerFedAvg(FederatedCallback):
 
 
 def hessian_times(module: LightningModule, batch: Any, vector: State, scale: float = 1.0) -> State:
-    """``H vector`` of the batch's training loss by double backward; ``scale`` multiplies the loss on the way (fp16)."""
+    """Return ``H vector`` of the batch's training loss, by double backward.
+
+    Args:
+        module: The model, at the point where ``H`` is taken.
+        batch: A batch of its training step.
+        vector: One tensor per parameter name, of the parameter's shape.
+        scale: Factor on the loss on the way (the loss scale of fp16). Default 1.
+    """
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad and name in vector}
     loss = training_loss(module, batch) * scale
     gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)

@@ -10,33 +10,59 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import Client, Setup, Update, WeightingName, clone, module_state
 from fedlightning.callbacks.fenda import FENDA
-from fedlightning.callbacks.shared.representations import contrastive_loss, features_at_start
+from fedlightning.callbacks.shared.representations import (
+    contrastive_loss,
+    features_at_start,
+    freeze_teachers,
+    teacher_features,
+)
 from fedlightning.wrappers import FeatureTap, feature_taps, global_names
 
 
 class PerFCL(FENDA):
-    r"""FENDA whose two extractors are told apart by two contrastive losses.
+    """FENDA whose two extractors are kept apart by two contrastive losses.
 
     Zhang, Xu, Wei, Wang, Li, Shang, "Doubly contrastive representation learning for federated image recognition",
     Pattern Recognition 139, 2023.
 
-    Up and down, and the model: as in :class:`FENDA`. State: the local extractor and the head, and the global extractor
-    as the client's last visit left it. With ``con(z, z+, z-) = -log( exp(cos(z, z+)/T) / (exp(cos(z, z+)/T) +
-    exp(cos(z, z-)/T)) )``, frozen teachers in eval mode and ``z_g, z_l`` the features of the extractors in training:
+    With ``con(z, z+, z-) = -log( exp(cos(z, z+)/T) / (exp(cos(z, z+)/T) + exp(cos(z, z-)/T)) )``, frozen teachers in
+    eval mode and ``z_g, z_l`` the features of the extractors in training:
 
-    * ``con_g``: to the *received* global extractor, away from one's own *last* global extractor;
-    * ``con_l``: to one's own *last* local extractor, away from the *received* global extractor;
+    * ``con_g``: to the *received* global extractor, away from the client's *last* global extractor;
+    * ``con_l``: to the client's *last* local extractor, away from the *received* global extractor;
     * ``loss = task + mu mean(con_g) + gamma mean(con_l)``.
+
+    What travels and what is kept:
+
+    * Down and up, the model and what is deployed: as in :class:`FENDA`.
+    * State: the local extractor, the head, and the global extractor as the client's last visit left it.
 
     A client's first visit has no last extractors and no terms (FL4Health's implementation). The logged loss stays the
     task's.
 
     Args:
-        mu: weight of the global term (FL4Health: 1).
-        gamma: weight of the local term (FL4Health: 1).
-        temperature: ``T`` of both (FL4Health: 0.5).
-        head, local_extractor, fusion, order, init, local_features, weighting: as in :class:`FENDA`. For the local term
-            both extractors must have features of one width.
+        mu: Weight of the global term. Default 1 (FL4Health).
+        gamma: Weight of the local term. Default 1 (FL4Health). It needs extractors with features of one width.
+        temperature: ``T`` of both. Default 0.5 (FL4Health).
+        head: Path of the submodule that turns features into predictions. ``None`` (default): the module holds a
+            :class:`~fedlightning.wrappers.DualExtractor` already.
+        local_extractor: Another network as the local extractor. ``None`` (default): a twin of the global one.
+        fusion: ``"concat"`` (default) or ``"sum"``.
+        order: Whose features come first: ``"global_first"`` (default) or ``"local_first"``.
+        init: The twin starts as a ``"copy"`` of the extractor (default), or ``"fresh"``.
+        local_features: Width of ``local_extractor``, where it cannot be read off its last layer.
+        weighting: ``"samples"`` (default) or ``"uniform"``.
+
+    Raises:
+        ValueError: If a weight is negative or ``temperature`` is not positive.
+
+    Example:
+        >>> from fedlightning.callbacks import PerFCL
+        >>> from fedlightning.models import Classifier, TinyNet
+        >>> perfcl = PerFCL(mu=0.5, gamma=0.5, head="net.fc2")
+        >>> module = perfcl.wrap_module(Classifier(TinyNet(), num_classes=1), "server")
+        >>> list(perfcl.feature_taps(module)), perfcl.shared_names(None, module)
+        (['z_g', 'z_l'], ['net.fc1.weight', 'net.fc1.bias'])
     """
 
     def __init__(
@@ -44,7 +70,7 @@ class PerFCL(FENDA):
         mu: float = 1.0,
         gamma: float = 1.0,
         temperature: float = 0.5,
-        head: str | None = None,
+        head: str | list[str] | None = None,
         local_extractor: nn.Module | None = None,
         fusion: Literal["concat", "sum"] = "concat",
         order: Literal["global_first", "local_first"] = "global_first",
@@ -65,14 +91,19 @@ class PerFCL(FENDA):
 
     @property
     def _contrasts(self) -> bool:
+        """Whether a contrastive loss is on."""
         return self.mu > 0 or self.gamma > 0
 
     def claims(self, role: str) -> bool:
-        """With ``mu = gamma = 0`` it is FENDA."""
+        """Decline the loss term where ``mu = gamma = 0``, which is FENDA."""
         return super().claims(role) and not (role == "training_loss" and not self._contrasts)
 
     def check(self, setup: Setup) -> None:
-        """Refuse features of different widths."""
+        """Refuse features that cannot be tapped or have different widths.
+
+        Raises:
+            ValueError: If an extractor's features cannot be tapped, or the local term would compare different widths.
+        """
         super().check(setup)
         seen = features_at_start(setup, self.feature_taps, self.key) if self._contrasts else {}
         if self.gamma > 0 and seen and seen["z_g"].shape != seen["z_l"].shape:
@@ -83,25 +114,21 @@ class PerFCL(FENDA):
             )
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
-        """Both extractors' features."""
+        """Tap the features of both extractors."""
         return dict(zip(("z_g", "z_l"), feature_taps(module), strict=True))
 
     def on_visit_start(self, client: Client) -> None:
         """Freeze the teachers: the received global extractor beside the last local one, and the last global one."""
-        previous = client.state.get(self.key, {}).get("previous")
-        if previous is not None and self._contrasts:
-            client.scratch[self.key] = [client.frozen_copy(client.received), client.frozen_copy(previous)]
+        if self._contrasts:
+            freeze_teachers(client, self.key)
 
     def training_loss(
         self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
     ) -> Tensor:
-        """``task + mu mean(con_g) + gamma mean(con_l)``."""
+        """Return ``task + mu mean(con_g) + gamma mean(con_l)``."""
         if self.key not in client.scratch:
             return loss
-        received, last = (
-            client.features(teacher.to(module.device), batch, self.feature_taps(teacher))
-            for teacher in client.scratch[self.key]
-        )
+        received, last = teacher_features(client, self.key, module, batch, self.feature_taps)
         for weight, label, positive, negative in (
             (self.mu, "z_g", received["z_g"], last["z_g"]),
             (self.gamma, "z_l", received["z_l"], received["z_g"]),
@@ -111,7 +138,7 @@ class PerFCL(FENDA):
         return loss
 
     def on_send(self, client: Client, update: Update) -> None:
-        """Keep the global extractor for the next visit; the local one stays anyway."""
+        """Keep the global extractor for the next visit. The local one stays with the client anyway."""
         if client.steps and self._contrasts:
             u = module_state(client.module, global_names(client.module))
             client.state[self.key] = {"previous": clone(u, "cpu")}

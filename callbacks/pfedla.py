@@ -14,34 +14,56 @@ from fedlightning.callbacks.hypernetwork import HyperNetwork
 from fedlightning.callbacks.shared.server_models import ClientModels, combine, parameter_names
 
 
-class PFedLA(ClientModels):
-    r"""Layer-wise personalised aggregation whose weights a hypernetwork per client learns at the server.
+class pFedLA(ClientModels):
+    """Layer-wise personalised aggregation whose weights a hypernetwork per client learns at the server.
 
     Ma, Zhang, Guo, Xu, "Layer-wised model aggregation for personalized federated learning", CVPR 2022.
 
     The server holds every client's last model ``theta_j`` and, per client i, a hypernetwork ``HN_i(e_i; psi_i)`` that
     gives ``alpha_i[l, j] >= 0`` with ``sum_j alpha_i[l, j] = 1``. In a round
 
-    * down: ``thbar_i[l] = sum_j alpha_i[l, j] theta_j[l]`` for every layer l (stage L1, the deployed model);
-    * the client trains; up: its model, ``theta_i <- thbar_i + D``;
-    * ``(e_i, psi_i) <- (e_i, psi_i) + eta_hn J' D`` with ``J = d thbar_i / d(e_i, psi_i)``.
+    * the server sends ``thbar_i[l] = sum_j alpha_i[l, j] theta_j[l]`` for every layer l (:meth:`personalised`);
+    * the client trains and sends its model, ``theta_i <- thbar_i + D``;
+    * the server updates ``(e_i, psi_i) <- (e_i, psi_i) + eta_hn J' D`` with ``J = d thbar_i / d(e_i, psi_i)``
+      (:meth:`gradient`).
 
     ``D`` (after minus before) points to where the client's loss falls, so the step is *added*: public code subtracts
     and ascends. ``J' D`` is the gradient of ``sum_l sum_j alpha_i[l, j] <theta_j[l], D[l]>``, so one number per layer
-    and client is all that the hypernetwork needs of the models; inner products are over trainable parameters, in
-    float64. Running statistics are mixed with the weights of the layer they belong to; integers, and buffers outside
+    and client is all that the hypernetwork needs of the models. Inner products are over trainable parameters, in
+    float64. Running statistics are mixed with the weights of the layer they belong to. Integers, and buffers outside
     every layer, are the client's own.
 
-    State, all at the server: ``theta_j`` (O(N * model) memory) and N hypernetworks. Absent clients keep both. A client
-    that never took part counts with ``w^0``.
+    * Down: ``thbar_i``. Up: ``theta_i``.
+    * State, all at the server: ``theta_j`` (O(N * model) memory) and N hypernetworks. Absent clients keep both. A
+      client that never took part counts with ``w^0``.
+    * Deployed: ``thbar_i`` (stage L1). There is no global model.
 
     Args:
-        hn_lr: ``eta_hn`` (5e-3 in the unofficial repository, 0.01 in PLayer-FL's). 0 keeps the first weights.
-        embedding: size of ``e_i`` (100).
-        hidden: width of the three-layer perceptron (100).
-        normalise: ``"softmax"`` (PLayer-FL's repository) or ``"relu"``: rectified and divided by their sum, even where
-            all are zero (unofficial repository). Either way the first weights are near ``1/N``.
+        hn_lr: Learning rate ``eta_hn`` of the hypernetworks. Default 5e-3 (unofficial repository; PLayer-FL's: 0.01). 0
+            keeps the first weights.
+        embedding: Size of ``e_i``. Default 100.
+        hidden: Width of the three-layer perceptron. Default 100.
+        normalise: ``"softmax"`` (PLayer-FL's repository, default) or ``"relu"``: rectified and divided by their sum,
+            even where all are zero (unofficial repository). Either way the first weights are near ``1/N``.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        Two layers and three clients: one row of weights per layer, near 1/3 at the start.
+
+        >>> from types import SimpleNamespace
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import pFedLA
+        >>> module, settings = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)), SimpleNamespace(seed=0)
+        >>> server = SimpleNamespace(module=module, clients=["a", "b", "c"], state={},
+        ...                          blueprint=SimpleNamespace(settings=settings))
+        >>> alpha = pFedLA().weights(server, "a")
+        >>> alpha.shape, bool(((alpha - 1 / 3).abs() < 0.05).all())
+        (torch.Size([2, 3]), True)
     """
+
+    saved_as = "PFedLA"
 
     def __init__(
         self,
@@ -50,12 +72,13 @@ class PFedLA(ClientModels):
         hidden: int = 100,
         normalise: Literal["softmax", "relu"] = "softmax",
     ) -> None:
+        name = type(self).__name__
         if hn_lr < 0:
-            raise ValueError(f"{self.key} got hn_lr={hn_lr}; the hypernetwork would climb. Use a positive rate, or 0.")
+            raise ValueError(f"{name} got hn_lr={hn_lr}; the hypernetwork would climb. Use a positive rate, or 0.")
         if embedding < 1 or hidden < 1:
-            raise ValueError(f"{self.key} got embedding={embedding} and hidden={hidden}; both are sizes of at least 1.")
+            raise ValueError(f"{name} got embedding={embedding} and hidden={hidden}; both are sizes of at least 1.")
         if normalise not in ("softmax", "relu"):
-            raise ValueError(f"{self.key} got normalise={normalise!r}. Use 'softmax' or 'relu'.")
+            raise ValueError(f"{name} got normalise={normalise!r}. Use 'softmax' or 'relu'.")
         self.hn_lr = hn_lr
         self.embedding = embedding
         self.hidden = hidden
@@ -63,33 +86,39 @@ class PFedLA(ClientModels):
 
     # -- hypernetworks -------------------------------------------------------------------------------------------------
     def network(self, server: Server, client: str) -> HyperNetwork:
-        """``HN_i`` as it began: random weights of its own."""
+        """Return ``HN_i`` as it began: random weights, which differ between clients."""
         with isolated(server.blueprint.settings.seed, self.key, client):
             shape = len(layers_of(server)), len(server.clients)
             return HyperNetwork(self.embedding, self.hidden, shape, self.normalise)
 
     def psi(self, server: Server, client: str) -> State:
-        """``(e_i, psi_i)``."""
+        """Return ``(e_i, psi_i)``."""
         stored: State | None = server.state.get(self.key, {}).get("psi", {}).get(client)
         return clone(module_state(self.network(server, client))) if stored is None else stored
 
     def weights(self, server: Server, client: str) -> Tensor:
-        """``alpha_i``: a row per layer, a column per client."""
+        """Return ``alpha_i``, shape ``(num_layers, num_clients)``."""
         with torch.no_grad():
             return self.alpha(server, client, self.psi(server, client))
 
     def alpha(self, server: Server, client: str, psi: Mapping[str, Tensor]) -> Tensor:
-        """``HN_i(e_i; psi_i)``, differentiable in ``psi``."""
+        """Return ``HN_i(e_i; psi_i)``, shape ``(num_layers, num_clients)``, differentiable in ``psi``."""
         result: Tensor = functional_call(self.network(server, client), dict(psi), ())
         return result
 
     def rows(self, server: Server, client: str) -> Tensor:
-        """The weights that ``thbar_i`` is made with."""
+        """Return the weights that make ``thbar_i``, shape ``(num_layers, num_clients)``."""
         return self.weights(server, client)
 
     # -- server --------------------------------------------------------------------------------------------------------
     def personalised(self, server: Server, client: str, models: Mapping[str, State]) -> State:
-        """``thbar_i``."""
+        """Return ``thbar_i``.
+
+        Args:
+            server: The server.
+            client: Client i.
+            models: Each client's model ``theta_j``, in client order.
+        """
         mixed = dict(models[client])
         for layer, row in zip(layers_of(server), self.rows(server, client).tolist(), strict=True):
             own = select(mixed, layer)
@@ -98,12 +127,19 @@ class PFedLA(ClientModels):
         return mixed
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """``thbar_i`` in the place of the global model."""
+        """Send ``thbar_i`` in the place of a global model."""
         if job.client in server.clients:
             message.state = select(self.personalised(server, job.client, self.models(server)), message.state)
 
     def gradient(self, server: Server, client: str, models: Mapping[str, State], trained: State) -> State:
-        """``J' D`` with respect to every entry of ``psi``."""
+        """Return ``J' D`` with respect to every entry of ``(e_i, psi_i)``.
+
+        Args:
+            server: The server.
+            client: Client i.
+            models: Each client's model ``theta_j`` at the start of the round, in client order.
+            trained: The model that client i sent.
+        """
         before = self.personalised(server, client, models)
         names = parameter_names(server, trained)
         change = {name: trained[name].double() - before[name].double() for name in names}
@@ -117,11 +153,11 @@ class PFedLA(ClientModels):
             return dict(zip(psi, torch.autograd.grad(objective, list(psi.values())), strict=True))
 
     def mixed(self, server: Server, client: str) -> list[int]:
-        """The layers in which ``thbar_i`` depends on ``alpha_i``."""
+        """Return the indices of the layers in which ``thbar_i`` depends on ``alpha_i``."""
         return list(range(len(layers_of(server))))
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
-        """A step of every participant's hypernetwork, all from the models at the round's start; then ``theta_i``."""
+        """Update every participant's hypernetwork from the models at the round's start, then set ``theta_i``."""
         models = self.models(server)
         psi = dict(server.state.get(self.key, {}).get("psi", {}))
         for update in updates:
@@ -135,9 +171,10 @@ class PFedLA(ClientModels):
 
 
 def _inner(model: State, change: State, names: list[str]) -> float:
+    """Return the inner product of ``model`` and ``change`` over ``names``."""
     return sum(float((model[name].double() * change[name]).sum()) for name in names)
 
 
 def layers_of(server: Server) -> list[list[str]]:
-    """The entries of each layer; those outside every layer are in none."""
+    """Return the state names of each layer. Names outside every layer are in none."""
     return [names for layer, names in partition(server.module).items() if layer]

@@ -20,100 +20,120 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     clone,
-    interpolate,
     load_state,
     module_state,
-    select,
+    renamed_arguments,
 )
+from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr, step_to_mean
 
 
-class PFedMe(FederatedCallback):
-    r"""Personal models held near a global one by Moreau envelopes; the global one follows them.
+class pFedMe(FederatedCallback):
+    """Personal models held near a global one by Moreau envelopes; the global one follows them.
 
     T. Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020.
 
-    Down: ``w``. Up: ``w_i`` (never ``theta_i``). State: ``theta_i`` at each client, the model it deploys. The objective
-    is ``F_i(w) = min_theta f_i(theta) + (lam/2) ||theta - w||^2``, whose gradient is ``lam (w - theta)``.
+    The objective is ``F_i(w) = min_theta f_i(theta) + (lam/2) ||theta - w||^2``, whose gradient is ``lam (w - theta)``.
 
-    Client: ``w_i = theta = w``; then on every batch
+    * Client: ``w_i = theta = w``; then on every batch K times
+      ``theta <- theta - eta_p (grad f(theta) + lam (theta - w_i))``, from the ``theta`` of the batch before, and once
+      ``w_i <- w_i - eta lam (w_i - theta)``, by the module's optimizer: SGD, whose learning rate is ``eta``.
+    * Server: ``w <- (1 - b) w + b mean(w_i)`` on trainable parameters; buffers are averaged.
+    * Down: ``w``. Up: ``w_i``, never ``theta_i``.
+    * State: ``theta_i`` at each client.
+    * Deployed: ``theta_i``. The global model is ``w``.
 
-    * K times ``theta <- theta - eta_p (grad f(theta) + lam (theta - w_i))``, warm from the batch before;
-    * ``w_i <- w_i - eta lam (w_i - theta)``, by the module's optimizer: SGD, whose learning rate is ``eta``.
-
-    Server: ``w <- (1 - b) w + b mean(w_i)`` on trainable parameters; buffers are averaged. ``theta`` is a model of its
-    own with its own running statistics (in the published code it is an alias of ``w_i``, whose accuracy is then
-    reported as personal; and the published L2 term on ``theta``, which is not in the paper, is left out).
-
-    The training loss that the module logs is that of ``w_i``.
+    ``theta`` is a model of its own with its own running statistics. In the published code it is an alias of ``w_i``,
+    whose accuracy is then reported as personal. The published L2 term on ``theta``, which is not in the paper, is left
+    out. The training loss that the module logs is that of ``w_i``.
 
     Args:
-        lam: strength of the pull between ``theta`` and ``w`` (authors: 15). ``eta lam < 2`` is needed.
-        inner_steps: ``K`` (paper: 5).
-        personal_lr: ``eta_p`` (authors: 0.09 to 0.1). ``eta_p lam < 2`` is needed.
-        server_rate: ``b`` (authors: 1, sometimes 2).
-        all_clients: everybody computes and updates its ``theta_i``, and only the sampled send ``w_i`` (paper); by
-            default those who are not sampled rest.
-        weighting: ``"uniform"`` (paper) or ``"samples"`` (authors' code).
+        lam: Strength of the pull between ``theta`` and ``w``. Default 15 (authors). ``eta lam < 2`` is needed.
+        inner_steps: ``K``. Default 5 (paper).
+        personal_lr: ``eta_p``. Default 0.09 (authors: 0.09 to 0.1). ``eta_p lam < 2`` is needed.
+        server_lr: Server learning rate ``b``. Default 1 (authors, who sometimes use 2).
+        all_clients: Every client computes and updates its ``theta_i``, and only the sampled send ``w_i`` (paper).
+            Default: those who are not sampled rest.
+        weighting: ``"uniform"`` (paper, default) or ``"samples"`` (authors' code).
+
+    Raises:
+        ValueError: If an argument is outside its range, or ``personal_lr * lam`` is 2 or more.
+
+    Example:
+        The clients' mean is 1 ahead of the server; with ``b = 2`` the server goes twice as far.
+
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from fedlightning.callbacks import pFedMe
+        >>> server, w, mean = SimpleNamespace(trainable=["w"]), {"w": torch.zeros(1)}, {"w": torch.ones(1)}
+        >>> pFedMe(server_lr=2.0).server_step(server, w, mean)["w"]
+        tensor([2.])
     """
 
+    saved_as = "PFedMe"
+
+    @renamed_arguments(server_rate="server_lr")
     def __init__(
         self,
         lam: float = 15.0,
         inner_steps: int = 5,
         personal_lr: float = 0.09,
-        server_rate: float = 1.0,
+        server_lr: float = 1.0,
         all_clients: bool = False,
         weighting: WeightingName = "uniform",
     ) -> None:
-        if lam <= 0 or inner_steps < 1 or server_rate < 0:
+        if lam <= 0 or inner_steps < 1 or server_lr < 0:
             raise ValueError(
-                f"PFedMe got lam={lam}, inner_steps={inner_steps}, server_rate={server_rate}. It needs lam > 0 (or w "
-                "never moves), at least one inner step, and a server rate that is not negative."
+                f"pFedMe got lam={lam}, inner_steps={inner_steps}, server_lr={server_lr}. It needs lam > 0 (or w "
+                "never moves), at least one inner step, and a server_lr that is not negative."
             )
         if not 0.0 < personal_lr * lam < 2.0:
             raise ValueError(
-                f"PFedMe got personal_lr={personal_lr} and lam={lam}: theta diverges unless 0 < personal_lr * lam < 2. "
-                f" Use a personal_lr below {2 / lam:.3g}."
+                f"pFedMe got personal_lr={personal_lr} and lam={lam}: theta diverges unless 0 < personal_lr * lam < 2. "
+                f"Use a personal_lr below {2 / lam:.3g}."
             )
         self.lam = lam
         self.inner_steps = inner_steps
         self.personal_lr = personal_lr
-        self.server_rate = server_rate
+        self.server_lr = server_lr
         self.all_clients = all_clients
         self.weighting = weighting
 
     def claims(self, role: str) -> bool:
-        """``b = 1`` is no server step, and only ``all_clients`` plans its own rounds."""
-        wanted = {"server_step": self.server_rate != 1.0, "plan_round": self.all_clients}
-        return super().claims(role) and wanted.get(role, True)
+        """Decline the server step where ``b = 1``, and the plan of the round unless ``all_clients`` is set."""
+        answered = {"server_step": self.server_lr != 1.0, "plan_round": self.all_clients}
+        return super().claims(role) and answered.get(role, True)
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization and steps of ``w`` that diverge; warn where they are not plain SGD's."""
+        """Refuse manual optimization and steps of ``w`` that diverge; warn where they are not plain SGD's.
+
+        Raises:
+            ValueError: If the module optimizes manually, or ``eta lam`` is 2 or more.
+        """
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
-            raise ValueError(f"PFedMe replaces the gradient of the step, but {name} optimizes manually. Use Ditto.")
+            raise ValueError(f"pFedMe replaces the gradient of the step, but {name} optimizes manually. Use Ditto.")
         for optimizer in setup.optimizers:
-            rate = max(float(group["lr"]) for group in optimizer.param_groups)
-            if type(optimizer).__name__ != "SGD" or optimizer.defaults.get("momentum"):
+            rate = largest_lr(optimizer)
+            if not is_plain_sgd(optimizer):
                 setup.warn(
-                    f"PFedMe's w takes plain SGD steps; {name}'s {type(optimizer).__name__} has a memory or a scale of "
+                    f"pFedMe's w takes plain SGD steps; {name}'s {type(optimizer).__name__} has a memory or a scale of "
                     "its own. Use SGD without momentum."
                 )
             elif rate * self.lam >= 2.0:
                 raise ValueError(
-                    f"PFedMe(lam={self.lam}) makes w step by lr * lam = {rate * self.lam:.3g} of its way to "
+                    f"pFedMe(lam={self.lam}) makes w step by lr * lam = {rate * self.lam:.3g} of its way to "
                     f"theta, and 2 or more diverges. Use a learning rate below {2 / self.lam:.3g} in {name}, or a "
                     "smaller lam."
                 )
 
     def plan_round(self, server: Server) -> Plan:
-        """Everybody computes, the sampled send."""
+        """Plan a visit to every client, of whom only the sampled send ``w_i``."""
         sampled = set(server.participants())
         yield [Job(client, returns=None if client in sampled else ()) for client in server.clients]
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """``theta = w``: a copy, never an alias."""
+        """Set ``theta = w``: a copy, never an alias."""
         if self.client.phase.federated:
             theta = self.client.copy_module()
             theta.trainer = trainer
@@ -121,7 +141,7 @@ class PFedMe(FederatedCallback):
 
     @torch.no_grad()
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """K proximal gradient steps of ``theta`` on this batch; its running statistics see the batch once."""
+        """Take K proximal gradient steps of ``theta`` on this batch, which its running statistics see once."""
         if not self.client.phase.federated:
             return
         theta, w = self.client.scratch[self.key], dict(pl_module.named_parameters())
@@ -134,7 +154,7 @@ class PFedMe(FederatedCallback):
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """The gradient of the envelope: ``lam (w - theta)``."""
+        """Set the gradient of ``w_i`` to that of the envelope, ``lam (w_i - theta)``."""
         if not self.client.phase.federated:
             return
         theta = dict(self.client.scratch[self.key].named_parameters())
@@ -143,7 +163,7 @@ class PFedMe(FederatedCallback):
                 parameter.grad = self.lam * (parameter - theta[name])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let go of the trainer."""
+        """Detach ``theta`` from the trainer."""
         if self.client.phase.federated:
             self.client.scratch[self.key].trainer = None
 
@@ -152,14 +172,13 @@ class PFedMe(FederatedCallback):
         if client.steps:
             client.state[self.key] = {"theta": clone(module_state(client.scratch[self.key]), "cpu")}
 
+    # -- server --------------------------------------------------------------------------------------------------------
+    def server_step(self, server: Server, old: State, reduced: State) -> State:
+        """Return ``(1 - b) w + b mean(w_i)`` on trainable parameters; every other entry is the clients' mean."""
+        return step_to_mean(server, old, reduced, self.server_lr)
+
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """``theta_i``; ``w`` for a client that has not trained yet."""
+        """Return ``theta_i``, or ``w`` for a client that has not trained yet."""
         module = client.copy_module()
         load_state(module, client.state.get(self.key, {}).get("theta", {}))
         return module
-
-    # -- server --------------------------------------------------------------------------------------------------------
-    def server_step(self, server: Server, old: State, reduced: State) -> State:
-        """``(1 - b) w + b mean(w_i)``."""
-        names = [name for name in server.trainable if name in reduced]
-        return {**reduced, **interpolate(select(reduced, names), select(old, names), self.server_rate)}

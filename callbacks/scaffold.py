@@ -19,11 +19,11 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     add,
-    interpolate,
     module_state,
     select,
     zeros_like,
 )
+from fedlightning.callbacks.shared.steps import is_plain_sgd, step_to_mean
 
 
 class SCAFFOLD(FederatedCallback):
@@ -32,21 +32,35 @@ class SCAFFOLD(FederatedCallback):
     Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, "SCAFFOLD: stochastic controlled averaging for federated learning",
     ICML 2020.
 
-    Down: ``x, c``. Up: ``y_i, Delta c_i`` (twice FedAvg's traffic). State: ``c_i`` at each client for ever, ``c`` at
-    the server; both start at zero and exist for trainable parameters only.
-
-    Client: ``y <- y - eta (g(y) - c_i + c)``, then
+    Client: ``y <- y - eta (g(y) - c_i + c)`` from ``y = x``. Then
 
     * option I: ``c_i+ = grad F_i(x)`` over the local training set (one extra pass, before training);
     * option II: ``c_i+ = c_i - c + (x - y) / sum_k eta_k`` over the steps really taken, per parameter.
 
-    Server: ``x <- x + eta_s (mean(y_i) - x)``, ``c <- c + (1/N) sum_i Delta c_i`` with N all clients.
+    Server: ``x <- x + eta_s (mean(y_i) - x)`` and ``c <- c + (1/N) sum_i Delta c_i``, with N all clients.
+
+    * Down: ``x, c``. Up: ``y_i, Delta c_i``. This is twice FedAvg's traffic.
+    * State: ``c_i`` at each client for ever, ``c`` at the server. Both start at zero and exist for trainable parameters
+      only.
+    * Deployed: the global model ``x``.
 
     Args:
-        option: 1 or 2. Option II is exact for plain SGD; with momentum or Adam ``x - y`` is no sum of gradients, so use
-            option I there (a warning says so).
-        server_lr: ``eta_s`` (paper: 1).
-        weighting: ``"uniform"`` (paper). Other weightings weight ``x`` only.
+        option: 1 or 2 (default). Option II is exact for plain SGD. With momentum or Adam ``x - y`` is no sum of
+            gradients: use option I there (a warning says so).
+        server_lr: Server learning rate ``eta_s``. Default 1 (paper).
+        weighting: ``"uniform"`` (paper, default). Other weightings weight ``x`` only.
+
+    Raises:
+        ValueError: If ``option`` is neither 1 nor 2.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import GradientContext
+        >>> from fedlightning.callbacks import SCAFFOLD
+        >>> c, c_i = {"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])}
+        >>> ctx = GradientContext(anchor={}, payload={"c": c}, state={"c": c_i}, client="0", num_samples=8, lr=0.1)
+        >>> SCAFFOLD().correct_gradient(ctx, "w", torch.zeros(1), torch.tensor([10.0]))
+        tensor([12.])
     """
 
     def __init__(self, option: Literal[1, 2] = 2, server_lr: float = 1.0, weighting: WeightingName = "uniform") -> None:
@@ -58,30 +72,34 @@ class SCAFFOLD(FederatedCallback):
         self.server_lr = server_lr
         self.weighting = weighting
 
+    def claims(self, role: str) -> bool:
+        """Decline the server step where ``eta_s = 1``, so that a server optimizer may take the role."""
+        return super().claims(role) and not (role == "server_step" and self.server_lr == 1.0)
+
     def check(self, setup: Setup) -> None:
         """Warn where option II is not exact."""
         for optimizer in setup.optimizers:
-            plain = type(optimizer).__name__ == "SGD" and not optimizer.defaults.get("momentum")
-            if self.option == 2 and not plain:
+            if self.option == 2 and not is_plain_sgd(optimizer):
                 setup.warn(
                     f"SCAFFOLD(option=2) reads gradients off the parameters' movement, which is exact for plain SGD only; "
                     f"the module uses {type(optimizer).__name__}. SCAFFOLD(option=1) is exact with any optimizer."
                 )
 
     def wire(self, module: nn.Module) -> Wire:
-        """``c`` down, ``Delta c_i`` up."""
+        """Declare ``c`` down and ``Delta c_i`` up."""
         return Wire(down={"c": "parameters"}, up={"delta_c": "parameters"})
 
     def _variates(self, server: Server) -> State:
+        """Return ``c`` of the server, zeros at first."""
         stored: State = server.state.get(self.key, {}).get("c", {})
         return stored or zeros_like(server.model, server.trainable)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Send ``c`` for what travels."""
+        """Send ``c`` of the entries that travel."""
         message.extras[self.key] = {"c": select(self._variates(server), message.state)}
 
     def on_visit_start(self, client: Client) -> None:
-        """A new client starts with ``c_i = 0``; option I takes its gradient at ``x`` now."""
+        """Start a new client with ``c_i = 0``. Option I takes its gradient at ``x`` now."""
         c = client.message.extras[self.key]["c"]
         own = client.state.setdefault(self.key, {})
         own["c"] = zeros_like(c) | own.get("c", {})
@@ -89,14 +107,14 @@ class SCAFFOLD(FederatedCallback):
             client.scratch[self.key] = client.gradient(split="train")
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """``g - c_i + c``."""
+        """Return ``g - c_i + c``."""
         if name not in ctx.payload.get("c", {}):
             return gradient
         difference = ctx.payload["c"][name] - ctx.state["c"][name]
         return gradient + difference.to(gradient.device)
 
     def on_send(self, client: Client, update: Update) -> None:
-        """New ``c_i``; its change goes up. Without a real step it stays."""
+        """Keep the new ``c_i`` and send its change. Without a real step it stays as it was."""
         own = client.state.get(self.key)
         if client.steps == 0 or own is None:
             return
@@ -114,7 +132,10 @@ class SCAFFOLD(FederatedCallback):
         client.state[self.key] = {"c": {**old, **new}}
 
     def on_update(self, server: Server, update: Update) -> None:
-        """Sum the changes; ``c`` itself moves when the round is reduced, so all clients saw the same one."""
+        """Add ``Delta c_i`` to a sum.
+
+        ``c`` itself moves when the round is reduced, so that all clients of a round see the same one.
+        """
         delta = update.extras.get(self.key, {}).get("delta_c")
         if delta:
             own = server.state.setdefault(self.key, {"c": self._variates(server)})
@@ -122,22 +143,12 @@ class SCAFFOLD(FederatedCallback):
             own["sum"] = add(total, delta)
 
     def on_reduced(self, server: Server, state: State) -> State:
-        """``c <- c + (1/N) sum Delta c_i``."""
+        """Set ``c <- c + (1/N) sum_i Delta c_i``."""
         own = server.state.get(self.key, {})
         if "sum" in own:
             server.state[self.key] = {"c": add(own["c"], own["sum"], alpha=1.0 / len(server.clients))}
         return state
 
-    def claims(self, role: str) -> bool:
-        """With ``eta_s = 1`` there is no server step, and a server optimizer may take the role."""
-        return super().claims(role) and not (role == "server_step" and self.server_lr == 1.0)
-
     def server_step(self, server: Server, old: State, reduced: State) -> State:
-        """``x + eta_s (mean(y_i) - x)`` on trainable parameters; the rest is averaged."""
-        trainable = set(server.trainable)
-        moved = interpolate(
-            {name: reduced[name] for name in reduced if name in trainable},
-            {name: old[name] for name in reduced if name in trainable},
-            self.server_lr,
-        )
-        return {**reduced, **moved}
+        """Return ``x + eta_s (mean(y_i) - x)`` on trainable parameters; every other entry is the clients' mean."""
+        return step_to_mean(server, old, reduced, self.server_lr)

@@ -1,4 +1,19 @@
-"""Federated data modules and partitioners."""
+"""Data of a federation: data modules that know their clients, and partitioners that divide data among clients.
+
+In order of importance:
+
+* `FederatedDataModule`: the contract between data and the rest of the package.
+* `Partitioned`: any LightningDataModule or datasets, divided among clients. `LoaderDataModule`: one loader per client.
+* Partitioners. `IIDPartitioner`: even. `DirichletPartitioner`, `LabelSkewPartitioner`, `QuantitySkewPartitioner`,
+  `LabelQuantitySkewPartitioner` and `PathologicalPartitioner`: skewed. `NaturalPartitioner`: by hospital, user or
+  scanner.
+* Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
+  `CIFAR10DataModule` and `HeartDiseaseDataModule`.
+* `describe` and `plot_partition`: the samples of each client as a table and as a picture.
+* Bases for your own: `ArrayFederatedDataModule`, `ImageFederatedDataModule`, `IndexedFederatedDataModule`,
+  `Partitioner`, `Plan`.
+* `AddressedSampler`: the batch order. `ArrayDataset` and `IndexView`: datasets in memory, and views of them.
+"""
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.base import FederatedDataModule, IndexedFederatedDataModule, Split

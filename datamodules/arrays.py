@@ -17,22 +17,37 @@ from fedlightning.seeding import generator
 
 
 class ArrayFederatedDataModule(IndexedFederatedDataModule):
-    """Base of data modules over arrays: subclasses implement :meth:`load`.
+    """Base of data modules over arrays; subclasses implement `load`.
 
-    Training and test samples are divided by the same plan; validation samples are cut from each client's training
+    Training and test samples are divided by the same plan. Validation samples are cut from each client's training
     samples, stratified by label.
 
     Args:
-        partitioner: how samples become clients; default ``DirichletPartitioner(num_clients=10, alpha=0.5)``.
-        batch_size: samples in a batch.
-        val_fraction: share of every client's training samples for validation.
-        seed: seed of the partition and of the validation cut.
-        num_workers: worker processes of every loader; whole batches are gathered at once, 0 is fastest.
-        pin_memory: copy batches into page-locked memory (for a GPU).
-        drop_last: leave out the last incomplete training batch.
-        max_train: use only so many training samples, chosen by ``seed`` (for a quick trial).
-        max_test: use only so many test samples.
-        val_seed: seed of the validation cut alone, so that repetitions can change it and nothing else; None: ``seed``.
+        partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
+        batch_size: Number of samples in a batch.
+        val_fraction: Share of every client's training samples for validation, in [0, 1).
+        seed: Seed of the partition and of the validation cut.
+        num_workers: Worker processes of every loader. Whole batches are gathered at once, so 0 is fastest.
+        pin_memory: Copy batches into page-locked memory (for a GPU).
+        drop_last: Leave out the last incomplete training batch.
+        max_train: Use only this many training samples, chosen by `seed` (for a quick trial).
+        max_test: Use only this many test samples, chosen by `seed`.
+        val_seed: Seed of the validation cut alone, so that repetitions can change nothing else. `None` is `seed`.
+
+    Raises:
+        ValueError: If a number is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import ArrayDataset, ArrayFederatedDataModule, IIDPartitioner
+        >>> class Toy(ArrayFederatedDataModule):
+        ...     def load(self):
+        ...         x, y = torch.zeros(30, 4), torch.arange(3).repeat(10)
+        ...         return ArrayDataset(x, y), ArrayDataset(x[:6], y[:6])
+        >>> data = Toy(IIDPartitioner(3))
+        >>> data.setup()
+        >>> [data.num_samples("0", split) for split in ("train", "val", "test")]
+        [8, 2, 2]
     """
 
     def __init__(
@@ -59,10 +74,18 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
 
     @abstractmethod
     def load(self) -> tuple[ArrayDataset, ArrayDataset]:
-        """Read the training and the test samples; ``y`` holds classes 0, 1, ... as int64 of shape ``(n,)``."""
+        """Return the training and the test samples; `y` holds classes 0, 1, ... as int64 of shape `(samples,)`."""
 
     def groups(self, split: str, dataset: ArrayDataset) -> np.ndarray:
-        """Each sample's group for a natural partition; data sets without groups refuse."""
+        """Return each sample's group for a natural partition.
+
+        Args:
+            split: `"train"` or `"test"`.
+            dataset: The samples of that split.
+
+        Raises:
+            ValueError: If the data set has no groups, as here.
+        """
         raise ValueError(
             f"{type(self).__name__} has no natural groups; use a partitioner that divides by label or by size, such as "
             "DirichletPartitioner."

@@ -1,4 +1,4 @@
-"""The contract between data and the core, and the data module that keeps it for data held once and indexed."""
+"""The contract between data and the rest of the package, and its implementation for data held once and indexed."""
 
 from __future__ import annotations
 
@@ -21,68 +21,74 @@ from fedlightning.seeding import generator
 SPLITS = ("train", "val", "test")
 
 
-def in_order(clients: Iterable[str]) -> list[str]:
-    """Clients in the one order that sums, unions and files follow: by name, numbers by value.
-
-    >>> in_order(["site10", "b", "site9", "3", "21"])
-    ['3', '21', 'b', 'site9', 'site10']
-    """
-
-    def key(client: str) -> list[tuple[bool, int, str]]:
-        parts = [part for part in re.split(r"(\d+)", client) if part]
-        return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
-
-    return sorted(clients, key=key)
-
-
 class FederatedDataModule(LightningDataModule, ABC):
-    """A ``LightningDataModule`` that knows its clients.
+    """A `LightningDataModule` that knows its clients.
 
-    The core calls :meth:`prepare_data` and :meth:`setup` as Lightning does, then asks for loaders by client and split;
-    the splits are ``"train"``, ``"val"`` and ``"test"``. As a plain ``LightningDataModule`` it offers the pooled data,
-    so the same object trains a central model in a bare ``lightning.Trainer``.
+    The trainer calls `prepare_data` and `setup` as Lightning does, then asks for loaders by client and split. The
+    splits are `"train"`, `"val"` and `"test"`. As a plain `LightningDataModule` it offers the pooled data, so the same
+    object trains a central model in a `lightning.Trainer`.
+
+    Example:
+        >>> from fedlightning.datamodules import DigitsDataModule, FederatedDataModule
+        >>> data = DigitsDataModule()
+        >>> data.setup()
+        >>> isinstance(data, FederatedDataModule), len(data.client_ids), data.num_classes
+        (True, 10, 10)
+        >>> len(data.train_dataloader().dataset) == sum(data.num_samples(client) for client in data.client_ids)
+        True
     """
 
     @property
     @abstractmethod
     def client_ids(self) -> list[str]:
-        """Names of the clients, in the fixed order in which the core visits and sums them."""
+        """Names of the clients, in the fixed order in which they are visited and summed."""
 
     @abstractmethod
     def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
-        """One client's loader.
+        """Return one client's loader.
 
-        Training loaders always exist (one of a client without samples has no batches) and their ``sampler`` is an
-        :class:`AddressedSampler`. For ``"val"`` and ``"test"`` the answer is ``None`` where the client has no samples.
+        Training loaders always exist (that of a client without samples has no batches), and their `sampler` is an
+        `AddressedSampler`.
+
+        Args:
+            client: Name of the client.
+            split: `"train"`, `"val"` or `"test"`.
+
+        Returns:
+            A loader, or `None` if the client has no samples in a `"val"` or `"test"` split.
         """
 
     @abstractmethod
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        """The union of all clients' samples of a split, in client order; ``None`` for an empty val or test split."""
+        """Return a loader of all clients' samples of a split, in client order; `None` for an empty val or test split.
+
+        Args:
+            split: `"train"`, `"val"` or `"test"`.
+        """
 
     @abstractmethod
     def num_samples(self, client: str, split: str = "train") -> int:
-        """How many samples a client holds in a split."""
+        """Return the number of samples that a client holds in a split."""
 
     def class_counts(self, client: str, split: str = "train") -> list[int] | None:
-        """Samples of each class, ``num_classes`` numbers; ``None`` where there are no labels."""
+        """Return a client's samples of each class, `num_classes` numbers; `None` if there are no labels."""
         return None
 
     @property
     def num_classes(self) -> int | None:
-        """Number of classes; ``None`` where there are no class labels."""
+        """Number of classes; `None` if there are no class labels."""
         return None
 
     @property
     def partition_name(self) -> str:
-        """How the data were divided, in a few words."""
+        """The way the data were divided, in a few words."""
         return "natural"
 
     def fingerprint(self, split: str) -> str:
-        """A short hash of who holds which samples of ``split``: equal for two runs on the same split.
+        """Return a short hash of which client holds which samples of `split`: equal for two runs on the same split.
 
-        Here it is made of sizes and class counts, all that every data module tells; data held by index hash the
-        indices and labels themselves.
+        This one is made of sizes and class counts, which every data module knows. Data held by index hash the indices
+        and labels themselves.
         """
         held = {
             client: [self.num_samples(client, split), self.class_counts(client, split)] for client in self.client_ids
@@ -90,23 +96,23 @@ class FederatedDataModule(LightningDataModule, ABC):
         return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:12]
 
     def public_dataloader(self) -> DataLoader[Any] | None:
-        """Data that everybody may see (distillation, generalisation metrics); ``None`` where there is none."""
+        """Return a loader of public data (distillation, generalisation metrics); `None` if there is none."""
         return None
 
     def train_dataloader(self) -> Any:
-        """Lightning's hook: the pooled training data."""
+        """Return the pooled training data (Lightning's hook)."""
         return self._pooled("train")
 
     def val_dataloader(self) -> Any:
-        """Lightning's hook: the pooled validation data; an empty list, which Lightning skips, where there is none."""
+        """Return the pooled validation data (Lightning's hook), or an empty list, which Lightning skips."""
         return self._pooled("val")
 
     def test_dataloader(self) -> Any:
-        """Lightning's hook: the pooled test data; an empty list where there is none."""
+        """Return the pooled test data (Lightning's hook), or an empty list."""
         return self._pooled("test")
 
     def predict_dataloader(self) -> Any:
-        """Lightning's hook: the pooled test data."""
+        """Return the pooled test data (Lightning's hook), or an empty list."""
         return self._pooled("test")
 
     def _pooled(self, split: str) -> Any:
@@ -119,11 +125,19 @@ class Split:
     """One split of all clients.
 
     Attributes:
-        dataset: map-style dataset that holds the samples of all clients (and perhaps of other splits).
-        indices: each client's samples in ``dataset``, in client order.
-        labels: the class (0, 1, ...) of every sample of ``dataset``, int64 of shape ``(n,)``, or ``None``.
-        loader: keyword arguments of this split's ``DataLoader``.
-        shuffle: whether training batches are drawn in a new order every epoch.
+        dataset: Map-style dataset that holds the samples of all clients (and perhaps of other splits).
+        indices: Each client's samples in `dataset`, in client order.
+        labels: Class (0, 1, ...) of every sample of `dataset`, int64 of shape `(samples,)`, or `None`.
+        loader: Keyword arguments of this split's `DataLoader`.
+        shuffle: Whether training batches are drawn in a new order every epoch.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from fedlightning.datamodules import Split
+        >>> split = Split(TensorDataset(torch.zeros(5, 2)), indices=[[0, 1, 2], [3, 4]])
+        >>> [len(held) for held in split.indices]
+        [3, 2]
     """
 
     dataset: Dataset[Any]
@@ -134,17 +148,32 @@ class Split:
 
 
 class IndexedFederatedDataModule(FederatedDataModule):
-    """A federated data module over datasets held once; a client is a view by index.
+    """Base of federated data modules over datasets that are held once; a client is a view by index.
 
-    Subclasses implement :meth:`build`, which runs once, at the first :meth:`setup`.
+    Subclasses implement `build`, which runs once, at the first `setup`.
 
     Args:
-        batch_size: samples in a batch, in every split.
-        seed: seed of the split into clients and of the batch order until the core starts a visit with its own seed.
-        num_workers: worker processes of every loader; 0 loads in the training process.
-        pin_memory: copy batches into page-locked memory (for a GPU).
-        drop_last: leave out the last incomplete training batch; a client with less than one batch then has none.
-        collate_fn: makes a batch of a list of samples; default: ``default_collate``, with a fast path for tensors.
+        batch_size: Number of samples in a batch, in every split.
+        seed: Seed of the split into clients, and of the batch order until the trainer starts a visit with its own seed.
+        num_workers: Worker processes of every loader; 0 loads in the training process.
+        pin_memory: Copy batches into page-locked memory (for a GPU).
+        drop_last: Leave out the last incomplete training batch. A client with less than one batch then has none.
+        collate_fn: Makes a batch of a list of samples. `None` is `default_collate`, with a fast path for tensors.
+
+    Raises:
+        ValueError: If `batch_size` is below 1.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from fedlightning.datamodules import IndexedFederatedDataModule, Split
+        >>> class TwoClients(IndexedFederatedDataModule):
+        ...     def build(self):
+        ...         return ["a", "b"], {"train": Split(TensorDataset(torch.arange(5.0)), [[0, 1, 2], [3, 4]])}
+        >>> data = TwoClients(batch_size=2)
+        >>> data.setup()
+        >>> data.num_samples("a"), len(data.client_dataloader("a", "train"))
+        (3, 2)
     """
 
     def __init__(
@@ -168,10 +197,14 @@ class IndexedFederatedDataModule(FederatedDataModule):
 
     @abstractmethod
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
-        """Read the data and divide it: the client ids, and a :class:`Split` for each split that exists."""
+        """Read the data and divide them. Return the client ids and a `Split` for each split that exists."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Lightning's hook; the first call builds every split, later calls change nothing."""
+        """Build every split at the first call (Lightning's hook); later calls change nothing.
+
+        Raises:
+            ValueError: If `build` returns an unknown split, or one without an index list for each client.
+        """
         if self._client_ids is not None:
             return
         client_ids, splits = self.build()
@@ -186,6 +219,11 @@ class IndexedFederatedDataModule(FederatedDataModule):
 
     @property
     def client_ids(self) -> list[str]:
+        """Names of the clients, as `build` returns them.
+
+        Raises:
+            RuntimeError: Before `setup`.
+        """
         if self._client_ids is None:
             raise RuntimeError(f"{type(self).__name__} has no clients yet; call prepare_data() and setup() first.")
         return list(self._client_ids)
@@ -195,7 +233,11 @@ class IndexedFederatedDataModule(FederatedDataModule):
         return self._num_classes
 
     def indices(self, client: str, split: str = "train") -> Indices:
-        """A client's samples as indices into the split's dataset, shape ``(n_i,)``."""
+        """Return a client's samples as indices into the split's dataset, shape `(samples,)`.
+
+        Raises:
+            ValueError: If there is no such client or split.
+        """
         self._check_split(split)
         place = self._places.get(str(client))
         if place is None:
@@ -259,3 +301,22 @@ class IndexedFederatedDataModule(FederatedDataModule):
     def __getstate__(self) -> dict[str, Any]:
         # A Trainer is not part of the data, and cannot be sent to another process.
         return self.__dict__ | {"trainer": None}
+
+
+def in_order(clients: Iterable[str]) -> list[str]:
+    """Return client names in the one order that sums, unions and files follow: by name, numbers by value.
+
+    Args:
+        clients: Names of clients.
+
+    Example:
+        >>> from fedlightning.datamodules.base import in_order
+        >>> in_order(["site10", "b", "site9", "3", "21"])
+        ['3', '21', 'b', 'site9', 'site10']
+    """
+
+    def key(client: str) -> list[tuple[bool, int, str]]:
+        parts = [part for part in re.split(r"(\d+)", client) if part]
+        return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+    return sorted(clients, key=key)

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: real data that needs no file and no network."""
+"""scikit-learn's handwritten digits: real data that need no files and no network."""
 
 from __future__ import annotations
 
@@ -11,25 +11,36 @@ from fedlightning.seeding import generator
 
 
 class DigitsDataModule(ArrayFederatedDataModule):
-    """1797 images of 8 x 8 grey pixels, 10 digits (the test part of UCI "Optical Recognition of Handwritten Digits",
-    Alpaydin and Kaynak 1998, as scikit-learn ships it).
+    """Handwritten digits: 1797 images of 8 x 8 grey pixels, 10 classes, from scikit-learn.
 
-    ``x``: float32 in [0, 1], shape ``(b, 1, 8, 8)``, or ``(b, 64)`` with ``flatten``; ``y``: int64. 359 samples (20 %,
-    stratified) are the test set, drawn by ``split_seed`` alone so that every ``seed`` is tested on the same samples.
+    They are the test part of UCI "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998). `x` is float32
+    in [0, 1] of shape `(batch, 1, 8, 8)`, or `(batch, 64)` with `flatten`; `y` is int64 of shape `(batch,)`. The test
+    set is 359 samples (20 %, stratified), drawn by `split_seed` alone, so that every `seed` is tested on the same
+    samples.
 
     Args:
-        partitioner: how samples become clients; default ``DirichletPartitioner(num_clients=10, alpha=0.5)``.
-        batch_size: samples in a batch.
-        val_fraction: share of every client's training samples for validation.
-        seed: seed of the partition and of the validation cut.
-        flatten: give images as vectors of 64 numbers.
-        split_seed: seed of the division into training and test samples.
-        num_workers: worker processes of every loader.
-        pin_memory: copy batches into page-locked memory (for a GPU).
-        drop_last: leave out the last incomplete training batch.
-        max_train: use only so many training samples, chosen by ``seed``.
-        max_test: use only so many test samples.
-        val_seed: seed of the validation cut alone; None: ``seed``.
+        partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
+        batch_size: Number of samples in a batch.
+        val_fraction: Share of every client's training samples for validation, in [0, 1).
+        seed: Seed of the partition and of the validation cut.
+        flatten: Return images as vectors of 64 numbers.
+        split_seed: Seed of the division into training and test samples.
+        num_workers: Worker processes of every loader.
+        pin_memory: Copy batches into page-locked memory (for a GPU).
+        drop_last: Leave out the last incomplete training batch.
+        max_train: Use only this many training samples, chosen by `seed`.
+        max_test: Use only this many test samples, chosen by `seed`.
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
+
+    Example:
+        >>> from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
+        >>> data = DigitsDataModule(IIDPartitioner(num_clients=3))
+        >>> data.setup()
+        >>> [data.num_samples(client) for client in data.client_ids]
+        [384, 383, 383]
+        >>> x, y = next(iter(data.client_dataloader("0", "train")))
+        >>> x.shape, y.shape
+        (torch.Size([32, 1, 8, 8]), torch.Size([32]))
     """
 
     def __init__(
@@ -48,17 +59,9 @@ class DigitsDataModule(ArrayFederatedDataModule):
         val_seed: int | None = None,
     ) -> None:
         super().__init__(
-            partitioner,
-            batch_size,
-            val_fraction,
-            seed,
-            num_workers,
-            pin_memory,
-            drop_last,
-            max_train,
-            max_test,
+            partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test,
             val_seed,
-        )
+        )  # fmt: skip
         self.flatten, self.split_seed = flatten, split_seed
 
     def load(self) -> tuple[ArrayDataset, ArrayDataset]:

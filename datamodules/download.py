@@ -1,4 +1,4 @@
-"""Files of a data set: found on disk, or fetched with a checksum."""
+"""Files of a data set: found on disk, or downloaded with a checksum."""
 
 from __future__ import annotations
 
@@ -12,18 +12,31 @@ from urllib.error import URLError
 
 
 def fetch(urls: Sequence[str], destination: Path, md5: str) -> Path:
-    """Download a file to ``destination``, from the first of ``urls`` that has it intact.
+    """Download a file to `destination`, from the first of `urls` that has it intact.
 
-    The file appears under its name only when it is complete and its checksum fits (an interrupted download leaves
-    nothing behind, and processes that share ``destination`` cannot see half a file).
+    The file appears under its name only when it is complete and its checksum fits. An interrupted download leaves
+    nothing behind, and processes that share `destination` cannot see half a file.
 
     Args:
-        urls: mirrors, tried in order.
-        destination: path to write; its folder is made.
-        md5: checksum that the publisher states, in hexadecimal. It guards against accidents.
+        urls: Mirrors, tried in order.
+        destination: Path to write; its folder is made.
+        md5: Checksum that the publisher states, in hexadecimal. It guards against accidents.
+
+    Returns:
+        `destination`.
 
     Raises:
-        OSError: no mirror gave the right file; the message says what each one did.
+        OSError: If no mirror gave the right file. The message says what each one did.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from fedlightning.datamodules.download import fetch
+        >>> with TemporaryDirectory() as folder:
+        ...     mirror, destination = Path(folder, "mirror.txt"), Path(folder, "raw", "data.txt")
+        ...     _ = mirror.write_bytes(b"x")
+        ...     fetch([mirror.as_uri()], destination, md5="9dd4e461268c8034f5c8564e155c67a6").read_bytes()
+        b'x'
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     problems = []
@@ -50,7 +63,18 @@ def fetch(urls: Sequence[str], destination: Path, md5: str) -> Path:
 
 
 def find(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
-    """The first of ``names`` in the first of ``folders`` that has one."""
+    """Return the first of `names` in the first of `folders` that has one, or `None`.
+
+    Args:
+        names: File names, in order of preference.
+        folders: Folders to search, in order.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.datamodules.download import find
+        >>> find(["absent.gz", "absent"], [Path("nowhere")]) is None
+        True
+    """
     for folder in folders:
         for name in names:
             if (folder / name).exists():
@@ -59,7 +83,21 @@ def find(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
 
 
 def missing(owner: object, names: Sequence[str], root: Path, folders: Sequence[Path]) -> FileNotFoundError:
-    """The error for files that are not there."""
+    """Return the error for files that were not found.
+
+    Args:
+        owner: The data module.
+        names: The missing files.
+        root: Its root folder.
+        folders: The folders that were searched.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.datamodules import MNISTDataModule
+        >>> from fedlightning.datamodules.download import missing
+        >>> print(missing(MNISTDataModule(), ["a.gz"], Path("data"), [Path("data")]))
+        MNISTDataModule did not find a.gz under root='data' (looked in data); set download: true, ...
+    """
     return FileNotFoundError(
         f"{type(owner).__name__} did not find {', '.join(names)} under root={str(root)!r} (looked in "
         f"{', '.join(str(folder) for folder in folders)}); set download: true, or put the files there."

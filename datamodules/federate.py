@@ -27,20 +27,29 @@ def federate(
 
     The plan is made on the training data and applied to every other split, so that a client's validation and test
     samples are mixed like its training samples. A split without a dataset is cut from each client's training samples,
-    stratified by label: the test part first, then ``val_fraction`` of what is left.
+    stratified by label: the test part first, then `val_fraction` of what is left.
 
     Args:
-        partitioner: makes the plan.
-        datasets: ``"train"``, perhaps ``"val"`` and ``"test"``.
-        labels: the classes of each dataset, int64 ``(n,)``, or ``None``.
-        keys: what the partitioner divides by, for each dataset: labels, groups, or the number of samples.
-        seed: every random choice has its own address under it.
-        val_fraction: share cut off for validation where there is no such dataset; 0 leaves the split out.
-        test_fraction: share cut off for testing, likewise.
-        val_seed: seed of the validation cut alone; ``None``: ``seed``.
+        partitioner: Makes the plan.
+        datasets: Datasets by split: `"train"`, and optionally `"val"` and `"test"`.
+        labels: Classes of each dataset, int64 `(samples,)`, or `None`.
+        keys: What the partitioner divides by, for each dataset: labels, groups, or the number of samples.
+        seed: Seed; every random choice has its own address under it.
+        val_fraction: Share cut off for validation if there is no such dataset; 0 leaves the split out.
+        test_fraction: Share cut off for testing if there is no such dataset; 0 leaves the split out.
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
 
     Returns:
-        The client ids and a :class:`Split` for each split.
+        The client ids and a `Split` for each split.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules import IIDPartitioner
+        >>> from fedlightning.datamodules.federate import federate
+        >>> labels = {"train": np.arange(3).repeat(10)}
+        >>> ids, splits = federate(IIDPartitioner(3), {"train": range(30)}, labels, labels, seed=0)
+        >>> ids, {name: [len(held) for held in split.indices] for name, split in splits.items()}
+        (['0', '1', '2'], {'train': [6, 6, 6], 'test': [2, 2, 2], 'val': [2, 2, 2]})
     """
     plan = partitioner.plan(keys["train"], generator(seed, "partition", "plan"))
     indices: dict[str, list[Indices]] = {

@@ -15,6 +15,7 @@ from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.seeding import generator
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+"""The clients, in order."""
 
 _DROPPED = (10, 11, 12)  # slope, ca, thal: missing for most patients outside of Cleveland
 _CATEGORIES = {2: (1, 2, 3, 4), 6: (0, 1, 2)}  # cp and restecg; the first level is dropped
@@ -23,32 +24,39 @@ _TRAIN_SHARE = 0.66
 
 
 class HeartDiseaseDataModule(IndexedFederatedDataModule):
-    """UCI Heart Disease (Janosi, Steinbrunn, Pfisterer, Detrano 1988) as FLamby prepares it (Ogier du Terrail et al.
-    2022): 740 patients of four hospitals, 13 features, "is there a heart disease".
+    """UCI Heart Disease as FLamby prepares it: 740 patients of four hospitals, 13 features, two classes.
+
+    Janosi, Steinbrunn, Pfisterer, Detrano 1988; FLamby: Ogier du Terrail et al. 2022. The clients are "cleveland",
+    "hungarian", "switzerland" and "va".
 
     Columns slope, ca and thal are dropped, then rows with a missing value; cp and restecg are one-hot encoded without
-    their first level; the label is ``num > 0``. Features are standardised with each hospital's own training statistics
-    (validation included, so that they do not change with ``seed``; a column that is constant there is only centred).
-    ``x``: float32 ``(b, 13)``: age, sex, trestbps, chol, fbs, thalach, exang, oldpeak, cp=2, cp=3, cp=4, restecg=1,
-    restecg=2. ``y``: int64 0 or 1, or float32 with ``binary_float``.
+    their first level; the label is `num > 0`. Features are standardised with each hospital's own training statistics
+    (validation included, so that they do not change with `seed`; a column that is constant there is only centred). `x`
+    is float32 `(batch, 13)`: age, sex, trestbps, chol, fbs, thalach, exang, oldpeak, cp=2, cp=3, cp=4, restecg=1,
+    restecg=2. `y` is int64 0 or 1 of shape `(batch,)`, or float32 with `binary_float`.
 
-    Test patients are 34 % of each hospital, stratified by label where both labels have more than two patients,
-    drawn by scikit-learn's ``train_test_split`` with ``split_seed`` exactly as FLamby's code draws them (its seed is
-    43): train/test 199/104, 172/89, 30/16, 85/45 in the order of the clients "cleveland", "hungarian",
-    "switzerland", "va". Validation patients are ``val_fraction`` of the others, drawn by ``seed``.
+    Test patients are 34 % of each hospital, stratified by label if both labels have more than two patients, drawn by
+    scikit-learn's `train_test_split` with `split_seed` exactly as FLamby's code draws them (its seed is 43): train/test
+    199/104, 172/89, 30/16, 85/45 in the order of the clients. Validation patients are `val_fraction` of the others.
 
     Args:
-        root: folder with ``processed.cleveland.data`` and the other three files of the UCI repository
+        root: Folder with `processed.cleveland.data` and the other three files of the UCI repository
             (https://archive.ics.uci.edu/dataset/45/heart+disease).
-        batch_size: samples in a batch (FENDA-FL: 4).
-        val_fraction: share of the training patients for validation.
-        seed: seed of the validation cut.
-        split_seed: seed of the test cut; 43 is FLamby's.
-        binary_float: labels as float32, for ``binary_cross_entropy_with_logits``.
-        num_workers: worker processes of every loader.
-        pin_memory: copy batches into page-locked memory (for a GPU).
-        drop_last: leave out the last incomplete training batch.
-        val_seed: seed of the validation cut, as in the other data modules; None: ``seed``.
+        batch_size: Number of samples in a batch (FENDA-FL: 4).
+        val_fraction: Share of the training patients for validation, in [0, 1).
+        seed: Seed of the validation cut and of the batch order.
+        split_seed: Seed of the test cut; 43 is FLamby's.
+        binary_float: Return labels as float32, for `binary_cross_entropy_with_logits`.
+        num_workers: Worker processes of every loader.
+        pin_memory: Copy batches into page-locked memory (for a GPU).
+        drop_last: Leave out the last incomplete training batch.
+        val_seed: Seed of the validation cut alone, as in the other data modules. `None` is `seed`.
+
+    Example:
+        >>> from fedlightning.datamodules import HeartDiseaseDataModule
+        >>> data = HeartDiseaseDataModule(root="data/heart_disease")  # files are read by data.setup()
+        >>> data.batch_size, data.split_seed
+        (4, 43)
     """
 
     def __init__(
@@ -71,7 +79,12 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         self.val_seed = self.seed if val_seed is None else val_seed
 
     def prepare_data(self) -> None:
-        """Lightning's hook: ask for files that are missing (they cannot be downloaded one by one)."""
+        """Check that all files are there (Lightning's hook).
+
+        Raises:
+            FileNotFoundError: If files are missing. They cannot be downloaded one by one; the message says where to get
+                them.
+        """
         lacking = [self._file(name).name for name in HOSPITALS if not self._file(name).is_file()]
         if lacking:
             raise FileNotFoundError(
@@ -106,10 +119,27 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
 
 
 def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """One processed UCI file, complete rows only: float64 features ``(n, 13)``, not scaled, and int64 labels ``(n,)``.
+    """Read the complete rows of one processed UCI file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Features, float64 `(patients, 13)`, not scaled, and labels, int64 `(patients,)`.
 
     Raises:
-        ValueError: a row does not have 14 numbers, or cp or restecg is none of the known levels.
+        ValueError: If a row does not have 14 numbers, or cp or restecg is none of the known levels.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from fedlightning.datamodules.heart_disease import read_hospital
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "processed.va.data")
+        ...     _ = path.write_text("63,1,4,145,233,1,2,150,0,2.3,3,0,6,1")
+        ...     features, labels = read_hospital(path)
+        >>> features.shape, labels
+        ((1, 13), array([1]))
     """
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -137,7 +167,7 @@ def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _flamby_split(labels: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and test rows of one hospital, ascending."""
+    """Return the training and test rows of one hospital, ascending."""
     from sklearn.model_selection import train_test_split
 
     counts = np.bincount(labels, minlength=2)

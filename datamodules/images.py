@@ -22,7 +22,18 @@ from fedlightning.datamodules.views import ArrayDataset
 
 
 class PixelScale:
-    """uint8 images ``(b, channels, h, w)`` to float32 in [0, 1], then ``(x - mean) / std`` by channel."""
+    """A transform of uint8 images `(batch, channels, height, width)` to float32: `(x / 255 - mean) / std` by channel.
+
+    Args:
+        mean: Mean of each channel, in [0, 1].
+        std: Standard deviation of each channel.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules.images import PixelScale
+        >>> PixelScale(mean=[0.5], std=[0.5])(torch.tensor([[[[0, 255]]]], dtype=torch.uint8))
+        tensor([[[[-1.,  1.]]]])
+    """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         # (x / 255 - mean) / std in one multiplication and one addition
@@ -35,25 +46,37 @@ class PixelScale:
 
 
 class ImageFederatedDataModule(ArrayFederatedDataModule):
-    """Base of the image data modules. Pixels are kept once, as bytes, and scaled by the batch.
+    """Base of the image data modules. Pixels are kept once, as bytes, and each batch is scaled when it is made.
 
-    ``x``: float32 ``(b, channels, height, width)``; ``y``: int64 ``(b,)``. The official test set is the test split.
+    `x` is float32 `(batch, channels, height, width)`, `y` int64 `(batch,)`. The official test set is the test split.
 
     Args:
-        root: folder that holds the files (or gets them).
-        partitioner: how samples become clients; default ``DirichletPartitioner(num_clients=10, alpha=0.5)``.
-        batch_size: samples in a batch.
-        val_fraction: share of every client's training samples for validation.
-        seed: seed of the partition and of the validation cut.
-        download: fetch missing files from the publisher, checked by md5.
-        normalize: subtract the training set's mean and divide by its standard deviation, by channel; otherwise pixels
+        root: Folder that holds the files, or receives them.
+        partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
+        batch_size: Number of samples in a batch.
+        val_fraction: Share of every client's training samples for validation, in [0, 1).
+        seed: Seed of the partition and of the validation cut.
+        download: Download missing files from the publisher, checked by md5.
+        normalize: Subtract the training set's mean and divide by its standard deviation, by channel. Otherwise pixels
             are in [0, 1].
-        num_workers: worker processes of every loader; 0 is fastest unless the model waits for data.
-        pin_memory: copy batches into page-locked memory (for a GPU).
-        drop_last: leave out the last incomplete training batch.
-        max_train: use only so many training samples, chosen by ``seed`` (for a quick trial).
-        max_test: use only so many test samples.
-        val_seed: seed of the validation cut alone; None: ``seed``.
+        num_workers: Worker processes of every loader; 0 is fastest unless the model waits for data.
+        pin_memory: Copy batches into page-locked memory (for a GPU).
+        drop_last: Leave out the last incomplete training batch.
+        max_train: Use only this many training samples, chosen by `seed` (for a quick trial).
+        max_test: Use only this many test samples, chosen by `seed`.
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
+
+    Attributes:
+        name: Name of the data set and of its folder.
+        classes: Number of classes.
+        mean: Mean of each channel of the training set, in [0, 1].
+        std: Standard deviation of each channel of the training set.
+
+    Example:
+        >>> from fedlightning.datamodules import CIFAR10DataModule, ImageFederatedDataModule
+        >>> data = CIFAR10DataModule(root="data")
+        >>> isinstance(data, ImageFederatedDataModule), data.name, data.classes
+        (True, 'CIFAR10', 10)
     """
 
     name: str
@@ -78,27 +101,23 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         val_seed: int | None = None,
     ) -> None:
         super().__init__(
-            partitioner,
-            batch_size,
-            val_fraction,
-            seed,
-            num_workers,
-            pin_memory,
-            drop_last,
-            max_train,
-            max_test,
+            partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test,
             val_seed,
-        )
+        )  # fmt: skip
         self.root, self.download, self.normalize = Path(root), download, normalize
 
     @property
     def folders(self) -> list[Path]:
-        """Where files are looked for, in this order; downloads go to the first, torchvision's place."""
+        """Folders that are searched for files, in this order; downloads go to the first, which is torchvision's."""
         return [self.root / self.name / "raw", self.root / self.name, self.root / "raw", self.root]
 
     @abstractmethod
     def arrays(self, train: bool) -> tuple[np.ndarray, np.ndarray]:
-        """uint8 images ``(n, channels, height, width)`` and labels ``(n,)`` of one part."""
+        """Return uint8 images `(samples, channels, height, width)` and labels `(samples,)` of one part.
+
+        Args:
+            train: The training part, else the test part.
+        """
 
     def load(self) -> tuple[ArrayDataset, ArrayDataset]:
         channels = len(self.mean)
@@ -113,10 +132,43 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         return parts[0], parts[1]
 
 
-class MNISTDataModule(ImageFederatedDataModule):
+class _IdxDataModule(ImageFederatedDataModule):
+    """Data sets in MNIST's format: a file of images and a file of labels for each part."""
+
+    @abstractmethod
+    def _names(self, train: bool) -> list[str]:
+        """Return the names of the two files of one part, without `.gz`."""
+
+    def _path(self, name: str) -> Path | None:
+        return find([name, f"{name}.gz"], self.folders)
+
+    def _lacking(self) -> list[str]:
+        """Return the names of missing files, or raise an error if they must not be downloaded."""
+        names = [name for name in self._names(True) + self._names(False) if self._path(name) is None]
+        if names and not self.download:
+            raise missing(self, names, self.root, self.folders)
+        return names
+
+    def _read(self, train: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return images `(samples, height, width)` and labels `(samples,)` of one part, as they are in the files."""
+        names = self._names(train)
+        images, labels = self._path(names[0]), self._path(names[1])
+        if images is None or labels is None:
+            raise missing(self, names, self.root, self.folders)
+        return read_idx(images, 3), read_idx(labels, 1)
+
+
+class MNISTDataModule(_IdxDataModule):
     """MNIST (LeCun, Cortes, Burges 1998): 60000 + 10000 grey images of 28 x 28, 10 digits.
 
-    Reads ``train-images-idx3-ubyte`` and the other three, plain or ``.gz``; see :class:`ImageFederatedDataModule`.
+    Reads `train-images-idx3-ubyte` and the other three files, plain or `.gz`. The arguments are those of
+    `ImageFederatedDataModule`.
+
+    Example:
+        >>> from fedlightning.datamodules import MNISTDataModule
+        >>> data = MNISTDataModule(root="data")  # files are read by data.setup()
+        >>> data.folders[0].as_posix(), len(data.checksums)
+        ('data/MNIST/raw', 4)
     """
 
     name = "MNIST"
@@ -131,30 +183,34 @@ class MNISTDataModule(ImageFederatedDataModule):
     }
 
     def prepare_data(self) -> None:
-        """Lightning's hook, on one process of a machine: fetch or ask for what is missing."""
-        lacking = [name for name in self.checksums if self._path(name) is None]
-        if lacking and not self.download:
-            raise missing(self, lacking, self.root, self.folders)
-        for name in lacking:
+        """Download missing files (Lightning's hook, on one process of a machine).
+
+        Raises:
+            FileNotFoundError: If files are missing and `download` is off.
+        """
+        for name in self._lacking():
             urls = [f"{mirror}{name}.gz" for mirror in self.mirrors]
             fetch(urls, self.folders[0] / f"{name}.gz", self.checksums[name])
 
     def arrays(self, train: bool) -> tuple[np.ndarray, np.ndarray]:
-        part = "train" if train else "t10k"
-        names = [f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"]
-        images, labels = self._path(names[0]), self._path(names[1])
-        if images is None or labels is None:
-            raise missing(self, names, self.root, self.folders)
-        return read_idx(images, 3)[:, None], read_idx(labels, 1)
+        images, labels = self._read(train)
+        return images[:, None], labels
 
-    def _path(self, name: str) -> Path | None:
-        return find([name, f"{name}.gz"], self.folders)
+    def _names(self, train: bool) -> list[str]:
+        part = "train" if train else "t10k"
+        return [f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"]
 
 
 class FashionMNISTDataModule(MNISTDataModule):
     """Fashion-MNIST (Xiao, Rasul, Vollgraf 2017): MNIST's format and sizes, 10 kinds of clothing.
 
-    Its files are named like MNIST's: keep the two under different roots, or in ``root/FashionMNIST``.
+    Its files are named like MNIST's: keep the two under different roots, or in `root/FashionMNIST`. The arguments are
+    those of `ImageFederatedDataModule`.
+
+    Example:
+        >>> from fedlightning.datamodules import FashionMNISTDataModule
+        >>> FashionMNISTDataModule(root="data").folders[0].as_posix()
+        'data/FashionMNIST/raw'
     """
 
     name = "FashionMNIST"
@@ -168,17 +224,36 @@ class FashionMNISTDataModule(MNISTDataModule):
     }
 
 
-class EMNISTDataModule(ImageFederatedDataModule):
+class EMNISTDataModule(_IdxDataModule):
     """EMNIST (Cohen et al. 2017): handwritten letters and digits, 28 x 28 grey.
 
-    The files hold every image transposed; here they stand upright, like MNIST. ``letters`` is labelled 1 to 26 in the
+    The files hold every image transposed; here they stand upright, like MNIST. `letters` is labelled 1 to 26 in the
     file and 0 to 25 here.
 
     Args:
-        split: ``"balanced"`` (47 classes), ``"byclass"`` (62), ``"bymerge"`` (47), ``"letters"`` (26), ``"digits"`` or
-            ``"mnist"`` (10).
-        others: see :class:`ImageFederatedDataModule`. ``download`` fetches 0.5 GB, of which only the chosen
-            split is kept.
+        root: Folder that holds the files, or receives them.
+        split: `"balanced"` (47 classes), `"byclass"` (62), `"bymerge"` (47), `"letters"` (26), `"digits"` or `"mnist"`
+            (10).
+        partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
+        batch_size: Number of samples in a batch.
+        val_fraction: Share of every client's training samples for validation, in [0, 1).
+        seed: Seed of the partition and of the validation cut.
+        download: Download missing files, checked by md5: 0.5 GB, of which only the chosen split is kept.
+        normalize: Subtract the mean of the training images and divide by their standard deviation.
+        num_workers: Worker processes of every loader; 0 is fastest unless the model waits for data.
+        pin_memory: Copy batches into page-locked memory (for a GPU).
+        drop_last: Leave out the last incomplete training batch.
+        max_train: Use only this many training samples, chosen by `seed`.
+        max_test: Use only this many test samples, chosen by `seed`.
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
+
+    Raises:
+        ValueError: If there is no such `split`.
+
+    Example:
+        >>> from fedlightning.datamodules import EMNISTDataModule
+        >>> EMNISTDataModule(root="data", split="letters").classes
+        26
     """
 
     name = "EMNIST"
@@ -221,12 +296,14 @@ class EMNISTDataModule(ImageFederatedDataModule):
         return find([name, f"{name}.gz"], folders)
 
     def prepare_data(self) -> None:
-        """Lightning's hook, on one process of a machine: fetch or ask for what is missing."""
-        lacking = [name for name in self._names(True) + self._names(False) if self._path(name) is None]
+        """Download missing files (Lightning's hook, on one process of a machine).
+
+        Raises:
+            FileNotFoundError: If files are missing and `download` is off.
+        """
+        lacking = self._lacking()
         if not lacking:
             return
-        if not self.download:
-            raise missing(self, lacking, self.root, self.folders)
         target = self.folders[0]
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target) as scratch:
@@ -239,19 +316,22 @@ class EMNISTDataModule(ImageFederatedDataModule):
                     unpacked.replace(target / f"{name}.gz")
 
     def arrays(self, train: bool) -> tuple[np.ndarray, np.ndarray]:
-        names = self._names(train)
-        images, labels = self._path(names[0]), self._path(names[1])
-        if images is None or labels is None:
-            raise missing(self, names, self.root, self.folders)
-        classes = read_idx(labels, 1).astype(np.int64) - (1 if self.split == "letters" else 0)
-        return np.ascontiguousarray(read_idx(images, 3).transpose(0, 2, 1))[:, None], classes
+        images, labels = self._read(train)
+        classes = labels.astype(np.int64) - (1 if self.split == "letters" else 0)
+        return np.ascontiguousarray(images.transpose(0, 2, 1))[:, None], classes
 
 
 class CIFAR10DataModule(ImageFederatedDataModule):
     """CIFAR-10 (Krizhevsky 2009): 50000 + 10000 colour images of 32 x 32, 10 classes.
 
-    Reads the folder ``cifar-10-batches-py`` or the archive ``cifar-10-python.tar.gz``; see
-    :class:`ImageFederatedDataModule`.
+    Reads the folder `cifar-10-batches-py` or the archive `cifar-10-python.tar.gz`. The arguments are those of
+    `ImageFederatedDataModule`.
+
+    Example:
+        >>> from fedlightning.datamodules import CIFAR10DataModule
+        >>> data = CIFAR10DataModule(root="data")  # files are read by data.setup()
+        >>> len(data.mean), data.classes
+        (3, 10)
     """
 
     name = "CIFAR10"
@@ -266,7 +346,11 @@ class CIFAR10DataModule(ImageFederatedDataModule):
         return [self.root, self.root / self.name]
 
     def prepare_data(self) -> None:
-        """Lightning's hook, on one process of a machine: fetch or ask for what is missing."""
+        """Download missing files (Lightning's hook, on one process of a machine).
+
+        Raises:
+            FileNotFoundError: If files are missing and `download` is off.
+        """
         if find(self._files, self.folders) is not None:
             return
         if not self.download:

@@ -1,4 +1,4 @@
-"""Where the labels (or groups) of somebody else's dataset are."""
+"""Find the labels (or groups) of somebody else's dataset."""
 
 from __future__ import annotations
 
@@ -16,24 +16,31 @@ _KEYS = ("label", "labels", "y", "target", "targets")
 
 
 def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -> np.ndarray | None:
-    """One key (a class label) for each sample of a map-style dataset.
+    """Return one key (a class label or a group) for each sample of a map-style dataset.
 
-    Tried in this order: ``source``; the attributes ``targets`` and ``labels``; the last tensor of a ``TensorDataset``;
-    each of these through ``Subset`` and ``ConcatDataset``; and, if ``walk``, one pass over the samples, taking
-    ``sample[-1]`` of a tuple or the item ``label``, ``labels``, ``y``, ``target`` or ``targets`` of a dictionary.
+    Tried in this order: `source`; the attributes `targets` and `labels`; the last tensor of a `TensorDataset`; each of
+    these through `Subset` and `ConcatDataset`; and, if `walk`, one pass over the samples, taking `sample[-1]` of a
+    tuple or the item `label`, `labels`, `y`, `target` or `targets` of a dictionary.
 
     Args:
-        dataset: map-style dataset of ``n`` samples.
-        split: its name, for messages, and the key into ``source`` where that is a mapping.
-        source: an array ``(n,)``; a function ``dataset -> array``; a mapping from split to one of these; or the name of
-            an attribute of the dataset, or of an item of its samples.
-        walk: whether a pass over all samples is worth its time.
+        dataset: Map-style dataset.
+        split: Its name, for messages, and the key into `source` if that is a mapping.
+        source: An array `(samples,)`; a function `dataset -> array`; a mapping from split to one of these; or the name
+            of an attribute of the dataset, or of an item of its samples.
+        walk: Whether a pass over all samples is worth its time.
 
     Returns:
-        An array of shape ``(n,)``, or ``None`` where nothing was found.
+        An array of shape `(samples,)`, or `None` if nothing was found.
 
     Raises:
-        ValueError: ``source`` does not fit the dataset.
+        ValueError: If `source` does not fit the dataset.
+
+    Example:
+        >>> from fedlightning.datamodules.labels import read_keys
+        >>> read_keys([("a.png", 0), ("b.png", 2)], split="train")
+        array([0, 2])
+        >>> read_keys([{"path": "a.png", "site": "Rome"}], split="train", source="site")
+        array(['Rome'], dtype='<U4')
     """
     if isinstance(source, Mapping):
         if split not in source:
@@ -63,7 +70,7 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
 
 
 def _array(values: Any) -> np.ndarray | None:
-    """Whole numbers, truth values or strings of shape ``(n,)`` or ``(n, 1)``; ``None`` for anything else."""
+    """Return whole numbers, truth values or strings of shape `(n,)` or `(n, 1)` as an array, else `None`."""
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().numpy()
     try:
@@ -81,7 +88,7 @@ def _array(values: Any) -> np.ndarray | None:
 
 
 def _known(dataset: Any, attributes: tuple[str, ...]) -> np.ndarray | None:
-    """Keys that the dataset has ready."""
+    """Return keys that the dataset has as an attribute or tensor."""
     if isinstance(dataset, Subset | IndexView):
         inner = _known(dataset.dataset, attributes)
         return None if inner is None else inner[np.asarray(dataset.indices, dtype=np.int64)]
@@ -102,7 +109,7 @@ def _known(dataset: Any, attributes: tuple[str, ...]) -> np.ndarray | None:
 
 
 def _walk(dataset: Any, keys: tuple[str, ...], positional: bool) -> np.ndarray | None:
-    """Keys by looking at every sample."""
+    """Return keys by reading every sample."""
     values = []
     for index in range(len(dataset)):
         sample = dataset[index]
@@ -124,7 +131,19 @@ def _walk(dataset: Any, keys: tuple[str, ...], positional: bool) -> np.ndarray |
 
 
 def encode(keys: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray | None]:
-    """Labels of all splits as classes 0, 1, ...: whole numbers from 0 on stay as they are, others are ranked."""
+    """Return the labels of all splits as classes 0, 1, ...
+
+    Whole numbers from 0 on stay as they are. Others are replaced by their rank among all labels.
+
+    Args:
+        keys: Labels by split, or `None` for a split without labels.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules.labels import encode
+        >>> encode({"train": np.array(["dog", "cat", "dog"])})
+        {'train': array([1, 0, 1])}
+    """
     found = [array for array in keys.values() if array is not None]
     if not found:
         return dict(keys)

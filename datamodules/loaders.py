@@ -12,14 +12,24 @@ from fedlightning.datamodules.sampling import AddressedSampler
 
 
 class LoaderDataModule(FederatedDataModule):
-    """Wraps ready-made loaders; each client's batches come as its own loader gives them.
+    """A data module over ready-made loaders; each client's batches come as its own loader gives them.
 
     Args:
-        train: a loader per client id; it decides who the clients are.
-        val, test: a loader per client id; clients may be missing.
+        train: A loader per client id. Its keys are the clients.
+        val: A loader per client id; clients may be missing.
+        test: A loader per client id; clients may be missing.
 
     Raises:
-        ValueError: if there is no client, or a validation or test loader of a client without a training loader.
+        ValueError: If there is no client, or a validation or test loader of a client without a training loader.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from fedlightning.datamodules import LoaderDataModule
+        >>> loaders = {name: DataLoader(TensorDataset(torch.zeros(size, 2))) for name, size in (("a", 3), ("b", 5))}
+        >>> data = LoaderDataModule(loaders)
+        >>> data.client_ids, data.num_samples("b"), len(data.pooled_dataloader("train").dataset)
+        (['a', 'b'], 5, 8)
     """
 
     def __init__(
@@ -45,11 +55,14 @@ class LoaderDataModule(FederatedDataModule):
         return list(self._loaders["train"])
 
     def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
-        """The loader that was given."""
+        """Return the loader that was given, or `None`."""
         return self._loaders[split].get(client)
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        """One loader over the union of the clients' datasets, with the first loader's batch size and collate function."""
+        """Return one loader over the union of the clients' datasets; `None` if there are none.
+
+        It has the first loader's batch size and collate function.
+        """
         loaders = [
             self._loaders[split][client] for client in in_order(self.client_ids) if client in self._loaders[split]
         ]
@@ -67,6 +80,6 @@ class LoaderDataModule(FederatedDataModule):
         )
 
     def num_samples(self, client: str, split: str = "train") -> int:
-        """Length of the client's dataset."""
+        """Return the length of the client's dataset."""
         loader = self._loaders[split].get(client)
         return 0 if loader is None else len(loader.dataset)

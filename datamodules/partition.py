@@ -1,4 +1,4 @@
-"""What a partition is: a plan that fixes each client's share of every class, applied to every split alike."""
+"""Plans and partitioners: each client's share of every class is fixed once and applied to every split."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from fedlightning.datamodules.rounding import apportion, round_table
 from fedlightning.datamodules.views import Indices
 
 
-def numpy_generator(generator: torch.Generator) -> np.random.Generator:
-    """A numpy generator seeded by one draw from ``generator`` (Dirichlet draws need numpy's)."""
-    return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator).item()))
-
-
-def as_labels(labels: Any, owner: str) -> np.ndarray:
-    """``labels`` as a one-dimensional numpy array, or a ``ValueError`` that names ``owner``."""
-    array = np.asarray(labels)
-    if array.ndim != 1:
-        raise ValueError(f"{owner} needs one label for each sample, an array of shape (n,); got shape {array.shape}.")
-    return array
-
-
 class Plan(ABC):
-    """A partition that can be applied to any set of samples of the same task."""
+    """A partition that can be applied to any set of samples of the same task.
+
+    Attributes:
+        client_ids: Names of the clients.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import IIDPartitioner, Plan
+        >>> labels = torch.arange(3).repeat(20)
+        >>> plan = IIDPartitioner(num_clients=2).plan(labels, torch.Generator())
+        >>> isinstance(plan, Plan), [len(part) for part in plan.split(labels)]
+        (True, [30, 30])
+    """
 
     client_ids: list[str]
 
@@ -36,29 +35,36 @@ class Plan(ABC):
         """Divide samples among the clients.
 
         Args:
-            labels: one key for each sample, shape ``(n,)`` (labels; groups for a natural partition), or the number of
-                samples where the plan needs no keys.
-            generator: says which samples of a class go where; ``None`` keeps their order.
+            labels: One key for each sample, shape `(samples,)` (labels; groups for a natural partition), or the number
+                of samples if the plan needs no keys.
+            generator: Chooses which samples of a class go to which client. `None` keeps their order.
 
         Returns:
-            One ascending int64 array for each client of :attr:`client_ids`; disjoint, together all of ``0..n-1``.
-            A client may get none.
+            One ascending int64 array for each client of `client_ids`. They are disjoint and together are all of `0 ..
+            samples - 1`. A client may get none.
         """
 
 
 @dataclass
 class SharePlan(Plan):
-    """Client ``i`` gets the share ``shares[i, c]`` of the samples of class ``classes[c]``.
+    """A plan by shares: client `i` gets the share `shares[i, c]` of the samples of class `classes[c]`.
 
-    Shares are turned into whole samples by :func:`round_table`, so a planned table of whole counts is met exactly, and
-    every client's size is within one sample of its share of any other split. A class that the plan has never seen is
-    divided by client size. Without classes all samples count as one class.
+    Shares are turned into whole samples by `round_table`. A plan of whole counts is therefore met exactly, and every
+    client's size is within one sample of its share of any other split. A class that the plan has never seen is divided
+    by client size. Without classes all samples count as one class.
 
     Attributes:
-        client_ids: names of the N clients.
-        classes: the C class values, ascending, or ``None`` for a plan without labels.
-        shares: float64 of shape ``(N, C)``; every column sums to 1.
-        sizes: float64 of shape ``(N,)``: each client's share of all samples.
+        client_ids: Names of the clients.
+        classes: The class values, ascending, or `None` for a plan without labels.
+        shares: Float64 of shape `(clients, classes)`; every column sums to 1.
+        sizes: Each client's share of all samples, float64 of shape `(clients,)`.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules import SharePlan
+        >>> plan = SharePlan.of_counts(np.array([[9, 1], [1, 9]]), classes=np.array([0, 1]))
+        >>> [part.tolist() for part in plan.split(np.array([0] * 10 + [1] * 10))]
+        [[0, 1, 2, 3, 4, 5, 6, 7, 8, 10], [9, 11, 12, 13, 14, 15, 16, 17, 18, 19]]
     """
 
     client_ids: list[str]
@@ -68,12 +74,23 @@ class SharePlan(Plan):
 
     @classmethod
     def of_counts(cls, counts: np.ndarray, classes: np.ndarray | None) -> SharePlan:
-        """The plan of a table of samples, shape ``(N, C)`` (whole numbers or not), with no empty column."""
+        """Return the plan of a table of samples.
+
+        Args:
+            counts: Samples of each client and class, shape `(clients, classes)` (whole numbers or not), with no empty
+                column.
+            classes: The class values, or `None` for a plan without labels.
+        """
         counts = np.asarray(counts, dtype=np.float64)
         ids = [str(i) for i in range(len(counts))]
         return cls(ids, classes, counts / counts.sum(axis=0), counts.sum(axis=1) / counts.sum())
 
     def split(self, labels: Any, generator: torch.Generator | None = None) -> list[Indices]:
+        """Divide samples among the clients; see `Plan.split`.
+
+        Raises:
+            ValueError: If the plan needs labels and got their number only.
+        """
         if isinstance(labels, int | np.integer):
             if self.classes is not None:
                 raise ValueError("This plan divides every class by its own shares; give split() labels, not a number.")
@@ -104,17 +121,31 @@ class SharePlan(Plan):
 
 
 class Partitioner(ABC):
-    """Divides the samples of one data set among clients: a pure function of its arguments, the keys and a generator.
+    """Base of the partitioners, which divide the samples of one data set among clients.
+
+    A plan is a pure function of the partitioner's arguments, the keys and a generator.
 
     Attributes:
-        needs: what :meth:`plan` must be given for each sample: ``"labels"``, ``"groups"`` or ``"nothing"`` (then the
-            number of samples is enough).
+        needs: What `plan` must be given for each sample: `"labels"`, `"groups"` or `"nothing"` (then the number of
+            samples is enough).
+
+    Example:
+        >>> import numpy as np
+        >>> import torch
+        >>> from fedlightning.datamodules import Partitioner, SharePlan
+        >>> class TwoToOne(Partitioner):
+        ...     def plan(self, labels, generator):
+        ...         classes, counts = np.unique(labels, return_counts=True)
+        ...         return SharePlan.of_counts(np.outer([2, 1], counts / 3), classes)
+        >>> labels = np.arange(3).repeat(20)
+        >>> [len(part) for part in TwoToOne().plan(labels, torch.Generator()).split(labels)]
+        [40, 20]
     """
 
     needs: Literal["labels", "groups", "nothing"] = "labels"
 
     def describe(self) -> str:
-        """The partitioner with its options, as in ``DirichletPartitioner(num_clients=10, alpha=0.5)``."""
+        """Return the partitioner with its options, as in `DirichletPartitioner(num_clients=10, alpha=0.5)`."""
         options = {name: value for name, value in vars(self).items() if name != "needs" and not name.startswith("_")}
         plain = {name: value for name, value in options.items() if isinstance(value, bool | int | float | str)}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
@@ -124,15 +155,15 @@ class Partitioner(ABC):
         """Fix every client's share of every class.
 
         Args:
-            labels: what :attr:`needs` names, shape ``(n,)``, or ``n`` itself where nothing is needed.
-            generator: the only source of randomness.
+            labels: What `needs` names, shape `(samples,)`, or the number of samples if nothing is needed.
+            generator: The only source of randomness.
 
         Raises:
-            ValueError: these samples cannot be divided like this; the sentence says why and the way out.
+            ValueError: If these samples cannot be divided like this. The message says why and the way out.
         """
 
     def _tally(self, labels: Any, num_clients: int) -> tuple[np.ndarray | None, np.ndarray]:
-        """The classes in ``labels`` and their counts ``(C,)``; one class of all samples where no labels are needed."""
+        """Return the classes in `labels` and their counts `(C,)`; one class of all samples if no labels are needed."""
         name = type(self).__name__
         if isinstance(labels, int | np.integer):
             if self.needs != "nothing":
@@ -152,37 +183,29 @@ class Partitioner(ABC):
         return classes, counts
 
 
-def check_num_clients(owner: object, num_clients: int) -> int:
-    """``num_clients`` if it is a whole number of at least 1, else a ``ValueError``."""
-    if isinstance(num_clients, bool) or int(num_clients) != num_clients or num_clients < 1:
-        raise ValueError(f"{type(owner).__name__} got num_clients={num_clients!r}; use a whole number of 1 or more.")
-    return int(num_clients)
-
-
-def check_alpha(owner: object, **values: float) -> None:
-    """A ``ValueError`` for a Dirichlet concentration that is not positive and finite."""
-    for name, value in values.items():
-        if not (np.isfinite(value) and value > 0):
-            raise ValueError(
-                f"{type(owner).__name__} got {name}={value!r}; a Dirichlet concentration must be positive and finite "
-                "(0.1 is very skewed, 100 nearly even)."
-            )
-
-
 def cut(
     indices: Indices, fraction: float, generator: torch.Generator, labels: np.ndarray | None = None
 ) -> tuple[Indices, Indices]:
-    """Cut a random part off one client's samples, stratified by label where labels are given.
+    """Cut a random part off one client's samples, stratified by label if labels are given.
 
     Args:
-        indices: the client's samples, shape ``(n,)``.
-        fraction: share to cut off, ``0 <= fraction < 1``; ``round(fraction * n)`` samples, but from two samples on at
+        indices: The client's samples, shape `(samples,)`.
+        fraction: Share to cut off, `0 <= fraction < 1`: `round(fraction * samples)` samples, but from two samples on at
             least one is cut off and at least one stays. A single sample stays.
-        generator: says which.
-        labels: the labels of *all* samples, indexed by ``indices``.
+        generator: Chooses the samples.
+        labels: The labels of *all* samples, indexed by `indices`.
 
     Returns:
-        ``(rest, part)``, both ascending.
+        `(rest, part)`, both ascending.
+
+    Example:
+        >>> import numpy as np
+        >>> import torch
+        >>> from fedlightning.datamodules.partition import cut
+        >>> labels = np.arange(2).repeat(10)
+        >>> rest, part = cut(np.arange(20), 0.2, torch.Generator(), labels)
+        >>> len(rest), labels[part]
+        (16, array([0, 0, 1, 1]))
     """
     size = len(indices)
     amount = min(size - 1, max(1, round(fraction * size))) if fraction > 0 and size > 1 else 0
@@ -201,8 +224,104 @@ def cut(
     return np.sort(shuffled[~chosen]).astype(np.int64), np.sort(shuffled[chosen]).astype(np.int64)
 
 
+def as_labels(labels: Any, owner: str) -> np.ndarray:
+    """Return `labels` as a one-dimensional numpy array.
+
+    Args:
+        labels: Anything that `numpy.asarray` takes.
+        owner: Name of the caller, for messages.
+
+    Raises:
+        ValueError: If the array is not one-dimensional.
+
+    Example:
+        >>> from fedlightning.datamodules.partition import as_labels
+        >>> as_labels([0, 1, 1], owner="MyPartitioner")
+        array([0, 1, 1])
+    """
+    array = np.asarray(labels)
+    if array.ndim != 1:
+        raise ValueError(f"{owner} needs one label for each sample, an array of shape (n,); got shape {array.shape}.")
+    return array
+
+
+def numpy_generator(generator: torch.Generator) -> np.random.Generator:
+    """Return a numpy generator seeded by one draw from `generator` (Dirichlet draws need numpy's).
+
+    Args:
+        generator: A torch generator, which moves on by one draw.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules.partition import numpy_generator
+        >>> first, second = (numpy_generator(torch.Generator().manual_seed(0)).random() for _ in range(2))
+        >>> first == second
+        True
+    """
+    return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator).item()))
+
+
+def check_num_clients(owner: object, num_clients: int) -> int:
+    """Return `num_clients` if it is a whole number of at least 1.
+
+    Args:
+        owner: The partitioner, for messages.
+        num_clients: The number of clients.
+
+    Raises:
+        ValueError: If it is not.
+
+    Example:
+        >>> from fedlightning.datamodules import IIDPartitioner
+        >>> IIDPartitioner(num_clients=0)
+        Traceback (most recent call last):
+        ValueError: IIDPartitioner got num_clients=0; use a whole number of 1 or more.
+    """
+    if isinstance(num_clients, bool) or int(num_clients) != num_clients or num_clients < 1:
+        raise ValueError(f"{type(owner).__name__} got num_clients={num_clients!r}; use a whole number of 1 or more.")
+    return int(num_clients)
+
+
+def check_alpha(owner: object, **values: float) -> None:
+    """Check that Dirichlet concentrations are positive and finite.
+
+    Args:
+        owner: The partitioner, for messages.
+        **values: The concentrations by name.
+
+    Raises:
+        ValueError: If one of them is not.
+
+    Example:
+        >>> from fedlightning.datamodules import DirichletPartitioner
+        >>> DirichletPartitioner(10, alpha=0.0)
+        Traceback (most recent call last):
+        ValueError: DirichletPartitioner got alpha=0.0; a Dirichlet concentration must be positive and finite ...
+    """
+    for name, value in values.items():
+        if not (np.isfinite(value) and value > 0):
+            raise ValueError(
+                f"{type(owner).__name__} got {name}={value!r}; a Dirichlet concentration must be positive and finite "
+                "(0.1 is very skewed, 100 nearly even)."
+            )
+
+
 def check_fraction(owner: object, **values: float) -> None:
-    """A ``ValueError`` for a fraction outside of ``[0, 1)``."""
+    """Check that fractions lie in `[0, 1)`.
+
+    Args:
+        owner: The data module, for messages.
+        **values: The fractions by name.
+
+    Raises:
+        ValueError: If one of them does not.
+
+    Example:
+        >>> from fedlightning.datamodules import DigitsDataModule
+        >>> DigitsDataModule(val_fraction=1.0)
+        Traceback (most recent call last):
+        ValueError: DigitsDataModule got val_fraction=1.0; use a share of at least 0 and below 1.
+    """
     for name, value in values.items():
         if not 0 <= value < 1:
             raise ValueError(f"{type(owner).__name__} got {name}={value!r}; use a share of at least 0 and below 1.")

@@ -1,4 +1,4 @@
-"""Any LightningDataModule, federated without changing it."""
+"""Any LightningDataModule, divided among clients without changing it."""
 
 from __future__ import annotations
 
@@ -28,81 +28,42 @@ _LOADER_HOOKS = {"train": "train_dataloader", "val": "val_dataloader", "test": "
 _BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def loader_options(loader: Any, split: str, owner: str) -> tuple[dict[str, Any], bool]:
-    """What a ``DataLoader`` was made with, and whether it shuffles.
-
-    Raises:
-        ValueError: the loader cannot be divided among clients (several loaders, an iterable dataset, a sampler of its
-            own); the sentence says what to do.
-    """
-    what = f"{owner}'s {split} loader"
-    if not isinstance(loader, DataLoader):
-        raise ValueError(
-            f"{what} is a {type(loader).__name__}; Partitioned divides one torch DataLoader for each split: return one."
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise ValueError(
-            f"{what} reads an IterableDataset, whose samples have no index and cannot be divided among clients; use a "
-            "map-style dataset (with __len__ and __getitem__), or write a FederatedDataModule with one loader a client."
-        )
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
-        raise ValueError(
-            f"{what} makes batches by {type(loader.batch_sampler or loader.sampler).__name__}, which knows nothing of "
-            "clients; use batch_size=... and shuffle=... instead of batch_sampler=... or batch_size=None."
-        )
-    sampler = loader.sampler
-    plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    )
-    if not plain:
-        raise ValueError(
-            f"{what} draws samples by {type(sampler).__name__}, which knows nothing of clients; use shuffle=True or "
-            "shuffle=False without a sampler (weight the loss instead of the sampling)."
-        )
-    options = {
-        "batch_size": loader.batch_size,
-        "num_workers": loader.num_workers,
-        # The default collate function has a fast path here; None chooses it.
-        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "drop_last": loader.drop_last,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "persistent_workers": loader.persistent_workers,
-    }
-    if loader.num_workers > 0:
-        options |= {
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-    return options, isinstance(sampler, RandomSampler)
-
-
 class Partitioned(IndexedFederatedDataModule):
-    """Divide the data of an existing data module among clients.
+    """A data module that divides the data of an existing data module among clients.
 
-    Every loader keeps its ``batch_size``, ``collate_fn``, workers, ``pin_memory`` and ``drop_last``; training batches
-    are shuffled if and only if the original training loader shuffled, in an order addressed by (seed, client, round,
+    Every loader keeps its `batch_size`, `collate_fn`, workers, `pin_memory` and `drop_last`. Training batches are
+    shuffled if and only if the original training loader shuffled, in an order addressed by (seed, client, round,
     epoch). The wrapped module's batch transfer hooks stay in force.
 
     The plan is made on the training data and applied to the other splits. Without a validation loader each client's
     validation samples are cut from its training samples; without a test loader each client's test samples are, before
-    validation. Both cuts are stratified by label where labels are known, and depend on ``seed`` only.
+    validation. Both cuts are stratified by label if labels are known, and depend on `seed` only.
 
     Args:
-        datamodule: the data module; its ``prepare_data`` and ``setup`` are called here.
-        partitioner: how samples become clients.
-        val_fraction: share of a client's training samples for validation, without a validation loader.
-        test_fraction: share of a client's samples for testing, without a test loader; 0: no test split.
-        labels: an array, a function ``dataset -> array``, a mapping from split to one of these, or the name of an
-            attribute or item. Default: found as :func:`~fedlightning.datamodules.labels.read_keys` describes; a pass
-            over all samples is only made when the partitioner needs labels.
-        seed: seed of every random choice.
-        batch_size: overrides the batch size of every loader.
-        val_seed: seed of the validation cut alone; ``None``: ``seed``.
+        datamodule: The data module. Its `prepare_data` and `setup` are called here.
+        partitioner: Divides the samples among clients.
+        val_fraction: Share of a client's training samples for validation if there is no validation loader.
+        test_fraction: Share of a client's samples for testing if there is no test loader; 0 means no test split.
+        labels: An array, a function `dataset -> array`, a mapping from split to one of these, or the name of an
+            attribute or item. `None` searches as `fedlightning.datamodules.labels.read_keys` describes; a pass over all
+            samples is only made if the partitioner needs labels.
+        seed: Seed of every random choice.
+        batch_size: Batch size of every loader. `None` keeps each loader's own.
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
 
     Raises:
-        ValueError: at :meth:`setup`, when the loaders cannot be divided or labels are missing.
+        ValueError: At `setup`, if the loaders cannot be divided or labels are missing.
+
+    Example:
+        >>> import torch
+        >>> from lightning import LightningDataModule
+        >>> from torch.utils.data import TensorDataset
+        >>> from fedlightning.datamodules import IIDPartitioner, Partitioned
+        >>> dataset = TensorDataset(torch.zeros(30, 4), torch.arange(3).repeat(10))
+        >>> data = Partitioned(LightningDataModule.from_datasets(dataset, batch_size=4), IIDPartitioner(3))
+        >>> data.setup()
+        >>> data.batch_size, [data.num_samples("0", split) for split in ("train", "val", "test")]
+        (4, [6, 2, 2])
     """
 
     def __init__(
@@ -145,7 +106,34 @@ class Partitioned(IndexedFederatedDataModule):
         labels: Any = None,
         seed: int = 0,
     ) -> Partitioned:
-        """Divide plain map-style datasets; the arguments are those of ``DataLoader`` and of :class:`Partitioned`."""
+        """Divide plain map-style datasets among clients.
+
+        Args:
+            train: Training data.
+            val: Validation data. `None` cuts them from each client's training samples.
+            test: Test data. `None` cuts them from each client's training samples.
+            partitioner: As for `Partitioned`.
+            batch_size: As for `DataLoader`.
+            num_workers: As for `DataLoader`.
+            collate_fn: As for `DataLoader`.
+            drop_last: As for `DataLoader`, of the training data.
+            pin_memory: As for `DataLoader`.
+            shuffle: Draw training batches in a new order every epoch.
+            val_fraction: As for `Partitioned`.
+            test_fraction: As for `Partitioned`.
+            labels: As for `Partitioned`.
+            seed: As for `Partitioned`.
+
+        Example:
+            >>> import torch
+            >>> from torch.utils.data import TensorDataset
+            >>> from fedlightning.datamodules import IIDPartitioner, Partitioned
+            >>> dataset = TensorDataset(torch.zeros(30, 4), torch.arange(3).repeat(10))
+            >>> data = Partitioned.from_datasets(dataset, partitioner=IIDPartitioner(3), test_fraction=0)
+            >>> data.setup()
+            >>> [data.num_samples("0", split) for split in ("train", "val", "test")]
+            [8, 2, 0]
+        """
         common = {
             "batch_size": batch_size,
             "num_workers": num_workers,
@@ -160,15 +148,15 @@ class Partitioned(IndexedFederatedDataModule):
         return self.partitioner.describe()
 
     def prepare_data(self) -> None:
-        """The wrapped module's ``prepare_data``."""
+        """Call the wrapped module's `prepare_data`."""
         self.datamodule.prepare_data()
 
     def teardown(self, stage: str) -> None:
-        """The wrapped module's ``teardown``."""
+        """Call the wrapped module's `teardown`."""
         self.datamodule.teardown(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped module's state."""
+        """Return the wrapped module's state."""
         return self.datamodule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,7 +201,7 @@ class Partitioned(IndexedFederatedDataModule):
         return ids, splits
 
     def _wrapped_loader(self, split: str) -> Any:
-        """The wrapped module's loader of a split; ``None`` where it has none."""
+        """Return the wrapped module's loader of a split; `None` if it has none."""
         name = _LOADER_HOOKS[split]
         # LightningDataModule.from_datasets puts its loaders on the instance.
         own = name in vars(self.datamodule)
@@ -224,7 +212,7 @@ class Partitioned(IndexedFederatedDataModule):
         return loader
 
     def _keys(self, datasets: dict[str, Any]) -> tuple[dict[str, np.ndarray | None], dict[str, Any]]:
-        """Class labels, and what the partitioner divides by, of every dataset."""
+        """Return the class labels of every dataset, and what the partitioner divides by."""
         needs = self.partitioner.needs
         labels = encode(
             {split: read_keys(data, split, self.labels, walk=needs == "labels") for split, data in datasets.items()}
@@ -247,8 +235,70 @@ class Partitioned(IndexedFederatedDataModule):
         return labels, {split: read_keys(data, split, source) for split, data in datasets.items()}
 
 
+def loader_options(loader: Any, split: str, owner: str) -> tuple[dict[str, Any], bool]:
+    """Return the arguments that a `DataLoader` was made with, and whether it shuffles.
+
+    Args:
+        loader: The loader.
+        split: Its split, for messages.
+        owner: Name of the data module, for messages.
+
+    Raises:
+        ValueError: If the loader cannot be divided among clients (several loaders, an iterable dataset, a sampler of
+            its own). The message says what to do.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from fedlightning.datamodules.partitioned import loader_options
+        >>> options, shuffles = loader_options(DataLoader(range(10), batch_size=4, shuffle=True), "train", "MyData")
+        >>> options["batch_size"], shuffles
+        (4, True)
+    """
+    what = f"{owner}'s {split} loader"
+    if not isinstance(loader, DataLoader):
+        raise ValueError(
+            f"{what} is a {type(loader).__name__}; Partitioned divides one torch DataLoader for each split: return one."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            f"{what} reads an IterableDataset, whose samples have no index and cannot be divided among clients; use a "
+            "map-style dataset (with __len__ and __getitem__), or write a FederatedDataModule with one loader a client."
+        )
+    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+        raise ValueError(
+            f"{what} makes batches by {type(loader.batch_sampler or loader.sampler).__name__}, which knows nothing of "
+            "clients; use batch_size=... and shuffle=... instead of batch_sampler=... or batch_size=None."
+        )
+    sampler = loader.sampler
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if not plain:
+        raise ValueError(
+            f"{what} draws samples by {type(sampler).__name__}, which knows nothing of clients; use shuffle=True or "
+            "shuffle=False without a sampler (weight the loss instead of the sampling)."
+        )
+    options = {
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        # The default collate function has a fast path here; None chooses it.
+        "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "drop_last": loader.drop_last,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if loader.num_workers > 0:
+        options |= {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return options, isinstance(sampler, RandomSampler)
+
+
 class _Datasets(LightningDataModule):
-    """The data module that :meth:`Partitioned.from_datasets` wraps."""
+    """The data module that `Partitioned.from_datasets` wraps."""
 
     def __init__(
         self, datasets: dict[str, Dataset[Any] | None], options: dict[str, Any], shuffle: bool, drop_last: bool
@@ -261,7 +311,7 @@ class _Datasets(LightningDataModule):
         assert data is not None
         if isinstance(data, IterableDataset):
             return DataLoader(data, **self.options)
-        # DataLoader refuses to shuffle nothing; an empty dataset is refused with a better sentence later.
+        # DataLoader refuses to shuffle nothing; an empty dataset is refused with a better message later.
         shuffle = self.shuffle and len(data) > 0  # type: ignore[arg-type]
         return DataLoader(data, shuffle=shuffle, drop_last=self.drop_last, **self.options)
 

@@ -21,12 +21,24 @@ from fedlightning.datamodules.views import Indices
 
 
 class IIDPartitioner(Partitioner):
-    """Every client draws from the same distribution.
+    """An even partition: every client draws from the same distribution.
 
     Args:
-        num_clients: N.
-        stratified: ``True``: every class is dealt evenly, per-class counts and sizes of two clients differ by at most
-            one. ``False``: a random permutation cut into N parts; labels are neither needed nor used.
+        num_clients: Number of clients.
+        stratified: `True` deals every class evenly: counts per class and sizes of two clients differ by at most one.
+            `False` cuts a random permutation into equal parts; labels are neither needed nor used.
+
+    Raises:
+        ValueError: If `num_clients` is not a whole number of at least 1.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import IIDPartitioner, describe
+        >>> labels = torch.arange(3).repeat(100)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> parts = IIDPartitioner(num_clients=3).plan(labels, generator).split(labels, generator)
+        >>> describe(parts, labels).sizes
+        array([100, 100, 100])
     """
 
     def __init__(self, num_clients: int, stratified: bool = True) -> None:
@@ -39,19 +51,32 @@ class IIDPartitioner(Partitioner):
 
 
 class PathologicalPartitioner(Partitioner):
-    """Every client holds few classes.
+    """A partition in which every client holds few classes.
 
-    ``scheme="classes"`` (FedRep, Collins et al. 2021; FLIU): each client draws ``k`` distinct classes, and the samples
-    of a class are divided evenly among its holders. Draws in which a class has no holder are repeated (at most 100
-    times, then classes held twice or more give way), so that no sample is lost; this needs ``k * N >= C``.
+    `scheme="classes"` (FedRep, Collins et al. 2021; FLIU): each client draws `k` distinct classes, and the samples of a
+    class are divided evenly among its holders. Draws in which a class has no holder are repeated (at most 100 times,
+    then classes held twice or more give way), so that no sample is lost. This needs `k * N >= C` for N clients and C
+    classes.
 
-    ``scheme="shards"`` (FedAvg, McMahan et al. 2017): samples sorted by label are cut into ``k * N`` shards of equal
-    size, ``k`` random ones for each client. A shard can straddle classes, so a client can hold up to ``2 k``.
+    `scheme="shards"` (FedAvg, McMahan et al. 2017): samples sorted by label are cut into `k * N` shards of equal size,
+    `k` random ones for each client. A shard can straddle classes, so a client can hold up to `2 k`.
 
     Args:
-        num_clients: N.
+        num_clients: N, the number of clients.
         classes_per_client: k, classes or shards of each client.
-        scheme: ``"classes"`` or ``"shards"``.
+        scheme: `"classes"` or `"shards"`.
+
+    Raises:
+        ValueError: If a value is out of its range; from `plan`, if these samples cannot be divided like this.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import PathologicalPartitioner
+        >>> labels = torch.arange(10).repeat(30)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> parts = PathologicalPartitioner(num_clients=5, classes_per_client=2).plan(labels, generator).split(labels)
+        >>> [len(labels[part].unique()) for part in parts]
+        [2, 2, 2, 2, 2]
     """
 
     def __init__(
@@ -116,16 +141,26 @@ class PathologicalPartitioner(Partitioner):
 
 @dataclass
 class GroupPlan(Plan):
-    """Client ``client_ids[i]`` gets every sample of group ``groups[i]``."""
+    """A plan by groups: client `client_ids[i]` gets every sample of group `groups[i]`.
+
+    Attributes:
+        client_ids: Names of the clients.
+        groups: The group of each client.
+
+    Example:
+        >>> from fedlightning.datamodules import GroupPlan
+        >>> GroupPlan(["a", "b"], ["a", "b"]).split(["b", "a", "b"])
+        [array([1]), array([0, 2])]
+    """
 
     client_ids: list[str]
     groups: list[Any]
 
     def split(self, labels: Any, generator: torch.Generator | None = None) -> list[Indices]:
-        """Divide samples by their group; see :meth:`Plan.split`.
+        """Divide samples by their group; see `Plan.split`.
 
         Raises:
-            ValueError: a sample's group is not a client of the plan (no sample is dropped silently).
+            ValueError: If a sample's group is not a client of the plan (no sample is dropped silently).
         """
         keys = as_labels(labels, "NaturalPartitioner")
         strange = sorted(set(keys.tolist()) - set(self.groups), key=str)
@@ -143,10 +178,16 @@ class NaturalPartitioner(Partitioner):
     Client ids are the groups' names, in ascending order.
 
     Args:
-        column: where :class:`Partitioned` finds each sample's group: an attribute of the dataset, or a key of its
-            items where items are dictionaries.
-        groups: the groups themselves, instead: an array ``(n,)`` for the training dataset, a mapping from split to
-            array, or a function ``dataset -> array``.
+        column: Where `Partitioned` finds each sample's group: an attribute of the dataset, or a key of its items if
+            items are dictionaries.
+        groups: The groups themselves, instead: an array `(samples,)` for the training dataset, a mapping from split to
+            array, or a function `dataset -> array`.
+
+    Example:
+        >>> from fedlightning.datamodules import NaturalPartitioner
+        >>> plan = NaturalPartitioner().plan(["Rome", "Oslo", "Rome"])
+        >>> dict(zip(plan.client_ids, plan.split(["Rome", "Oslo", "Rome"])))
+        {'Oslo': array([1]), 'Rome': array([0, 2])}
     """
 
     needs = "groups"
@@ -155,6 +196,15 @@ class NaturalPartitioner(Partitioner):
         self.column, self.groups = column, groups
 
     def plan(self, labels: Any, generator: torch.Generator | None = None) -> GroupPlan:
+        """Return the plan with one client for each group.
+
+        Args:
+            labels: The group of each sample, shape `(samples,)`.
+            generator: Not used: the plan is not random.
+
+        Raises:
+            ValueError: If there are no samples, or only their number is given.
+        """
         if isinstance(labels, int | np.integer):
             raise ValueError("NaturalPartitioner needs each sample's group, an array of shape (n,), not their number.")
         groups = np.unique(as_labels(labels, "NaturalPartitioner")).tolist()

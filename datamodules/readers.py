@@ -13,14 +13,27 @@ import numpy as np
 
 
 def read_idx(path: Path, dimensions: int) -> np.ndarray:
-    """An idx file of unsigned bytes (LeCun), gzipped or not.
+    """Read an idx file of unsigned bytes (LeCun), gzipped or not.
 
     Args:
-        path: the file; one that begins with gzip's two magic bytes is unpacked.
-        dimensions: 3 for images ``(n, rows, columns)``, 1 for labels ``(n,)``.
+        path: The file. One that begins with gzip's two magic bytes is unpacked.
+        dimensions: 3 for images `(samples, rows, columns)`, 1 for labels `(samples,)`.
+
+    Returns:
+        A uint8 array.
 
     Raises:
-        ValueError: not such a file, or cut short.
+        ValueError: If it is not such a file, or damaged.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from fedlightning.datamodules.readers import read_idx
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "labels")
+        ...     _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]))  # magic number, size 2, two labels
+        ...     read_idx(path, dimensions=1)
+        array([7, 9], dtype=uint8)
     """
     raw = path.read_bytes()
     if raw[:2] == b"\x1f\x8b":
@@ -63,17 +76,29 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 
 def cifar_batches(source: Path, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Images and labels of CIFAR-10's python batches (Krizhevsky 2009).
+    """Read the images and labels of CIFAR-10's python batches (Krizhevsky 2009).
 
     Args:
-        source: the folder ``cifar-10-batches-py`` or the archive ``cifar-10-python.tar.gz``.
-        names: batches to read and join, such as ``data_batch_1``.
+        source: The folder `cifar-10-batches-py` or the archive `cifar-10-python.tar.gz`.
+        names: Batches to read and join, such as `data_batch_1`.
 
     Returns:
-        uint8 images ``(n, 3, 32, 32)`` and int64 labels ``(n,)``.
+        Uint8 images `(samples, 3, 32, 32)` and int64 labels `(samples,)`.
 
     Raises:
-        ValueError: a batch is missing or damaged.
+        ValueError: If a batch is missing or damaged.
+
+    Example:
+        >>> import pickle
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from fedlightning.datamodules.readers import cifar_batches
+        >>> with TemporaryDirectory() as folder:
+        ...     batch = {b"data": [[0] * 3072] * 2, b"labels": [3, 8]}
+        ...     _ = Path(folder, "test_batch").write_bytes(pickle.dumps(batch))
+        ...     images, labels = cifar_batches(Path(folder), ["test_batch"])
+        >>> images.shape, labels
+        ((2, 3, 32, 32), array([3, 8]))
     """
     found: dict[str, bytes] = {}
     try:
@@ -101,7 +126,24 @@ def cifar_batches(source: Path, names: list[str]) -> tuple[np.ndarray, np.ndarra
 
 
 def check_images(name: str, images: np.ndarray, labels: np.ndarray, num_classes: int) -> None:
-    """A ``ValueError`` for images and labels that do not belong together, or labels outside of the classes."""
+    """Check that images and labels belong together.
+
+    Args:
+        name: Name of the data, for messages.
+        images: Images, shape `(samples, ...)`.
+        labels: Labels, shape `(samples,)`.
+        num_classes: Number of classes.
+
+    Raises:
+        ValueError: If their numbers differ, or a label is outside `0 .. num_classes - 1`.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules.readers import check_images
+        >>> check_images("The test part", np.zeros((2, 1, 8, 8)), np.array([0]), num_classes=10)
+        Traceback (most recent call last):
+        ValueError: The test part has 2 images and 1 labels; the files do not belong together.
+    """
     if len(images) != len(labels):
         raise ValueError(f"{name} has {len(images)} images and {len(labels)} labels; the files do not belong together.")
     if len(labels) and (labels.min() < 0 or labels.max() >= num_classes):

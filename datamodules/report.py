@@ -1,4 +1,4 @@
-"""A table and a picture of who holds what."""
+"""A table and a picture of the samples that each client holds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class PartitionReport:
-    """Class histograms of all clients.
+    """Class histograms of all clients; `print` it for a table.
 
     Attributes:
-        client_ids: names of the N clients.
-        classes: names of the C classes.
-        counts: samples of each class, int64 of shape ``(N, C)``.
+        client_ids: Names of the clients.
+        classes: Names of the classes.
+        counts: Samples of each class, int64 of shape `(clients, classes)`.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules import PartitionReport
+        >>> print(PartitionReport(["a", "b"], ["cat", "dog"], np.array([[30, 10], [10, 30]])))
+        client  samples     TV  cat  dog
+             a       40  0.250   30   10
+             b       40  0.250   10   30
+        2 clients, 80 samples, smallest 40, mean total variation to all labels 0.250
     """
 
     client_ids: list[str]
@@ -30,7 +39,7 @@ class PartitionReport:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Samples of each client, shape ``(N,)``."""
+        """Samples of each client, shape `(clients,)`."""
         return np.asarray(self.counts.sum(axis=1))
 
     @property
@@ -40,7 +49,7 @@ class PartitionReport:
 
     @property
     def total_variation(self) -> np.ndarray:
-        """Distance of each client's label distribution to that of all samples, shape ``(N,)``.
+        """Distance of each client's label distribution to that of all samples, shape `(clients,)`.
 
         Half of the sum of absolute differences: 0 is equal, 1 is disjoint. NaN for a client without samples.
         """
@@ -51,12 +60,12 @@ class PartitionReport:
 
     @property
     def mean_total_variation(self) -> float:
-        """Mean distance over the clients that have samples; NaN where none has."""
+        """Mean distance over the clients that have samples; NaN if none has."""
         held = self.total_variation[self.sizes > 0]
         return float(held.mean()) if len(held) else float("nan")
 
     def rows(self) -> list[dict[str, Any]]:
-        """One dictionary a client: ``client``, ``samples``, ``total_variation`` and one entry a class."""
+        """Return one dictionary a client: `client`, `samples`, `total_variation` and one entry a class."""
         return [
             {"client": client, "samples": int(size), "total_variation": float(distance)}
             | dict(zip(self.classes, map(int, row), strict=True))
@@ -90,13 +99,22 @@ def describe(
     split: str = "train",
     client_ids: Sequence[str] | None = None,
 ) -> PartitionReport:
-    """Who holds what.
+    """Count the samples of each class that each client holds.
 
     Args:
-        source: a data module after ``setup``, or one index array for each client.
-        labels: with index arrays: the label of every sample, shape ``(n,)``; ``None`` counts all as one class.
-        split: with a data module: which split.
-        client_ids: with index arrays: the clients' names; default ``"0" .. "N-1"``.
+        source: A data module after `setup`, or one index array for each client.
+        labels: With index arrays: the label of every sample, shape `(samples,)`. `None` counts all as one class.
+        split: With a data module: the split.
+        client_ids: With index arrays: the clients' names. `None` is `"0" .. "N-1"`.
+
+    Raises:
+        ValueError: If the numbers of names and of index arrays differ.
+
+    Example:
+        >>> from fedlightning.datamodules import describe
+        >>> describe([[0, 1, 2], [3]], labels=["cat", "cat", "dog", "dog"]).counts
+        array([[2, 1],
+               [0, 1]])
     """
     if isinstance(source, FederatedDataModule):
         ids = source.client_ids
@@ -123,16 +141,22 @@ def plot_partition(
     split: str = "train",
     title: str | None = None,
 ) -> Figure:
-    """Stacked bars, one for each client, coloured by class.
+    """Return stacked bars, one for each client, coloured by class.
 
     Args:
-        source: a report, or what :func:`describe` takes (with ``labels`` and ``split``).
-        labels: see :func:`describe`.
-        split: see :func:`describe`.
-        title: above the picture; default: sizes and skew in words.
+        source: A report, or what `describe` takes (with `labels` and `split`).
+        labels: As for `describe`.
+        split: As for `describe`.
+        title: Title of the picture. `None` states sizes and skew in words.
 
     Returns:
-        A matplotlib figure that no window or global state knows of; save it with ``figure.savefig(path)``.
+        A matplotlib figure that belongs to no window or global state. Save it with `figure.savefig(path)`.
+
+    Example:
+        >>> from fedlightning.datamodules import plot_partition
+        >>> figure = plot_partition([[0, 1, 2], [3]], labels=[0, 0, 1, 1])
+        >>> figure.axes[0].get_title()
+        '2 clients, smallest 1 samples, mean TV distance 0.33'
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -157,7 +181,7 @@ def plot_partition(
             **edge,
         )
         bottom += report.counts[:, column]
-    step = max(1, -(-clients // 40))  # more labels than this run into each other
+    step = max(1, -(-clients // 40))  # more than 40 labels would overlap
     axes.set_xticks(positions[::step], report.client_ids[::step])
     if max(len(name) for name in report.client_ids) * min(clients, 40) > 100:
         axes.tick_params(axis="x", rotation=60)

@@ -8,15 +8,24 @@ import numpy as np
 
 
 def apportion(weights: np.ndarray, total: int, minimum: int = 0) -> np.ndarray:
-    """Split ``total`` into whole parts proportional to ``weights`` by largest remainder, none below ``minimum``.
+    """Split `total` into whole parts proportional to `weights` by largest remainder.
 
     Args:
-        weights: non-negative, shape ``(k,)``; all zero counts as all equal.
-        total: the sum of the parts, ``>= k * minimum``.
-        minimum: parts that would be smaller get exactly this, the others share the rest in proportion.
+        weights: Non-negative, shape `(parts,)`. All zero counts as all equal.
+        total: Sum of the parts, at least `parts * minimum`.
+        minimum: Parts that would be smaller get exactly this; the others share the rest in proportion.
 
     Returns:
-        int64, shape ``(k,)``, summing to ``total``.
+        Int64 of shape `(parts,)`, summing to `total`.
+
+    Raises:
+        ValueError: If `total` is too small for the minimum.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules.rounding import apportion
+        >>> apportion(np.array([1.0, 2.0, 4.0]), 10)
+        array([1, 3, 6])
     """
     weights = np.asarray(weights, dtype=np.float64)
     if total < minimum * len(weights):
@@ -46,13 +55,20 @@ def round_table(table: np.ndarray) -> np.ndarray:
     flow with whole capacities.
 
     Args:
-        table: shape ``(clients, classes)``.
+        table: Shape `(clients, classes)`.
 
     Returns:
-        int64, same shape.
+        Int64 of the same shape.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules.rounding import round_table
+        >>> rounded = round_table(np.full((3, 2), 10 / 3))
+        >>> rounded.sum(axis=0), rounded.sum(axis=1)
+        (array([10, 10]), array([7, 7, 6]))
     """
     near = np.rint(table)
-    table = np.where(np.abs(table - near) < 1e-6, near, table)  # what is whole but for float error is whole
+    table = np.where(np.abs(table - near) < 1e-6, near, table)  # remove float error from whole numbers
     low = np.floor(table).astype(np.int64)
     loose = table > low
     counts = low.copy()
@@ -76,14 +92,14 @@ def round_table(table: np.ndarray) -> np.ndarray:
 def _repair(
     counts: np.ndarray, low: np.ndarray, loose: np.ndarray, give: np.ndarray, room: np.ndarray, down: bool
 ) -> None:
-    """Move single units (in place) from rows above ``room`` to rows below it; ``down=False``: the reverse."""
+    """Move single units (in place) from rows above `room` to rows below it; `down=False`: the reverse."""
     sign = 1 if down else -1
     for start in np.flatnonzero(give).tolist():
         while sign * (counts[start].sum() - room[start]) > 0:
             upper = (counts > low) if down else (loose & (counts == low))
             lower = (loose & (counts == low)) if down else (counts > low)
             path = _path(start, upper, lower, sign * (room - counts.sum(axis=1)) > 0)
-            if path is None:  # only float error in the margins can do this; columns are exact, the row is off by one
+            if path is None:  # due to float error in the margins only: columns are exact, the row is off by one
                 break
             for row, column, following in path:
                 counts[row, column] -= sign
@@ -91,7 +107,7 @@ def _repair(
 
 
 def _path(start: int, leave: np.ndarray, enter: np.ndarray, goal: np.ndarray) -> list[tuple[int, int, int]] | None:
-    """Shortest chain of unit moves (row, column, next row) from ``start`` to a row of ``goal``."""
+    """Return the shortest chain of unit moves (row, column, next row) from `start` to a row of `goal`, or `None`."""
     came: dict[int, tuple[int, int]] = {start: (-1, -1)}
     queue = deque([start])
     while queue:
@@ -122,19 +138,26 @@ def sinkhorn(
 ) -> np.ndarray:
     """Scale rows and columns of a positive table until it has the given margins (Sinkhorn and Knopp, 1967).
 
-    The result is ``a_i P_ij b_j``, the KL projection of ``P = max(table, floor)`` onto the tables with these margins;
-    a table that has them already is returned unchanged.
+    The result is `a_i P_ij b_j`, the KL projection of `P = max(table, floor)` onto the tables with these margins. A
+    table that has them already is returned unchanged.
 
     Args:
-        table: non-negative, shape ``(K, C)``.
-        rows: positive row margins, shape ``(K,)``, in samples.
-        columns: positive column margins, shape ``(C,)``, the same total.
-        floor: smallest start value; without one, very skewed tables (Dirichlet alpha 0.01) do not converge.
-        tolerance: largest row error allowed, as a share of the mean row margin.
-        max_iterations: iterations before giving up.
+        table: Non-negative, shape `(clients, classes)`.
+        rows: Positive row margins, shape `(clients,)`, in samples.
+        columns: Positive column margins, shape `(classes,)`, with the same total.
+        floor: Smallest start value. Without one, very skewed tables (Dirichlet alpha 0.01) do not converge.
+        tolerance: Largest row error allowed, as a share of the mean row margin.
+        max_iterations: Iterations before giving up.
 
     Raises:
-        ValueError: margins with different totals, or no convergence within ``max_iterations``.
+        ValueError: If the margins have different totals, or there is no convergence within `max_iterations`.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules.rounding import sinkhorn
+        >>> sinkhorn(np.array([[3.0, 1.0], [1.0, 3.0]]), rows=np.array([8, 8]), columns=np.array([8, 8]))
+        array([[6., 2.],
+               [2., 6.]])
     """
     scaled = np.maximum(np.asarray(table, dtype=np.float64), floor)
     rows, columns = np.asarray(rows, dtype=np.float64), np.asarray(columns, dtype=np.float64)

@@ -11,21 +11,32 @@ from fedlightning.seeding import address, generator
 
 
 class AddressedSampler(Sampler[int]):
-    """Yields the indices ``0..size-1`` in an order that depends on its address only.
+    """A sampler of the indices `0 .. size - 1` in an order that depends on its address only.
 
-    The order of epoch *e* of a visit is a permutation drawn from the address ``(seed, "batches", client, round + e //
-    epochs_per_round, e % epochs_per_round)``. So ``R`` federated rounds of ``E`` epochs, and one plain
-    ``lightning.Trainer.fit`` over ``R * E`` epochs with ``start(epochs_per_round=E)``, see the very same batches;
-    neither the engine nor the order in which clients are visited can change them, and the global random state is
-    neither read nor written.
+    The order of epoch *e* of a visit is a permutation drawn from the address `(seed, "batches", client, round + e //
+    epochs_per_round, e % epochs_per_round)`. `R` federated rounds of `E` epochs therefore see the very same batches as
+    one plain `lightning.Trainer.fit` over `R * E` epochs with `start(epochs_per_round=E)`. Neither the engine nor the
+    order in which clients are visited can change them, and the global random state is neither read nor written.
 
-    Hand :attr:`generator` to the ``DataLoader`` too: the seeds of worker processes then have an address as well.
+    Give `generator` to the `DataLoader` too: the seeds of worker processes then have an address as well.
 
     Args:
-        size: number of samples; 0 gives an empty sampler.
-        client: the client's id; ``"pooled"`` for the union of all clients.
-        shuffle: ``False`` gives the identity order.
-        seed: the seed until :meth:`start` names another one.
+        size: Number of samples; 0 gives an empty sampler.
+        client: Name of the client; `"pooled"` for the union of all clients.
+        shuffle: `False` gives the order `0 .. size - 1`.
+        seed: Seed until `start` sets another one.
+
+    Raises:
+        ValueError: If `size` is negative.
+
+    Example:
+        >>> from fedlightning.datamodules import AddressedSampler
+        >>> one, other = AddressedSampler(100, client="a"), AddressedSampler(100, client="a")
+        >>> one.start(seed=0, round=3)
+        >>> other.start(seed=0, round=2, epochs_per_round=5)
+        >>> other.set_epoch(5)  # five epochs after the start of round 2 begins round 3
+        >>> list(one) == list(other)
+        True
     """
 
     def __init__(self, size: int, client: str, shuffle: bool = True, seed: int = 0) -> None:
@@ -48,17 +59,17 @@ class AddressedSampler(Sampler[int]):
         """Begin a client visit; the next iteration is its epoch 0.
 
         Args:
-            seed: the run's seed.
-            round: the round of the visit's first epoch.
-            epochs_per_round: after so many epochs the round in the address goes up by one.
-            epoch_offset: the number that Lightning gives to the visit's first epoch (not 0 when a Trainer is re-used).
-            rank: this process among ``world_size`` that share each batch of the client.
-            world_size: with more than one, rank ``r`` gets ``order[r::world_size]``, padded by wrap-around to equal
-                length: the ranks' k-th batches together are the k-th batch of one process with ``world_size`` times
-                the batch size.
+            seed: Seed of the run.
+            round: Round of the visit's first epoch.
+            epochs_per_round: Number of epochs after which the round in the address goes up by one.
+            epoch_offset: Number that Lightning gives to the visit's first epoch (not 0 if a Trainer is used again).
+            rank: This process among `world_size` that share each batch of the client.
+            world_size: With more than one, rank `r` gets `order[r::world_size]`, padded by wrap-around to equal length:
+                the ranks' k-th batches together are the k-th batch of one process with `world_size` times the batch
+                size.
 
         Raises:
-            ValueError: ``epochs_per_round`` or ``world_size`` below 1, or ``rank`` outside of ``0..world_size-1``.
+            ValueError: If `epochs_per_round` or `world_size` is below 1, or `rank` is outside `0 .. world_size - 1`.
         """
         if epochs_per_round < 1:
             raise ValueError(f"AddressedSampler.start got epochs_per_round={epochs_per_round}; use 1 or more.")
@@ -72,12 +83,20 @@ class AddressedSampler(Sampler[int]):
         self.set_epoch(self.epoch_offset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate, counted as Lightning counts (it calls this before every training epoch)."""
+        """Set the epoch to iterate, as Lightning counts it (Lightning calls this before every training epoch).
+
+        Raises:
+            ValueError: If the epoch is before the visit's first one.
+        """
         self.go_to(epoch)
         self.generator.manual_seed(address(self.seed, "workers", *self._address))
 
     def go_to(self, epoch: int) -> None:
-        """The same for one who asks for :meth:`permutation` and starts no workers."""
+        """Set the epoch for `permutation` only: `generator`, which seeds workers, stays as it is.
+
+        Raises:
+            ValueError: If the epoch is before the visit's first one.
+        """
         local = int(epoch) - self.epoch_offset
         if local < 0:
             raise ValueError(
@@ -89,13 +108,13 @@ class AddressedSampler(Sampler[int]):
         self._address = (self.client, self.round + rounds, epoch_in_round)
 
     def permutation(self) -> torch.Tensor:
-        """The whole order of the current epoch, before ranks share it: int64, shape ``(size,)``."""
+        """Return the whole order of the current epoch, before ranks share it: int64 of shape `(size,)`."""
         if not self.shuffle:
             return torch.arange(self.size)
         return torch.randperm(self.size, generator=generator(self.seed, "batches", *self._address))
 
     def order(self) -> list[int]:
-        """:meth:`permutation` as a list."""
+        """Return `permutation` as a list."""
         order: list[int] = self.permutation().tolist()
         return order
 

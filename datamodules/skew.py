@@ -13,63 +13,36 @@ from fedlightning.datamodules.rounding import apportion, round_table, sinkhorn
 _REDRAWS = 100
 
 
-def _minimum(owner: object, min_samples: int | None, default: int, num_clients: int, total: int) -> int:
-    """The smallest client allowed; by default ``default``, or half of the mean size where that is less."""
-    if min_samples is None:
-        return min(default, max(1, total // (2 * num_clients)))
-    if min_samples * num_clients > total:
-        raise ValueError(
-            f"{type(owner).__name__} got min_samples={min_samples} for {num_clients} clients out of {total} "
-            f"samples; use min_samples <= {total // num_clients} or fewer clients."
-        )
-    return min_samples
-
-
-def _check_min_samples(owner: object, min_samples: int | None) -> int | None:
-    if min_samples is not None and min_samples < 0:
-        raise ValueError(f"{type(owner).__name__} got min_samples={min_samples}; use 0 or more.")
-    return min_samples
-
-
-def raise_to_minimum(counts: np.ndarray, minimum: int) -> np.ndarray:
-    """Move single samples from the largest client (of its most frequent class) until every client has ``minimum``.
-
-    Args:
-        counts: whole numbers, shape ``(N, C)``, with at least ``N * minimum`` samples in all; not changed.
-
-    Returns:
-        A table with the same column sums.
-    """
-    counts = counts.copy()
-    sizes = counts.sum(axis=1)
-    while (poor := int(sizes.argmin())) != (rich := int(sizes.argmax())) and sizes[poor] < minimum:
-        column = int(counts[rich].argmax())
-        counts[rich, column] -= 1
-        counts[poor, column] += 1
-        sizes[rich] -= 1
-        sizes[poor] += 1
-    return counts
-
-
 class DirichletPartitioner(Partitioner):
     """Label skew by Dirichlet draws, in one of two different schemes.
 
-    ``by="class"`` (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022): for every class ``c`` draw ``q_c ~
-    Dir_N(alpha)``; client ``i`` gets the share ``q_ci`` of the class. Client sizes vary.
+    `by="class"` (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022): for every class `c` draw `q_c ~ Dir_N(alpha)`;
+    client `i` gets the share `q_ci` of the class. Client sizes vary.
 
-    ``by="client"`` (Hsu et al. 2019): every client draws ``q_i ~ Dir_C(alpha * prior)``, prior = the class shares of
-    the data, and takes ``n / N`` samples accordingly without replacement, renormalised when a class runs out. Client
-    sizes are equal. Since the prior sums to 1, an ``alpha`` here is about ``C`` times as skewed as the same one there.
+    `by="client"` (Hsu et al. 2019): every client draws `q_i ~ Dir_C(alpha * prior)`, prior = the class shares of the
+    data, and takes `n / N` samples accordingly without replacement, renormalised when a class runs out. Client sizes
+    are equal. Since the prior sums to 1, an `alpha` here is about `C` times as skewed as the same one there.
 
     Args:
-        num_clients: N.
-        alpha: concentration; 0.5 is usual (and PLayer-FL's), small is skewed.
-        by: ``"class"`` or ``"client"``.
-        min_samples: smallest client; a draw that has a smaller one is repeated at most 100 times, after which the
-            largest clients give samples to the smallest. Default: 10 (NIID-Bench), or half of the mean size where
-            that is less. Holds for the data that the plan is made on.
-        balance: only with ``by="class"``: a client that has ``n / N`` samples gets none of the next classes
-            (NIID-Bench).
+        num_clients: N, the number of clients.
+        alpha: Concentration; 0.5 is usual (and PLayer-FL's), small is skewed.
+        by: `"class"` or `"client"`.
+        min_samples: Samples of the smallest client. A draw with a smaller one is repeated at most 100 times, after
+            which the largest clients give samples to the smallest. `None` is 10 (NIID-Bench), or half of the mean size
+            if that is less. Holds for the data that the plan is made on.
+        balance: A client that has `n / N` samples gets none of the next classes (NIID-Bench). Only with `by="class"`.
+
+    Raises:
+        ValueError: If a value is out of its range, or `balance` is set with `by="client"`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import DirichletPartitioner, describe
+        >>> labels, generator = torch.arange(10).repeat(100), torch.Generator().manual_seed(0)
+        >>> plans = [DirichletPartitioner(num_clients=5, alpha=alpha).plan(labels, generator) for alpha in (0.1, 100)]
+        >>> skewed, even = (describe(plan.split(labels), labels).mean_total_variation for plan in plans)
+        >>> skewed > 0.4, even < 0.1
+        (True, True)
     """
 
     def __init__(
@@ -116,11 +89,11 @@ class DirichletPartitioner(Partitioner):
         table = np.zeros((self.num_clients, len(counts)), dtype=np.int64)
         left = counts.copy()
         sizes = apportion(np.ones(self.num_clients), int(counts.sum()))
-        # The clients that draw last get what is left over: let chance say who they are.
+        # The clients that draw last get what is left over, so their order is random.
         for client in rng.permutation(self.num_clients):
-            wanted = rng.dirichlet(self.alpha * counts / counts.sum())
+            share = rng.dirichlet(self.alpha * counts / counts.sum())
             while (missing := int(sizes[client] - table[client].sum())) > 0:
-                open_ = wanted * (left > 0)
+                open_ = share * (left > 0)
                 open_ = open_ / open_.sum() if open_.sum() > 1e-300 else left / left.sum()
                 taken = np.minimum(rng.multinomial(missing, open_), left)
                 table[client] += taken
@@ -131,16 +104,27 @@ class DirichletPartitioner(Partitioner):
 class LabelSkewPartitioner(Partitioner):
     """LS (FLIU): label skew with equal client sizes and every sample used.
 
-    A ``K x C`` matrix with rows ``P_k ~ Dir_C(alpha)``, floored at 1e-6, is scaled by Sinkhorn-Knopp to rows ``n / K``
-    and columns ``n_c``, in *counts* (in proportions per class, rows ``C / K`` would give unequal sizes where classes
-    are unequal; the paper's ``K / L`` is only right for ``K = L``), then rounded with exact column sums and row sums
-    of ``n / K`` up to one. The result is ``a_k P_kc b_c``, the KL projection of ``P``: equal sizes limit how skewed a
-    very small ``alpha`` can get.
+    A `K x C` matrix with rows `P_k ~ Dir_C(alpha)`, floored at 1e-6, is scaled by Sinkhorn-Knopp to rows `n / K` and
+    columns `n_c`, in *counts* (in proportions per class, rows `C / K` would give unequal sizes where classes are
+    unequal; the paper's `K / L` is only right for `K = L`), then rounded with exact column sums and row sums of `n / K`
+    up to one. The result is `a_k P_kc b_c`, the KL projection of `P`: equal sizes limit how skewed a very small `alpha`
+    can get.
 
     Args:
-        num_clients: K.
-        alpha: concentration of the rows (FLIU: 1).
-        max_iterations: of Sinkhorn-Knopp; no convergence is an error.
+        num_clients: K, the number of clients.
+        alpha: Concentration of the rows (FLIU: 1).
+        max_iterations: Iterations of Sinkhorn-Knopp; no convergence is an error.
+
+    Raises:
+        ValueError: If a value is out of its range; from `plan`, if Sinkhorn-Knopp does not converge.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import LabelSkewPartitioner
+        >>> labels = torch.arange(10).repeat(100)
+        >>> plan = LabelSkewPartitioner(num_clients=5).plan(labels, torch.Generator().manual_seed(0))
+        >>> [len(part) for part in plan.split(labels)]
+        [200, 200, 200, 200, 200]
     """
 
     def __init__(self, num_clients: int, alpha: float = 1.0, max_iterations: int = 10_000) -> None:
@@ -162,14 +146,27 @@ class LabelSkewPartitioner(Partitioner):
 
 
 class QuantitySkewPartitioner(Partitioner):
-    """QS (FLIU): client sizes ``s ~ Dir_K(alpha)``, every client with the class mix of the whole data.
+    """QS (FLIU): client sizes `s ~ Dir_K(alpha)`, every client with the class mix of the whole data.
 
     Args:
-        num_clients: K.
-        alpha: concentration of the sizes (FLIU: 1).
-        min_samples: smallest client; the others share the rest in proportion. Two batches and one sample of every
-            class make sense. Default: the larger of 10 and C, or half of the mean size where that is less.
-        stratified: ``False`` fills the sizes at random; labels are neither needed nor used.
+        num_clients: K, the number of clients.
+        alpha: Concentration of the sizes (FLIU: 1).
+        min_samples: Samples of the smallest client; the others share the rest in proportion. Two batches and one sample
+            of every class make sense. `None` is the larger of 10 and the number of classes, or half of the mean size if
+            that is less.
+        stratified: `False` fills the sizes at random; labels are neither needed nor used.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import QuantitySkewPartitioner, describe
+        >>> labels = torch.arange(2).repeat(500)
+        >>> plan = QuantitySkewPartitioner(num_clients=5).plan(labels, torch.Generator().manual_seed(0))
+        >>> report = describe(plan.split(labels), labels)
+        >>> bool(report.sizes.max() > 2 * report.sizes.min()), bool(report.mean_total_variation < 0.02)
+        (True, True)
     """
 
     def __init__(
@@ -190,14 +187,26 @@ class QuantitySkewPartitioner(Partitioner):
 class LabelQuantitySkewPartitioner(LabelSkewPartitioner):
     """LSQS (FLIU): sizes as in QS, labels as in LS.
 
-    The paper prints no formula; ours is LS with the row margins ``n_k`` of QS.
+    The paper prints no formula; ours is LS with the row margins `n_k` of QS.
 
     Args:
-        num_clients: K.
-        alpha: concentration of the label rows (FLIU: 1).
-        alpha_size: concentration of the sizes; default: ``alpha``.
-        min_samples: smallest client, as in :class:`QuantitySkewPartitioner`.
-        max_iterations: of Sinkhorn-Knopp.
+        num_clients: K, the number of clients.
+        alpha: Concentration of the label rows (FLIU: 1).
+        alpha_size: Concentration of the sizes. `None` is `alpha`.
+        min_samples: Samples of the smallest client, as in `QuantitySkewPartitioner`.
+        max_iterations: Iterations of Sinkhorn-Knopp; no convergence is an error.
+
+    Raises:
+        ValueError: If a value is out of its range; from `plan`, if Sinkhorn-Knopp does not converge.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import LabelQuantitySkewPartitioner, describe
+        >>> labels = torch.arange(2).repeat(500)
+        >>> plan = LabelQuantitySkewPartitioner(num_clients=5).plan(labels, torch.Generator().manual_seed(0))
+        >>> report = describe(plan.split(labels), labels)
+        >>> bool(report.sizes.max() > 2 * report.sizes.min()), bool(report.mean_total_variation > 0.02)
+        (True, True)
     """
 
     def __init__(
@@ -222,6 +231,35 @@ class LabelQuantitySkewPartitioner(LabelSkewPartitioner):
         return self._scaled(classes, counts, sizes.astype(np.float64), self.alpha, rng)
 
 
+def raise_to_minimum(counts: np.ndarray, minimum: int) -> np.ndarray:
+    """Move single samples from the largest client (of its most frequent class) until every client has `minimum`.
+
+    Args:
+        counts: Whole numbers, shape `(clients, classes)`, with at least `clients * minimum` samples in all; not
+            changed.
+        minimum: Samples of the smallest client.
+
+    Returns:
+        A table with the same column sums.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules.skew import raise_to_minimum
+        >>> raise_to_minimum(np.array([[9, 1], [0, 0]]), minimum=2)
+        array([[7, 1],
+               [2, 0]])
+    """
+    counts = counts.copy()
+    sizes = counts.sum(axis=1)
+    while (poor := int(sizes.argmin())) != (rich := int(sizes.argmax())) and sizes[poor] < minimum:
+        column = int(counts[rich].argmax())
+        counts[rich, column] -= 1
+        counts[poor, column] += 1
+        sizes[rich] -= 1
+        sizes[poor] += 1
+    return counts
+
+
 def draw_sizes(
     owner: object,
     num_clients: int,
@@ -230,7 +268,44 @@ def draw_sizes(
     counts: np.ndarray,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Client sizes ``Dir_K(alpha) * n`` in whole samples, none below the minimum; shape ``(K,)``."""
+    """Return client sizes `Dir_K(alpha) * n` in whole samples, none below the minimum.
+
+    Args:
+        owner: The partitioner, for messages.
+        num_clients: K, the number of clients.
+        alpha: Concentration of the sizes.
+        min_samples: As for `QuantitySkewPartitioner`.
+        counts: Samples of each class, shape `(classes,)`.
+        rng: The only source of randomness.
+
+    Returns:
+        Int64 of shape `(clients,)`.
+
+    Example:
+        >>> import numpy as np
+        >>> from fedlightning.datamodules.skew import draw_sizes
+        >>> sizes = draw_sizes("mine", 5, 1.0, min_samples=20, counts=np.array([1000]), rng=np.random.default_rng(0))
+        >>> int(sizes.sum()), bool(sizes.min() >= 20)
+        (1000, True)
+    """
     total = int(counts.sum())
     minimum = _minimum(owner, min_samples, max(10, len(counts)), num_clients, total)
     return apportion(rng.dirichlet(np.full(num_clients, alpha)), total, minimum)
+
+
+def _minimum(owner: object, min_samples: int | None, default: int, num_clients: int, total: int) -> int:
+    """Return the smallest client allowed; by default `default`, or half of the mean size if that is less."""
+    if min_samples is None:
+        return min(default, max(1, total // (2 * num_clients)))
+    if min_samples * num_clients > total:
+        raise ValueError(
+            f"{type(owner).__name__} got min_samples={min_samples} for {num_clients} clients out of {total} "
+            f"samples; use min_samples <= {total // num_clients} or fewer clients."
+        )
+    return min_samples
+
+
+def _check_min_samples(owner: object, min_samples: int | None) -> int | None:
+    if min_samples is not None and min_samples < 0:
+        raise ValueError(f"{type(owner).__name__} got min_samples={min_samples}; use 0 or more.")
+    return min_samples

@@ -1,4 +1,4 @@
-"""Datasets held once, and clients as light views of them."""
+"""Datasets held once, and clients as views of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ Indices = np.ndarray
 
 
 class ArrayDataset(Dataset[Any]):
-    """Samples ``(x, y)`` of two tensors, fetched a batch at a time.
+    """A dataset of samples `(x, y)` in two tensors, read a batch at a time.
 
     Args:
-        x: inputs, shape ``(n, ...)``; may be kept as uint8 to save memory.
-        y: targets, shape ``(n, ...)``.
-        transform: maps a batch of inputs ``(b, ...)`` to what the model sees (to float, scaled, normalised).
+        x: Inputs, shape `(samples, ...)`; may be kept as uint8 to save memory.
+        y: Targets, shape `(samples, ...)`.
+        transform: Maps a batch of inputs `(batch, ...)` to the model's inputs (to float, scaled, normalised).
+
+    Raises:
+        ValueError: If the numbers of inputs and targets differ.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import ArrayDataset
+        >>> data = ArrayDataset(torch.arange(4, dtype=torch.uint8), torch.arange(4), transform=lambda x: x / 2)
+        >>> data.rows(torch.tensor([3, 1]))
+        [tensor([1.5000, 0.5000]), tensor([3, 1])]
     """
 
     def __init__(self, x: Tensor, y: Tensor, transform: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -36,14 +46,27 @@ class ArrayDataset(Dataset[Any]):
         return x[0], y[0]
 
     def rows(self, indices: Tensor) -> list[Tensor]:
-        """The batch ``[x, y]`` of the given int64 indices, the same values as stacking single items."""
+        """Return the batch `[x, y]` of the given int64 indices, with the same values as stacked single samples."""
         x = self.x[indices]
         return [x if self.transform is None else self.transform(x), self.y[indices]]
 
 
 class Rows(Sequence[Any]):
-    """The samples of a batch, not yet fetched: a sequence of samples for any collate function, and one gather for
-    :func:`collate_rows`.
+    """The samples of a batch before they are read.
+
+    Any collate function sees a sequence of samples. `collate_rows` reads the whole batch at once.
+
+    Args:
+        dataset: An `ArrayDataset` or `TensorDataset`.
+        indices: Indices of the batch, int64 of shape `(batch,)`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import ArrayDataset
+        >>> from fedlightning.datamodules.views import Rows
+        >>> rows = Rows(ArrayDataset(torch.arange(4), torch.arange(4)), torch.tensor([3, 1]))
+        >>> len(rows), rows[0], rows.batch()
+        (2, (tensor(3), tensor(3)), [tensor([3, 1]), tensor([3, 1])])
     """
 
     def __init__(self, dataset: Dataset[Any], indices: Tensor) -> None:
@@ -61,7 +84,7 @@ class Rows(Sequence[Any]):
         return (self.dataset[int(i)] for i in self.indices)
 
     def batch(self) -> list[Tensor]:
-        """The whole batch at once."""
+        """Return the whole batch at once."""
         if isinstance(self.dataset, ArrayDataset):
             return self.dataset.rows(self.indices)
         assert isinstance(self.dataset, TensorDataset)
@@ -69,16 +92,36 @@ class Rows(Sequence[Any]):
 
 
 def collate_rows(samples: Sequence[Any]) -> Any:
-    """``default_collate``, or one gather where the samples are :class:`Rows` (same values, a fraction of the time)."""
+    """Return a batch as `default_collate` does; for `Rows`, with the same values in a fraction of the time.
+
+    Args:
+        samples: The samples of a batch.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules.views import collate_rows
+        >>> collate_rows([(torch.zeros(2), 0), (torch.ones(2), 1)])
+        [tensor([[0., 0.], [1., 1.]]), tensor([0, 1])]
+    """
     return samples.batch() if isinstance(samples, Rows) else default_collate(list(samples))
 
 
 class IndexView(Dataset[Any]):
-    """The samples of ``dataset`` at ``indices``, in that order. Nested ``Subset`` and views are flattened.
+    """The samples of `dataset` at `indices`, in that order. Nested `Subset` and views are flattened.
 
     Args:
-        dataset: a map-style dataset.
-        indices: one-dimensional integers into ``dataset``.
+        dataset: A map-style dataset.
+        indices: One-dimensional integers into `dataset`.
+
+    Attributes:
+        whole: Whether batches can be read from tensors at once.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules import ArrayDataset, IndexView
+        >>> view = IndexView(ArrayDataset(torch.arange(10), torch.arange(10)), [7, 2])
+        >>> len(view), view[0]
+        (2, (tensor(7), tensor(7)))
     """
 
     def __init__(self, dataset: Dataset[Any], indices: Any) -> None:

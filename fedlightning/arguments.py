@@ -11,10 +11,10 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, warn
+from fedlightning.hooks import POOLED
 
 if TYPE_CHECKING:
-    from fedlightning.hooks import FederatedCallback
     from fedlightning.run.folder import RunFolder
 
 REPLACED = {
@@ -92,6 +92,8 @@ def check(given: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"participation={share!r} must be a share in (0, 1] (a float) or a number of clients (an int of at least 1)."
         )
+    if known_type and isinstance(share, int) and share == 1:
+        warn("participation=1 is one client a round. All clients are participation=1.0.")
     if not isinstance(given["lr_decay"], int | float) or not 0.0 < given["lr_decay"] <= 10.0:
         raise ConfigurationError(f"lr_decay={given['lr_decay']!r} must be a positive factor per round, such as 0.99.")
     for name, allowed in CHOICES.items():
@@ -153,35 +155,6 @@ def check_engine(given: Mapping[str, Any]) -> None:
         )
 
 
-LASTING = (
-    "local_epochs",
-    "local_steps",
-    "participation",
-    "seed",
-    "optimizer_state",
-    "lr_decay",
-    "float_buffers",
-    "precision",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "limit_train_batches",
-    "overfit_batches",
-)
-"""Arguments that a resumed run must not change: with another value its rounds would be those of two different runs."""
-
-
-def lasting(
-    given: Mapping[str, Any], callbacks: Iterable[FederatedCallback], data: FederatedDataModule
-) -> dict[str, Any]:
-    """What a run must not change when it is resumed: :data:`LASTING`, the algorithms' options, who trains on what."""
-    return (
-        {name: given[name] for name in LASTING}
-        | {f"{item.key}.{name}": value for item in callbacks for name, value in item.hyperparameters().items()}
-        | {f"data ({split} split)": data.fingerprint(split) for split in ("train", "val")}
-    )
-
-
 def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
     """``max_time`` in Lightning's three forms.
 
@@ -241,6 +214,8 @@ def federated_data(
     if datamodule is not None and train is not None:
         raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
     if train is not None:
+        for name, loaders in (("train", train), ("val", val), ("test", test)):
+            _check_ids(f"{name}_dataloaders", list(loaders or ()))
         return LoaderDataModule(train, val, test)
     if datamodule is None:
         raise ConfigurationError(
@@ -253,6 +228,36 @@ def federated_data(
             "Wrap it: Partitioned(datamodule, DirichletPartitioner(num_clients=10, alpha=0.5))."
         )
     return datamodule
+
+
+def _check_ids(owner: str, ids: Iterable[Any]) -> None:
+    """Refuse ids that are two clients with one name, and the name of the pooled client.
+
+    Raises:
+        ConfigurationError: Naming the id.
+    """
+    seen: dict[str, Any] = {}
+    for client in ids:
+        name = str(client)
+        if name in seen:
+            raise ConfigurationError(
+                f"{owner} has the clients {seen[name]!r} and {client!r}, which are one name. Give every client a name of "
+                "its own."
+            )
+        if name == POOLED:
+            raise ConfigurationError(
+                f"{owner} has a client '{POOLED}', which is the name of the union of all clients. Give it another name."
+            )
+        seen[name] = client
+
+
+def check_clients(data: FederatedDataModule) -> None:
+    """Refuse data whose clients cannot be told apart.
+
+    Raises:
+        ConfigurationError: Naming the client.
+    """
+    _check_ids(type(data).__name__, data.client_ids)
 
 
 def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | None) -> list[Logger]:

@@ -1,16 +1,15 @@
-"""A module seen as a list of layers, for algorithms that decide layer by layer what is shared.
+"""A module as a list of layers, for algorithms that decide layer by layer what is shared.
 
-Layer-wise and partial-sharing algorithms all speak of "layer l of L". PyTorch has no such
-notion: it has a tree of modules, and a flat state_dict. This file fixes one, by module type and module path, never by
-parts of names:
+Layer-wise and partial-sharing algorithms speak of "layer l of L". PyTorch has no such notion: it has a tree of modules
+and a flat `state_dict`. This file defines one, by module types and module paths, never by parts of names:
 
-* one layer per leaf module that holds parameters; a module that is one operation though it is made of several is one
-  layer (``nn.MultiheadAttention`` with its ``out_proj``, an LSTM, a module under ``torch.nn.utils.parametrize``);
-* normalisation layers (and ``nn.PReLU``) are no layers of their own: they join the layer before them, with their
-  buffers; only one that comes before everything else stands alone;
-* parameters that a container holds directly (``cls_token``, ``pos_embed``) form one layer, before its children;
-* a tied parameter belongs to the layer that registered it first, under the name that ``named_parameters()`` gives it;
-* metrics and other modules without parameters are not looked at, nor are buffers that state_dict leaves out.
+* Every leaf module with parameters is one layer. A module that is one operation but consists of several modules is one
+  layer too (`nn.MultiheadAttention` with its `out_proj`, an LSTM, a module under `torch.nn.utils.parametrize`).
+* Normalisation layers and `nn.PReLU` join the layer before them, with their buffers. One that comes before everything
+  else is a layer by itself.
+* Parameters that a container holds directly (`cls_token`, `pos_embed`) form one layer, before its children.
+* A tied parameter belongs to the layer that registered it first, under the name that `named_parameters()` gives it.
+* Metrics, other modules without parameters, and buffers that are not in `state_dict` are ignored.
 """
 
 from __future__ import annotations
@@ -28,13 +27,19 @@ _JOINED = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer.
+    """One layer: its name and the state entries that belong to it.
 
     Attributes:
-        name: a module path (``"net.conv1"``), or what a container holds itself (``"encoder.cls_token+pos_embed"``).
-        parameters: names as in ``state_dict``.
-        buffers: names as in ``state_dict``.
-        pieces: names of the modules in it: its own, then the normalisation layers that joined.
+        name: A module path (`"net.conv1"`), or what a container holds directly (`"encoder.cls_token+pos_embed"`).
+        parameters: Names of its parameters, as in `state_dict`.
+        buffers: Names of its buffers, as in `state_dict`.
+        pieces: Names of the modules in it: its own, then the normalisation layers that joined.
+
+    Example:
+        >>> from fedlightning.algorithm import Layer, ordered_layers
+        >>> from fedlightning.models import MLP
+        >>> ordered_layers(MLP(4, [3], 2))[0]
+        Layer(name='fc1', parameters=('fc1.weight', 'fc1.bias'), buffers=(), pieces=('fc1',))
     """
 
     name: str
@@ -43,46 +48,26 @@ class Layer:
     pieces: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """A piece of a layer before normalisation layers are joined: the module at ``path``, or what it holds directly."""
-
-    layer: Layer
-    path: str  # of the module whose call uses it
-    container: bool  # holds parameters beside children that are layers: runs when any of its children does
-    joins: bool
-
-
-def as_names(names: str | Iterable[str] | None) -> list[str]:
-    """Return names of entries or modules as a list.
-
-    Args:
-        names: One name, several, or `None` for none.
-
-    Example:
-        >>> as_names("net.head"), as_names(["a", "b"]), as_names(None)
-        (['net.head'], ['a', 'b'], [])
-    """
-    if names is None:
-        return []
-    return [names] if isinstance(names, str) else list(names)
-
-
-def state_names(layer: Layer) -> list[str]:
-    """Names of everything in ``layer``, parameters then buffers, as in ``state_dict``."""
-    return [*layer.parameters, *layer.buffers]
-
-
 def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> list[Layer]:
-    """The layers of ``module`` from input to output.
+    """Return the layers of a module from input to output.
 
     Args:
-        module: any module; frozen parameters are members like all others.
-        order: names as :func:`forward_order` returns them; those it leaves out follow in registration order, but a
-            norm stays behind its predecessor. ``None`` is registration order, which is the order of ``state_dict``.
+        module: Any module. Frozen parameters are included like all others.
+        order: Names as `forward_order` returns them. Pieces that it leaves out follow in registration order, except
+            that a normalisation layer stays behind its predecessor. `None` means registration order, the order of
+            `state_dict`.
 
     Raises:
-        ValueError: a name in ``order`` is no parametrised piece of ``module``.
+        ValueError: If a name in `order` is not a piece with parameters of `module`.
+
+    Example:
+        >>> from fedlightning.algorithm import ordered_layers
+        >>> from fedlightning.models import DigitsCNN
+        >>> for layer in ordered_layers(DigitsCNN(norm="batch")):
+        ...     print(layer.name, layer.pieces)
+        conv1 ('conv1', 'norm1')
+        conv2 ('conv2', 'norm2')
+        fc ('fc',)
     """
     leaves = {leaf.layer.name: leaf for leaf in _leaves(module)}
     if order is not None:
@@ -104,27 +89,42 @@ def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> lis
 
 
 def pieces(module: nn.Module) -> list[Layer]:
-    """What :func:`ordered_layers` orders and joins: every parametrised piece by itself, in registration order."""
+    """Return every piece with parameters as a layer of its own, in registration order.
+
+    These are what `ordered_layers` orders and joins: normalisation layers are still separate.
+
+    Args:
+        module: Any module.
+
+    Example:
+        >>> from fedlightning.algorithm import pieces
+        >>> from fedlightning.models import DigitsCNN
+        >>> [piece.name for piece in pieces(DigitsCNN(norm="batch"))]
+        ['conv1', 'norm1', 'conv2', 'norm2', 'fc']
+    """
     return [leaf.layer for leaf in _leaves(module)]
 
 
-def _joined(layer: Layer, *others: Layer) -> Layer:
-    parts = (layer, *others)
-    return Layer(
-        layer.name,
-        tuple(name for part in parts for name in part.parameters),
-        tuple(name for part in parts for name in part.buffers),
-        tuple(name for part in parts for name in part.pieces),
-    )
-
-
 class ForwardOrder:
-    """Watches a module and notes in which order its parametrised pieces, norms too, are first called.
+    """A recorder of the order in which the pieces of a module are first called, normalisation layers included.
 
-    ``order = ForwardOrder(module)``, then anything that runs the module, then ``order.names()``. What has not been
-    called as a module follows in registration order. Parameters held by a container (or by a ``ParameterList`` in it)
-    count as used when the container or the first of its children is called: their true place cannot be seen from
-    outside (name it in an explicit order if it matters).
+    Create it, run the module in any way, then read `names`. Pieces that were not called as modules follow in
+    registration order. Parameters that a container holds (or a `ParameterList` in it) count as used when the container
+    or the first of its children is called. Their true place cannot be seen from outside: pass an explicit order if it
+    matters.
+
+    Args:
+        module: The module to watch, until `names` is called.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import ForwardOrder
+        >>> from fedlightning.models import MLP
+        >>> net = MLP(4, [3], 2)
+        >>> order = ForwardOrder(net)
+        >>> _ = net.fc2(net.fc1(torch.zeros(1, 4)))
+        >>> order.names()
+        ['fc1', 'fc2']
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -142,7 +142,7 @@ class ForwardOrder:
         return lambda *_: self._seen.update(dict.fromkeys(name for name in mine if name not in self._seen))
 
     def names(self) -> list[str]:
-        """Stop watching; the names, for :func:`ordered_layers`."""
+        """Stop watching and return the names, as `ordered_layers` takes them."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -150,10 +150,19 @@ class ForwardOrder:
 
 
 def forward_order(module: nn.Module, run: Callable[[], object]) -> list[str]:
-    """Names of the parametrised pieces of ``module`` in the order in which ``run()`` first calls them.
+    """Return the names of the pieces of `module` in the order in which `run()` first calls them; see `ForwardOrder`.
 
-    See :class:`ForwardOrder`. ``run`` is called once; what it does to gradients, buffers and generators is its own
-    affair.
+    Args:
+        module: The module to watch.
+        run: Runs the module. It is called once; gradients, buffers and random generators that it changes stay changed.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedlightning.layers import forward_order
+        >>> net = nn.ModuleDict({"head": nn.Linear(2, 1), "body": nn.Linear(2, 2)})
+        >>> forward_order(net, lambda: net["head"](net["body"](torch.zeros(1, 2))))
+        ['body', 'head']
     """
     order = ForwardOrder(module)
     try:
@@ -164,10 +173,21 @@ def forward_order(module: nn.Module, run: Callable[[], object]) -> list[str]:
 
 
 def head_names(module: nn.Module, num_layers: int = 1, order: Sequence[str] | None = None) -> list[str]:
-    """State names of the last ``num_layers`` layers with the norms joined to them: the head of a split model.
+    """Return the state names of the last `num_layers` layers: the head of a split model.
+
+    Args:
+        module: Any module.
+        num_layers: Layers in the head. Normalisation layers that joined them are included.
+        order: Order of the layers, as in `ordered_layers`.
 
     Raises:
-        ValueError: ``num_layers`` is not between 1 and the number of layers.
+        ValueError: If `num_layers` is not between 1 and the number of layers.
+
+    Example:
+        >>> from fedlightning.algorithm import head_names
+        >>> from fedlightning.models import MLP
+        >>> head_names(MLP(4, [3], 2))
+        ['fc2.weight', 'fc2.bias']
     """
     layers = ordered_layers(module, order)
     if not 1 <= num_layers <= len(layers):
@@ -179,10 +199,19 @@ def head_names(module: nn.Module, num_layers: int = 1, order: Sequence[str] | No
 
 
 def partition(module: nn.Module) -> dict[str, list[str]]:
-    """Every entry of the state in exactly one group: the layers by name, in order, then the rest under ``""``.
+    """Divide the state of a module into groups: its layers by name, in order, then the rest under `""`.
 
-    Other names of a tied parameter go with the layer that registered it first; the rest is what belongs to no layer
-    (buffers of modules without parameters, say).
+    Every entry is in exactly one group. Other names of a tied parameter go with the layer that registered it first. The
+    rest is what belongs to no layer, such as buffers of modules without parameters.
+
+    Args:
+        module: Any module.
+
+    Example:
+        >>> from fedlightning.algorithm import partition
+        >>> from fedlightning.models import MLP
+        >>> partition(MLP(4, [3], 2))
+        {'fc1': ['fc1.weight', 'fc1.bias'], 'fc2': ['fc2.weight', 'fc2.bias']}
     """
     layers = ordered_layers(module)
     first = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -197,16 +226,21 @@ def partition(module: nn.Module) -> dict[str, list[str]]:
 
 
 def expand(names: Iterable[str], available: Iterable[str]) -> list[str]:
-    """Turn exact names and module prefixes into exact names, in the order of ``available`` and each once.
+    """Return exact names for a list of names and module paths, in the order of `available` and each once.
 
-    ``"layer1"`` (or ``"layer1."``) means everything inside the module ``layer1`` and nothing inside ``layer10``.
+    `"layer1"` (or `"layer1."`) means everything inside the module `layer1` and nothing inside `layer10`.
 
     Args:
-        names: exact ``state_dict`` names or module paths.
-        available: the names to choose from.
+        names: Exact `state_dict` names or module paths; one or several.
+        available: The names to choose from.
 
     Raises:
-        ValueError: an entry matches nothing; the message names it and what comes close.
+        ValueError: If an entry matches nothing. The message names it and close matches.
+
+    Example:
+        >>> from fedlightning.algorithm import expand
+        >>> expand("fc1", ["fc1.weight", "fc1.bias", "fc10.weight"])
+        ['fc1.weight', 'fc1.bias']
     """
     pool = list(dict.fromkeys(available))
     chosen: set[str] = set()
@@ -220,7 +254,59 @@ def expand(names: Iterable[str], available: Iterable[str]) -> list[str]:
     return [name for name in pool if name in chosen]
 
 
+def state_names(layer: Layer) -> list[str]:
+    """Return the names of everything in a layer, parameters then buffers, as in `state_dict`.
+
+    Args:
+        layer: A layer from `ordered_layers` or `pieces`.
+
+    Example:
+        >>> from fedlightning.algorithm import ordered_layers, state_names
+        >>> from fedlightning.models import MLP
+        >>> state_names(ordered_layers(MLP(4, [3], 2))[-1])
+        ['fc2.weight', 'fc2.bias']
+    """
+    return [*layer.parameters, *layer.buffers]
+
+
+def as_names(names: str | Iterable[str] | None) -> list[str]:
+    """Return names of entries or modules as a list.
+
+    Args:
+        names: One name, several, or `None` for none.
+
+    Example:
+        >>> from fedlightning.algorithm import as_names
+        >>> as_names("net.head"), as_names(["a", "b"]), as_names(None)
+        (['net.head'], ['a', 'b'], [])
+    """
+    if names is None:
+        return []
+    return [names] if isinstance(names, str) else list(names)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A part of a layer before normalisation layers are joined: the module at `path`, or what it holds directly."""
+
+    layer: Layer
+    path: str  # path of the module whose call uses it
+    container: bool  # holds parameters beside children that are layers: used when any of its children is called
+    joins: bool
+
+
+def _joined(layer: Layer, *others: Layer) -> Layer:
+    parts = (layer, *others)
+    return Layer(
+        layer.name,
+        tuple(name for part in parts for name in part.parameters),
+        tuple(name for part in parts for name in part.buffers),
+        tuple(name for part in parts for name in part.pieces),
+    )
+
+
 def _unknown(name: str, known: Iterable[str], what: str) -> str:
+    """Return the sentence for a name that does not exist, with close matches."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = "Close matches" if close else "There are"
@@ -228,7 +314,7 @@ def _unknown(name: str, known: Iterable[str], what: str) -> str:
 
 
 def _rearranged(leaves: dict[str, _Leaf], order: list[str]) -> dict[str, _Leaf]:
-    """``leaves`` in ``order``; a norm left out comes after its predecessor in registration, other leaves at the end."""
+    """Return `leaves` in `order`. A norm left out follows its predecessor in registration, other leaves go last."""
     listed = set(order)
     previous: str | None = None
     for name, leaf in leaves.items():
@@ -239,7 +325,7 @@ def _rearranged(leaves: dict[str, _Leaf], order: list[str]) -> dict[str, _Leaf]:
 
 
 def _leaves(module: nn.Module) -> list[_Leaf]:
-    """Parametrised pieces in registration order, tied parameters in the first only."""
+    """Return the parts with parameters in registration order, each tied parameter in its first part only."""
     leaves: list[_Leaf] = []
     own = {id(parameter): name for name, parameter in module.named_parameters()}
     inside: set[int] = set()  # modules that belong to a piece already taken, or to a metric
@@ -261,7 +347,9 @@ def _leaves(module: nn.Module) -> list[_Leaf]:
         container = not whole and any(True for part in child.children() for _ in part.parameters())
         prefix = path + "." if path else ""
         name = prefix + "+".join(p.removeprefix(prefix) for p in parameters) if container or not path else path
-        listed = isinstance(child, (nn.ParameterList, nn.ParameterDict)) and bool(path)  # never called: its owner is
+        listed = isinstance(child, (nn.ParameterList, nn.ParameterDict)) and bool(
+            path
+        )  # its owner is called, it is not
         caller = path.rpartition(".")[0] if listed else path
         layer = Layer(name, tuple(parameters), tuple(buffers), (name,))
         leaves.append(_Leaf(layer, caller, container or listed, joins))
@@ -269,7 +357,7 @@ def _leaves(module: nn.Module) -> list[_Leaf]:
 
 
 def _is_whole(module: nn.Module) -> bool:
-    """One operation with parameters in itself and perhaps in children: a torch layer, or one under parametrisation."""
+    """Return True for one operation with parameters in itself and perhaps in children: a torch or parametrised one."""
     if parametrize.is_parametrized(module) or isinstance(module, nn.MultiheadAttention):
         return True
     return bool(module._parameters) and type(module).__module__.startswith("torch.nn.")
@@ -280,7 +368,7 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def _looks_like_norm(module: nn.Module) -> bool:
-    """Norms from outside torch: running statistics, or a class called ...Norm... with vectors only (RMSNorm, say)."""
+    """Return True for norms from outside torch: running statistics, or vectors only and a class name with "norm"."""
     if any(True for child in module.children() for _ in child.parameters()):
         return False
     if {"running_mean", "running_var"} <= module._buffers.keys():
@@ -290,7 +378,7 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 
 def _buffers(path: str, module: nn.Module) -> list[str]:
-    """Names of the buffers that ``module`` holds directly and saves."""
+    """Return the names of the buffers that `module` holds directly and saves."""
     unsaved = module._non_persistent_buffers_set
     kept = (name for name, buffer in module._buffers.items() if buffer is not None and name not in unsaved)
     return [f"{path}.{name}" if path else name for name in kept]

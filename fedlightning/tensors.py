@@ -1,7 +1,7 @@
-"""Arithmetic over named tensors: what a model's state is on the wire and on the server.
+"""Arithmetic on model states: dictionaries from `state_dict` names to tensors.
 
-A *state* is a plain ``dict`` from ``state_dict`` names to tensors. Nothing here knows a module's code; the only fact it
-needs of one is the kind of each entry (:func:`entry_kinds`).
+A *state* is what clients and the server exchange. The functions here never use the code of a module. All they need to
+know about one is the kind of each entry (`entry_kinds`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,45 @@ EntryKind = Literal["trainable", "float_buffer", "int_buffer", "frozen"]
 
 
 def module_state(module: nn.Module, names: Iterable[str] | None = None) -> State:
-    """The tensors of ``module.state_dict()``, detached and sharing memory with the module.
+    """Return the tensors of `module.state_dict()`, detached and sharing memory with the module.
 
     Args:
-        module: any module; entries that are not tensors (``_extra_state``) are left out.
-        names: keep only these, in the module's order.
+        module: Any module. Entries that are not tensors (`_extra_state`) are left out.
+        names: Entries to keep, returned in the module's order. `None` keeps all.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.algorithm import module_state
+        >>> {name: tuple(value.shape) for name, value in module_state(nn.Linear(3, 2)).items()}
+        {'weight': (2, 3), 'bias': (2,)}
     """
-    wanted = None if names is None else set(names)
+    chosen = None if names is None else set(names)
     return {
         name: value.detach()
         for name, value in module.state_dict().items()
-        if isinstance(value, Tensor) and (wanted is None or name in wanted)
+        if isinstance(value, Tensor) and (chosen is None or name in chosen)
     }
 
 
 def entry_kinds(module: nn.Module) -> dict[str, EntryKind]:
-    """The kind of every state entry: ``trainable`` | ``frozen`` parameters, ``float_buffer`` | ``int_buffer``.
+    """Return the kind of every state entry: `trainable`, `frozen`, `float_buffer` or `int_buffer`.
 
-    Ask before any phase freezes anything: the kinds of a federation are fixed at its start. Complex buffers count as
-    float buffers, booleans as integers. Tied parameters have the same kind under each of their names.
+    Call it before any phase freezes parameters: the kinds of a federation are fixed at its start. Complex buffers count
+    as float buffers, boolean ones as integer buffers. A tied parameter has the same kind under each of its names.
+
+    Args:
+        module: Any module.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.algorithm import entry_kinds
+        >>> for name, kind in entry_kinds(nn.BatchNorm1d(4)).items():
+        ...     print(name, kind)
+        weight trainable
+        bias trainable
+        running_mean float_buffer
+        running_var float_buffer
+        num_batches_tracked int_buffer
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     kinds: dict[str, EntryKind] = {}
@@ -49,7 +69,19 @@ def entry_kinds(module: nn.Module) -> dict[str, EntryKind]:
 
 
 def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
-    """For every entry that is known by several names: all of its names."""
+    """Return all names of every parameter or buffer that has more than one, keyed by each of its names.
+
+    Args:
+        module: Any module.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.tensors import tied_names
+        >>> net = nn.ModuleDict({"embedding": nn.Embedding(5, 2), "out": nn.Linear(2, 5, bias=False)})
+        >>> net["out"].weight = net["embedding"].weight
+        >>> sorted(tied_names(net)["out.weight"])
+        ['embedding.weight', 'out.weight']
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -59,10 +91,23 @@ def tied_names(module: nn.Module) -> dict[str, frozenset[str]]:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy ``state`` into the entries of ``module`` that it names; other entries stay.
+    """Copy the tensors of `state` into the entries of `module` with the same names; other entries stay.
+
+    Args:
+        module: The module to write to.
+        state: New values of some or all of its entries.
 
     Raises:
-        ValueError: if a name is not in the module or a shape differs; the sentence names the entry.
+        ValueError: If a name is not in the module or a shape differs. The message names the entry.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedlightning.algorithm import load_state
+        >>> layer = nn.Linear(2, 1)
+        >>> load_state(layer, {"bias": torch.tensor([3.0])})
+        >>> layer.bias.item()
+        3.0
     """
     own = module_state(module)
     with torch.no_grad():
@@ -80,25 +125,60 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def select(state: Mapping[str, Tensor], names: Iterable[str]) -> State:
-    """The entries of ``state`` under ``names``, in the state's order."""
-    wanted = set(names)
-    return {name: value for name, value in state.items() if name in wanted}
+    """Return the entries of `state` that are in `names`, in the state's order.
+
+    Args:
+        state: Any state.
+        names: Entries to keep. Names that the state does not have are ignored.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import select
+        >>> list(select({"a": torch.ones(1), "b": torch.ones(1)}, ["b", "c"]))
+        ['b']
+    """
+    chosen = set(names)
+    return {name: value for name, value in state.items() if name in chosen}
 
 
 def clone(state: Mapping[str, Tensor], device: torch.device | str | None = None) -> State:
-    """A copy of every tensor (on ``device``, or where each is)."""
+    """Return a copy of every tensor, detached.
+
+    Args:
+        state: Any state.
+        device: Device of the copies. `None` keeps each tensor on its own.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import clone
+        >>> state = {"w": torch.zeros(2)}
+        >>> copy = clone(state)
+        >>> _ = copy["w"].add_(1)
+        >>> state["w"], copy["w"]
+        (tensor([0., 0.]), tensor([1., 1.]))
+    """
     return {name: value.detach().to(device=device or value.device, copy=True) for name, value in state.items()}
 
 
 FEW = 8
-"""Tensors that are not worth being put side by side."""
+"""Up to this many tensors that already are on the CPU are copied one by one, which is cheaper than packing them."""
 
 
 def pack(state: Mapping[str, Tensor]) -> State:
-    """A copy of every tensor on the CPU, those of one dtype side by side in one piece of memory.
+    """Return copies of all tensors on the CPU, those of one dtype next to each other in one block of memory.
 
-    What is done to all of them can then be done at once (see :func:`side_by_side`), and leaves a GPU in one transfer. A
-    few that are on the CPU already are copied one by one, which is cheaper.
+    Operations on all of them can then run as one operation (see `side_by_side`), and a GPU sends them in one transfer.
+    Up to `FEW` tensors that already are on the CPU are copied one by one instead.
+
+    Args:
+        state: Any state.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.tensors import pack, side_by_side
+        >>> packed = pack({f"w{i}": torch.ones(2) for i in range(9)})
+        >>> side_by_side(list(packed.values())).shape
+        torch.Size([18])
     """
     if len(state) <= FEW and all(value.device.type == "cpu" for value in state.values()):
         return {name: value.detach().clone() for name, value in state.items()}
@@ -112,7 +192,23 @@ def pack(state: Mapping[str, Tensor]) -> State:
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors as one, shape ``(numbers,)``, sharing their memory, if they lie in it one after the other."""
+    """Return the tensors as one tensor that shares their memory, or `None` if they are not adjacent in it.
+
+    Args:
+        tensors: At least one tensor. They are adjacent if each one is contiguous, starts where the one before it ends,
+            and has the same dtype and storage.
+
+    Returns:
+        A view of shape `(numbers,)`, where `numbers` is the total number of elements.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.tensors import side_by_side
+        >>> side_by_side(torch.arange(5).split([2, 3]))
+        tensor([0, 1, 2, 3, 4])
+        >>> side_by_side([torch.ones(2), torch.ones(2)]) is None
+        True
+    """
     first = tensors[0]
     start = first.data_ptr()
     end, dtype, width = start, first.dtype, first.element_size()
@@ -121,35 +217,82 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += tensor.numel() * width
     storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+    if end > storage.data_ptr() + storage.nbytes():  # adjacent by chance
         return None
     return first.as_strided(((end - start) // width,), (1,), first.storage_offset())
 
 
 def zeros_like(state: Mapping[str, Tensor], names: Iterable[str] | None = None) -> State:
-    """Zeros in the shape of each entry, in fp32 at least (accumulators and control variates are kept so)."""
-    wanted = set(state if names is None else names)
+    """Return zeros in the shape of each entry, in float32 or wider.
+
+    Accumulators and control variates are kept in that precision even if the model is not.
+
+    Args:
+        state: Any state.
+        names: Entries to keep. `None` keeps all.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import zeros_like
+        >>> zeros_like({"w": torch.ones(2, dtype=torch.bfloat16)})
+        {'w': tensor([0., 0.])}
+    """
+    chosen = set(state if names is None else names)
     return {
         name: torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))
         for name, value in state.items()
-        if name in wanted
+        if name in chosen
     }
 
 
 def subtract(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> State:
-    """``a - b`` for every name of ``b``."""
+    """Return `a - b` for every name of `b`.
+
+    Args:
+        a: A state with at least the names of `b`.
+        b: The state to subtract.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import subtract
+        >>> subtract({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})
+        {'w': tensor([2.])}
+    """
     return {name: a[name] - value for name, value in b.items()}
 
 
 def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], alpha: float = 1.0) -> State:
-    """``a + alpha * b`` for every name of ``b``; entries only in ``a`` pass through."""
+    """Return `a + alpha * b` for every name of `b`; entries only in `a` are passed through.
+
+    Args:
+        a: Any state. The result has its names.
+        b: The state to add.
+        alpha: Factor of `b`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import add
+        >>> add({"w": torch.tensor([1.0]), "n": torch.tensor(7)}, {"w": torch.tensor([2.0])}, alpha=0.5)
+        {'w': tensor([2.]), 'n': tensor(7)}
+    """
     return {name: torch.add(value, b[name], alpha=alpha) if name in b else value for name, value in a.items()}
 
 
 def interpolate(a: Mapping[str, Tensor], b: Mapping[str, Tensor], weight: float) -> State:
-    """``weight * a + (1 - weight) * b`` for every name of ``b``; exactly ``b`` at 0 and exactly ``a`` at 1.
+    """Return `weight * a + (1 - weight) * b` for every name of `b`: exactly `b` at 0 and exactly `a` at 1.
 
-    Integer entries cannot be mixed and are ``b``'s.
+    Integer entries cannot be mixed and are taken from `b`.
+
+    Args:
+        a: A state with at least the names of `b`.
+        b: The other state. The result is on its devices and in its dtypes.
+        weight: Share of `a`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import interpolate
+        >>> interpolate({"w": torch.tensor([4.0])}, {"w": torch.tensor([0.0])}, weight=0.25)
+        {'w': tensor([1.])}
     """
     mixed: State = {}
     for name, value in b.items():
@@ -163,23 +306,57 @@ def interpolate(a: Mapping[str, Tensor], b: Mapping[str, Tensor], weight: float)
 
 
 def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Euclidean distance over the names of ``b``, accumulated in float64."""
+    """Return the Euclidean distance of two states over the names of `b`, accumulated in float64.
+
+    Args:
+        a: A state with at least the names of `b`.
+        b: The other state.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import distance
+        >>> distance({"v": torch.tensor([3.0]), "w": torch.tensor([4.0])}, {"v": torch.zeros(1), "w": torch.zeros(1)})
+        5.0
+    """
     return sum(float((a[name].double() - value.double()).square().sum()) for name, value in b.items()) ** 0.5
 
 
 def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """True if both hold the same names with the same values, bit for bit."""
+    """Return True if both states hold the same names with the same values, bit for bit.
+
+    Args:
+        a: Any state.
+        b: The other state. The order of names does not matter.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import equal
+        >>> equal({"w": torch.ones(2)}, {"w": torch.ones(2)}), equal({"w": torch.ones(2)}, {})
+        (True, False)
+    """
     return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
 def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
-    """The first name whose tensor holds a NaN or an infinity, or ``None``."""
+    """Return the first name whose tensor holds a NaN or an infinity, or `None`.
+
+    Args:
+        state: Any state. Only floating-point entries are checked.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import first_nonfinite
+        >>> first_nonfinite({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
+        'b'
+    """
     floats = [value for value in state.values() if value.is_floating_point()]
     whole = side_by_side(floats) if len(floats) > 1 else None
     if whole is not None and math.isfinite(whole.sum()):
         return None
     for name, value in state.items():
-        if not value.is_floating_point() or math.isfinite(value.sum()):  # one NaN or infinity makes the sum one too
+        if not value.is_floating_point() or math.isfinite(
+            value.sum()
+        ):  # a NaN or infinity would make the sum non-finite
             continue
         if not bool(torch.isfinite(value).all()):  # a sum of finite values can overflow
             return name
@@ -187,15 +364,24 @@ def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
 
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
-"""Types whose sums are wider than they are."""
+"""Dtypes narrower than float64, the dtype of the sums."""
 
 
 class WeightedMean:
     r"""Streaming weighted mean of states: :math:`\sum_i n_i w_i / \sum_i n_i` per name.
 
-    Each term is accumulated in float64 in the order of the calls and divided once, so the mean is exact for one
-    state and for identical states. A name that only some states hold is averaged over those. Integer entries are
-    never averaged: the first state's value is taken. Memory: one accumulator, whatever the number of states.
+    Terms are added in float64 in the order of the calls, and the sum is divided once. The mean of a single state and
+    the mean of identical states are therefore exact. A name that only some states hold is averaged over those. Integer
+    entries are never averaged: the value of the first state is taken. Memory: one accumulator for any number of states.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.algorithm import WeightedMean
+        >>> mean = WeightedMean()
+        >>> mean.add({"w": torch.tensor([0.0])}, weight=30)
+        >>> mean.add({"w": torch.tensor([4.0])}, weight=10)
+        >>> mean.result()
+        {'w': tensor([1.])}
     """
 
     def __init__(self) -> None:
@@ -203,14 +389,18 @@ class WeightedMean:
         self._totals: dict[str, float] = {}
         self._like: State = {}
         self._identical: dict[str, bool] = {}
-        self._whole: Tensor | None = None  # the sums as one, where they lie side by side
-        self._shapes: dict[str, torch.Size] = {}  # of those
+        self._whole: Tensor | None = None  # all sums as one tensor, if they are adjacent in memory
+        self._shapes: dict[str, torch.Size] = {}  # of those sums
 
     def add(self, state: Mapping[str, Tensor], weight: float) -> None:
-        """Fold in ``state``. A weight of zero adds nothing.
+        """Add a state to the mean.
+
+        Args:
+            state: Any state.
+            weight: Its weight. A weight of zero adds nothing.
 
         Raises:
-            ValueError: if the weight is negative or not finite, or an entry's shape differs from the earlier ones.
+            ValueError: If the weight is negative or not finite, or the shape of an entry differs from earlier states.
         """
         if not 0.0 <= weight < float("inf"):
             raise ValueError(f"A weight of {weight} cannot be averaged. Weights must be finite and not negative.")
@@ -243,7 +433,7 @@ class WeightedMean:
                 self._sums[name].add_(value if value.device == first.device else value.to(first.device), alpha=weight)
 
     def _added_at_once(self, state: Mapping[str, Tensor], weight: float) -> Mapping[str, Tensor]:
-        """The entries that lay side by side in memory as their sums do, and were added in one sweep."""
+        """Add the entries that are adjacent in memory, as their sums are, in one operation. Return those entries."""
         dtype = next((value.dtype for value in state.values() if value.dtype in NARROW), None)
         part = {name: value for name, value in state.items() if value.dtype == dtype}
         values = list(part.values())
@@ -267,11 +457,11 @@ class WeightedMean:
         return part
 
     def result(self) -> State:
-        """The mean of what was folded in, in each entry's own dtype; empty if nothing was."""
+        """Return the mean, each entry in its own dtype; an empty state if nothing was added."""
         mean: State = {}
         for name, first in self._like.items():
             if name not in self._sums or (first.dtype in (torch.float64, torch.complex128) and self._identical[name]):
-                mean[name] = first.clone()  # in float64 n * w / n can round: identical values are passed on as they are
+                mean[name] = first.clone()  # n * w / n can round in float64: identical values stay as they are
             else:
                 mean[name] = (self._sums[name] / self._totals[name]).to(first.dtype)
         return mean

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,9 @@ from fedlightning.federation.stages import deployed_module
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.run.files import is_writer
-from fedlightning.run.folder import RunFolder, find_last
+from fedlightning.run.fingerprint import fingerprint
+from fedlightning.run.folder import AUTO, RunFolder, find_last, find_resumable, folder_of
+from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import Row, summarise
 from fedlightning.visit.runner import LocalRunner
@@ -145,7 +147,7 @@ class FederatedTrainer:
         max_rounds: int = 10,
         local_epochs: int | None = None,
         local_steps: int | None = None,
-        participation: float | int = 1.0,
+        participation: int | float = 1.0,
         seed: int = 0,
         optimizer_state: Literal["reset", "keep"] | None = None,
         lr_decay: float = 1.0,
@@ -221,7 +223,7 @@ class FederatedTrainer:
         return self.recorder.run
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> Sequence[Row]:
         """Every score of the run."""
         return self.recorder.rows
 
@@ -265,42 +267,59 @@ class FederatedTrainer:
         val_dataloaders: Mapping[str, Any] | None = None,
         test_dataloaders: Mapping[str, Any] | None = None,
         resume: str | Path | None = None,
+        allow_config_change: bool = False,
     ) -> None:
         """Run the federation.
 
         Args:
-            model: any LightningModule; it is copied, never trained itself.
-            datamodule: a :class:`~fedlightning.datamodules.FederatedDataModule`; or
-            train_dataloaders, val_dataloaders, test_dataloaders: a loader per client id.
-            resume: ``"last"`` (the run of this name that was saved last) or a run's folder: go on at the round
-                boundary, bit for bit.
+            model: Any LightningModule; it is copied, never trained itself.
+            datamodule: A :class:`~fedlightning.datamodules.FederatedDataModule`; or
+            train_dataloaders: A loader per client id.
+            val_dataloaders: A loader per client id; clients may be missing.
+            test_dataloaders: A loader per client id; clients may be missing.
+            resume: `"last"` (the run of this name that was saved last) or a run's folder: go on at the round boundary,
+                bit for bit. `"auto"`: go on if there is something to go on from, else start.
+            allow_config_change: Resume although the configuration has changed; the summary lists what has.
 
         Raises:
-            ValueError: if module, data and callbacks cannot work together; a sentence that says why.
+            ValueError: If module, data and callbacks cannot work together, or a resumed run would go on with another
+                configuration; a sentence says why.
         """
         started = time.monotonic()
         arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
-        federation = self._assemble(model, data, resume)
-        if resume is None:
-            federation.check()
-        if self.config is not None and self.recorder.run is not None and self.recorder.writes:
-            self.recorder.run.write_config(self.config)
-        if resume is None:
-            self.callbacks.event("on_federation_start", federation.server)
-        with closing(federation.engine):
+        run, is_new = self._find_run(resume)
+        with ExitStack() as stack:
+            lock = None
+            if run is not None and not is_new:
+                lock = stack.enter_context(only_writer(run.path))
+            federation = self._assemble(model, data, run)
+            if is_new:
+                federation.check()
+                if run is not None:
+                    lock = stack.enter_context(only_writer(run.path))
+                    run.refuse_used(discard_unsaved=resume == AUTO)
+            else:
+                federation.restore(True, allow_config_change)
+            if self.config is not None and self.recorder.run is not None and self.recorder.writes:
+                self.recorder.run.write_config(self.config)
+            if is_new:
+                self.callbacks.event("on_federation_start", federation.server)
+            stack.enter_context(closing(federation.engine))
             with self._progress() as progress:
                 while federation.rounds_done < self.max_rounds:
                     federation.server.round = federation.rounds_done
                     progress.round_started(federation.rounds_done, len(federation.server.participants()))
-                    federation.round(progress.client_done)
-                    progress.round_ended(federation.server.round, self.rows)
+                    rows = federation.round(progress.client_done)
+                    progress.round_ended(federation.server.round, rows)
+                    if lock is not None:
+                        lock.beat()
                     if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():
                         break
             federation.finish()
-        federation.summarise(self.arguments)
-        federation.export()
-        self.recorder.close()
+            federation.summarise(self.arguments)
+            federation.export()
+            self.recorder.close()
 
     def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
         """Load what ``run`` saved last, to evaluate it or to predict with it; nothing is trained.
@@ -312,22 +331,33 @@ class FederatedTrainer:
         Raises:
             FileNotFoundError: if the run has no saved state; ValueError: if the state is of another model or data.
         """
-        self._assemble(model, arguments.federated_data(datamodule, None, None, None), run, go_on=False)
+        data = arguments.federated_data(datamodule, None, None, None)
+        self._assemble(model, data, folder_of(run), go_on=False).restore(False)
+
+    def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
+        """Return the folder to write into, and whether a new run begins there."""
+        a, auto = self.arguments, str(resume) == AUTO
+        if auto:
+            resume = find_resumable(a["default_root_dir"], a["name"], a["version"])
+        elif str(resume) == "last":
+            resume = find_last(a["default_root_dir"], a["name"])
+        if resume is not None:
+            return folder_of(resume), False
+        if self.fast_dev_run:
+            return None, True
+        run = RunFolder(a["default_root_dir"], a["name"], a["version"])
+        if not auto:
+            run.refuse_used()
+        return run, True
 
     def _assemble(
-        self, model: LightningModule, data: FederatedDataModule, resume: str | Path | None, go_on: bool = True
+        self, model: LightningModule, data: FederatedDataModule, run: RunFolder | None, go_on: bool = True
     ) -> Federation:
         a = self.arguments
         with quiet():
             data.prepare_data()
             data.setup("fit" if go_on else "test")
-        run = None
-        if resume is not None:
-            path = find_last(a["default_root_dir"], a["name"]) if str(resume) == "last" else Path(resume)
-            run = RunFolder(path.parent.parent, path.parent.name, path.name)
-        elif not self.fast_dev_run:
-            run = RunFolder(a["default_root_dir"], a["name"], a["version"])
-            run.refuse_used()
+        arguments.check_clients(data)
         wishes = (getattr(callback, "optimizer_state", None) for callback in self.callbacks)
         wish: Literal["reset", "keep"] = next((wish for wish in wishes if wish is not None), "reset")
         settings = LocalSettings(
@@ -366,10 +396,8 @@ class FederatedTrainer:
             test_data=tuple(a["test_data"] if a["test_data"] is not None else ("local", "pooled")),
             evaluate_every=a["evaluate_every"],
             save_every=a["save_state"],
-            lasting=arguments.lasting(a, self.callbacks, data),
+            fingerprint=lambda: fingerprint(a, self.callbacks.callbacks, self.ordinary_callbacks, model, data),
         )
-        if resume is not None:
-            self.federation.restore(go_on)
         return self.federation
 
     # -- evaluation ------------------------------------------------------------------------------------------------
@@ -392,9 +420,10 @@ class FederatedTrainer:
         return self._evaluate("test", checkpoint)
 
     def _evaluate(self, split: str, checkpoint: str) -> list[dict[str, Any]]:
-        with closing(self._fitted().engine):
-            rows = self._fitted().evaluate(split, checkpoint)
-        self._fitted().summarise(self.arguments)
+        federation, run = self._fitted(), self.recorder.run
+        with nullcontext() if run is None else only_writer(run.path), closing(federation.engine):
+            rows = federation.evaluate(split, checkpoint)
+            federation.summarise(self.arguments)
         return summarise(rows)
 
     def predict(

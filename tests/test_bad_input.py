@@ -176,3 +176,26 @@ def test_existing_runs_are_not_mixed(tmp_path):
     with pytest.raises(ValueError, match=r"mine.*resume"):
         federate(Toy(), toy_data(), root=tmp_path, version="mine", max_rounds=1)
     assert (tmp_path / "federation" / "mine" / "metrics.csv").read_bytes() == before
+
+
+# -- who the clients are -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        ((1, "1"), r"the clients 1 and '1', which are one name"),
+        (("a", "pooled"), r"a client 'pooled', which is the name of the union of all clients"),
+    ],
+)
+def test_clients_that_cannot_be_told_apart(ids, sentence):
+    data = toy_data()
+    data.setup("fit")
+    loaders = {client: data.client_dataloader("0", "train") for client in ids}
+    with pytest.raises(ValueError, match=sentence):
+        FederatedTrainer(fast_dev_run=True).fit(Toy(), train_dataloaders=loaders)
+
+
+def test_one_client_a_round_or_all_of_them():
+    with pytest.warns(UserWarning, match=r"participation=1 is one client a round. All clients are participation=1.0"):
+        FederatedTrainer(participation=1)

@@ -154,7 +154,7 @@ def _expected() -> set[str]:
         for path in (ROOT / name).rglob("*.py")
     }
     files |= {str(path.relative_to(ROOT)) for path in (ROOT / "fedlightning").rglob("*.py")}
-    report = ROOT / "fedlightning" / "evaluation" / "report"
+    report = ROOT / "fedlightning" / "study" / "report"
     files |= {str(path.relative_to(ROOT)) for kind in ("jinja", "css", "js") for path in report.glob(f"*.{kind}")}
     return files | {"fedlightning/py.typed"}
 

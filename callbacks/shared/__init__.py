@@ -1,1 +1,1 @@
-"""What several algorithms need: models kept at the server, representations, prototypes, sub-models."""
+"""Code that several algorithms share: models kept at the server, representations, prototypes, sub-models and steps."""

@@ -12,25 +12,35 @@ NEVER = -1e6
 
 
 class ClassMeans:
-    """Running sums of representations per class, in float64."""
+    """Running sums of representations per class, in float64.
+
+    Example:
+        >>> means = ClassMeans()
+        >>> means.add(torch.tensor([[1.0, 0.0], [3.0, 0.0], [0.0, 5.0]]), torch.tensor([7, 7, 2]))
+        >>> {label: mean.tolist() for label, mean in means.result().items()}
+        {2: [0.0, 5.0], 7: [2.0, 0.0]}
+    """
 
     def __init__(self) -> None:
         self.sums: dict[int, tuple[Tensor, int]] = {}
 
     def add(self, z: Tensor, labels: Tensor) -> None:
-        """Fold in a batch ``(B, d)`` with its labels ``(B,)``."""
+        """Add a batch of representations ``(batch, width)`` with its labels ``(batch,)``."""
         for label in labels.unique().tolist():
             chosen = z[labels == label].double()
             total, count = self.sums.get(label, (torch.zeros_like(chosen[0]), 0))
             self.sums[label] = (total + chosen.sum(0), count + len(chosen))
 
     def result(self) -> dict[int, Tensor]:
-        """The mean of each class."""
+        """Return the mean of each class, ``(width,)``."""
         return {label: total / count for label, (total, count) in self.sums.items()}
 
 
 def pack(prototypes: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Prototypes as they travel: fp32 rows ``(k, d)`` and their classes ``(k,)``, ordered by class."""
+    """Return prototypes as they travel: fp32 rows ``(num_prototypes, width)`` and their classes ``(num_prototypes,)``.
+
+    Rows are ordered by class.
+    """
     labels = sorted(prototypes)
     vectors = [prototypes[label].float().cpu() for label in labels]
     return {
@@ -40,7 +50,7 @@ def pack(prototypes: Mapping[int, Tensor]) -> dict[str, Tensor]:
 
 
 def unpack(message: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Inverse of :func:`pack`; of an empty message, nothing."""
+    """Return the prototypes of a message, by class: the inverse of :func:`pack`. An empty message has none."""
     if "classes" not in message:
         return {}
     return dict(zip(message["classes"].tolist(), message["prototypes"], strict=True))
@@ -48,7 +58,12 @@ def unpack(message: Mapping[str, Tensor]) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def fill_head(head: nn.Module, prototypes: Mapping[int, Tensor]) -> None:
-    """Make a linear head score class ``j`` by ``2 C_j z - ||C_j||^2``; with one output, class 1 against class 0."""
+    """Make a linear head score class ``j`` by ``2 C_j z - ||C_j||^2``; with one output, class 1 against class 0.
+
+    Args:
+        head: A linear layer with bias. It is changed in place.
+        prototypes: ``C_j`` by class, each ``(width,)``. A class without one scores :data:`NEVER`.
+    """
     assert isinstance(head, nn.Linear) and head.bias is not None
     outputs = max(head.out_features, 2)
     weight = torch.zeros(outputs, head.in_features, dtype=torch.float64)

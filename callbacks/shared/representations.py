@@ -1,4 +1,4 @@
-"""What algorithms on features share: where the features are, whose label is whose, and the model-contrastive loss."""
+"""What algorithms on features share: the place of the features, labels of a batch, and the contrastive loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Setup, isolated, ordered_layers, training_loss
+from fedlightning.algorithm import Client, Setup, as_names, isolated, ordered_layers, training_loss
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")
@@ -19,13 +19,18 @@ Taps = Callable[[LightningModule], Mapping[str, FeatureTap]]
 
 
 def labels_of(batch: Any, owner: str) -> Tensor:
-    """The class labels of a batch, shape ``(B,)``: ``batch[1]`` of a tuple or list, or a dict's entry of such a name.
+    """Return the class labels of a batch, shape ``(batch,)``: ``batch[1]`` of a tuple or list, or a dict's entry.
 
     Args:
-        batch: as the loader gives it; owner: the algorithm that asks, for the message.
+        batch: A batch as the loader gives it. A dict has its labels under one of :data:`LABEL_KEYS`.
+        owner: The algorithm that asks, for the message.
 
     Raises:
-        ValueError: there is nothing of that kind; the sentence says what there is.
+        ValueError: If there is one label per sample nowhere. The sentence says what the batch is.
+
+    Example:
+        >>> labels_of({"x": torch.zeros(2, 3), "label": torch.tensor([[1], [0]])}, "FedProto")
+        tensor([1, 0])
     """
     found, what = None, type(batch).__name__
     if isinstance(batch, Mapping):
@@ -43,21 +48,40 @@ def labels_of(batch: Any, owner: str) -> Tensor:
     return found.long()
 
 
-def head_path(module: LightningModule, head: str | None) -> str:
-    """Path of the submodule whose input is the representation: ``head``, or the last layer of ``module``."""
-    return head if head is not None else ordered_layers(module)[-1].name
+def head_path(module: LightningModule, head: str | list[str] | None) -> str:
+    """Return the path of the submodule whose input is the representation.
+
+    Args:
+        module: The model.
+        head: The path, alone or as the only one of a list. ``None``: the last layer's.
+
+    Raises:
+        ValueError: If ``head`` lists no name or several.
+
+    Example:
+        >>> from torch import nn
+        >>> head_path(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)), None), head_path(nn.Module(), ["net.fc"])
+        ('1', 'net.fc')
+    """
+    if head is None:
+        return ordered_layers(module)[-1].name
+    if len(names := as_names(head)) != 1:
+        raise ValueError(
+            f"head={head} names {len(names)} submodules, but features go into one. Name a single submodule."
+        )
+    return names[0]
 
 
 def rows(features: Tensor) -> Tensor:
-    """Features as ``(B, d)``, in fp32 at least: cosines and means are not taken in half precision."""
+    """Return features as ``(batch, width)``, in fp32 at least: cosines and means are not taken in half precision."""
     return features.flatten(1).to(torch.promote_types(features.dtype, torch.float32))
 
 
 def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]:
-    """What ``taps`` catch on a first batch, in a copy of the module; empty without data.
+    """Return what ``taps`` catch on a first batch, in a copy of the module; nothing without data.
 
     Raises:
-        ValueError: if a tap's submodule is not there, or a step does not call it exactly once.
+        ValueError: If a tap's submodule is not there, or a step does not call it exactly once.
     """
     batch = setup.first_batch()
     if batch is None:
@@ -75,13 +99,29 @@ def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]
         ) from error
 
 
-def contrastive_loss(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:
-    """``-log( exp(cos(z, z+)/T) / (exp(cos(z, z+)/T) + exp(cos(z, z-)/T)) )``, mean over the batch.
+def freeze_teachers(client: Client, key: str) -> None:
+    """Freeze the received model and, from ``client.state[key]["previous"]``, the last one; none before there is one."""
+    previous = client.state.get(key, {}).get("previous")
+    if previous is not None:
+        client.scratch[key] = [client.frozen_copy(client.received), client.frozen_copy(previous)]
 
-    Equal teachers give log 2 and no gradient, exactly. A silent sample (all features 0) has cosines 0 and no gradient.
+
+def teacher_features(
+    client: Client, key: str, module: LightningModule, batch: Any, taps: Taps
+) -> list[dict[str, Tensor]]:
+    """Return the features of a batch that ``taps`` catch in the two teachers of :func:`freeze_teachers`, in order."""
+    return [client.features(teacher.to(module.device), batch, taps(teacher)) for teacher in client.scratch[key]]
+
+
+def contrastive_loss(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:
+    """Return ``-log( exp(cos(z, z+)/T) / (exp(cos(z, z+)/T) + exp(cos(z, z-)/T)) )``, mean over the batch.
+
+    Equal teachers give log 2 and no gradient, exactly. A sample whose features are all 0 has cosines 0 and no gradient.
 
     Args:
-        z: features with their graph; positive, negative: a teacher's, without one.
+        z: Features ``(batch, ...)`` with their graph.
+        positive: Features of the teacher to be like, of the same shape.
+        negative: Features of the teacher to be unlike, of the same shape.
         temperature: ``T``.
     """
     direction = _unit(z)
@@ -91,6 +131,7 @@ def contrastive_loss(z: Tensor, positive: Tensor, negative: Tensor, temperature:
 
 
 def _unit(z: Tensor) -> Tensor:
+    """Return features ``(batch, width)`` of length 1; rows of zeros stay zero."""
     z = rows(z)
     norm = z.norm(dim=1, keepdim=True)
     return z / norm.clamp_min(1e-8) * (norm > 1e-8)

@@ -30,32 +30,43 @@ class ClientModels(FederatedCallback):
 
     ``server.state[key]["models"]`` holds what each client sent last; a client that never sent anything counts with
     ``w^0``. Models are replaced when the round is over: all that goes down in a round is made from the models at its
-    start, whoever is visited first. Memory at the server: O(N * model), by definition of these methods. There is no
+    start, whoever is visited first. Memory at the server is O(N * model), by definition of these methods. There is no
     global model.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> server = SimpleNamespace(state={}, clients=["a", "b"], model={"w": torch.zeros(1)})
+        >>> base, update = ClientModels(), SimpleNamespace(client="a", steps=1, state={"w": torch.ones(1)})
+        >>> base.reduce(server, [update]), base.models(server)
+        ({}, {'a': {'w': tensor([1.])}, 'b': {'w': tensor([0.])}})
     """
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a global model."""
+        """Refuse callbacks that work on a global model.
+
+        Raises:
+            ValueError: If a callback changes one global model between rounds.
+        """
         refuse_global_steps(self, setup)
 
     def models(self, server: Server) -> dict[str, State]:
-        """Each client's last model, in client order."""
+        """Return each client's last model, in client order."""
         stored = server.state.get(self.key, {}).get("models", {})
         return {client: {**server.model, **stored.get(client, {})} for client in server.clients}
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
-        """Keep what came; nothing is averaged into a global model."""
+        """Keep the models that came. Nothing is averaged into a global model."""
         own = server.state.get(self.key, {})
         server.state[self.key] = {**own, "models": {**own.get("models", {}), **sent_models(updates)}}
         return {}
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
-        """None: the server's models are the clients' own."""
+        """Return ``None``: the server's models are the clients' own."""
         return None
 
 
 def sent_models(updates: Iterable[Update]) -> dict[str, State]:
-    """The models of those who took a step, by client."""
+    """Return the models of the clients that took a step, by client."""
     return {update.client: dict(update.state) for update in updates if update.steps and update.state}
 
 
@@ -63,23 +74,25 @@ def refuse_global_steps(callback: FederatedCallback, setup: Setup) -> None:
     """Refuse callbacks that change one global model between rounds.
 
     Raises:
-        ValueError: naming the two.
+        ValueError: If there is one. The sentence names the two callbacks.
     """
+    name = type(callback).__name__
     for other in setup.callbacks:
         if other is not callback and any(other.claims(role) for role in ("server_step", "on_reduced")):
             raise ValueError(
-                f"{other.key} works on the one model that the clients' mean gives, but {callback.key} keeps several "
-                f"models on the server. Remove {other.key} or {callback.key}."
+                f"{other.key} works on the one model that the clients' mean gives, but {name} keeps several "
+                f"models on the server. Remove {other.key} or {name}."
             )
 
 
 def another_start(module: LightningModule, init: float | Literal["random"], *address: object) -> State:
-    """The state of ``module`` initialised anew, or with noise on its parameters; what is frozen stays.
+    """Return the state of ``module`` initialised anew, or with noise on its parameters. Frozen entries stay.
 
     Args:
-        module: whose; it does not change.
-        init: ``"random"``: ``reset_parameters()`` of every submodule that trains; or the noise's standard deviation.
-        address: of the randomness.
+        module: A module, which does not change.
+        init: ``"random"``: ``reset_parameters()`` of every submodule that trains. A number: the noise's standard
+            deviation.
+        address: The address of the randomness.
     """
     kinds, old = entry_kinds(module), module_state(module)
     fresh = detached_copy(module)
@@ -96,13 +109,25 @@ def another_start(module: LightningModule, init: float | Literal["random"], *add
 
 
 def parameter_names(server: Server, state: Mapping[str, Tensor]) -> list[str]:
-    """The trainable parameters in ``state``, each once (not again under the names it is tied to)."""
+    """Return the names of the trainable parameters in ``state``, each once (not again under names it is tied to)."""
     names = (name for name, parameter in server.module.named_parameters() if server.kinds[name] == "trainable")
     return [name for name in names if name in state]
 
 
 def combine(own: Mapping[str, Tensor], parts: Iterable[tuple[float, Mapping[str, Tensor]]]) -> State:
-    """``sum_j a_j w_j / sum_j a_j``, in float64; integer entries, and all where every weight is 0, are ``own``'s."""
+    """Return ``sum_j a_j w_j / sum_j a_j``, in float64.
+
+    Integer entries are ``own``'s, and so are all entries where every weight is 0.
+
+    Args:
+        own: The model of the client that the mean is made for.
+        parts: Weights ``a_j`` and models ``w_j``.
+
+    Example:
+        >>> own = {"w": torch.tensor([1.0]), "steps": torch.tensor(3)}
+        >>> combine(own, [(3.0, own), (1.0, {"w": torch.tensor([5.0]), "steps": torch.tensor(8)})])
+        {'w': tensor([2.]), 'steps': tensor(3)}
+    """
     mean = WeightedMean()
     for weight, state in parts:
         mean.add(select(state, own), weight)
@@ -110,4 +135,5 @@ def combine(own: Mapping[str, Tensor], parts: Iterable[tuple[float, Mapping[str,
 
 
 def _is_integer(value: Tensor) -> bool:
+    """Return True for integer and boolean entries."""
     return not (value.is_floating_point() or value.is_complex())

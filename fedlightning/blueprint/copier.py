@@ -1,4 +1,4 @@
-"""Deep copies of one module, again and again: what ``copy.deepcopy`` gives, several times faster for small modules."""
+"""Deep copies of one module, many times: the result of `copy.deepcopy`, several times faster for small modules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ATOMIC = (
     type, FunctionType, BuiltinFunctionType, CodeType, MethodDescriptorType, WrapperDescriptorType, property,
     weakref.ref, torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-"""What ``copy.deepcopy`` does not copy: it is the same object in the copy."""
+"""Types that `copy.deepcopy` does not copy: the copy holds the same object."""
 
 
 class CannotRecord(Exception):
@@ -36,12 +36,12 @@ class CannotRecord(Exception):
 class Copier:
     """Makes deep copies of a module.
 
-    The first copy walks over the objects and records how to build them, as pickling does; what must not be pickled
-    (functions, classes, devices) is kept as it is, and tensors are deep-copied by torch. Where an object has a
-    ``__deepcopy__`` of its own or cannot be recorded, every copy is an ordinary ``copy.deepcopy``.
+    The first copy walks over the objects and records how to build them, as pickling does. Objects that must not be
+    pickled (functions, classes, devices) are kept as they are, and tensors are deep-copied by torch. Where an object
+    has a `__deepcopy__` of its own or cannot be recorded, every copy is an ordinary `copy.deepcopy`.
 
     Args:
-        module: only the values of its tensors may change afterwards.
+        module: The module. Only the values of its tensors may change afterwards.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -61,7 +61,7 @@ class Copier:
             self._kept = []
 
     def holds(self, state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether :meth:`copy` can put ``state`` in the place of the module's own entries."""
+        """Return True if :meth:`copy` can replace the module's own entries by `state`."""
         for name, value in state.items():
             own = self._kept[self._places[name]] if self._recipe is not None and name in self._places else None
             if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
@@ -74,10 +74,10 @@ class Copier:
         return self._recipe is not None and len(self._places) == len(self._tensors)
 
     def copy(self, state: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """A new deep copy.
+        """Return a new deep copy.
 
         Args:
-            state: entries that it holds (see :meth:`holds`) instead of the module's own.
+            state: Entries of the copy that replace the module's own (see :meth:`holds`).
         """
         if self._recipe is None:
             return copy.deepcopy(self.module)
@@ -94,7 +94,7 @@ class Copier:
         return builder.load()
 
     def _named(self) -> dict[str, int]:
-        """Where the entries of the module's state are kept that have one name and a memory of their own."""
+        """Return the places of the entries of the module's state that have one name and a memory of their own."""
         places = {id(kept): place for place, kept in enumerate(self._kept)}
         state = self.module.state_dict(keep_vars=True)
         named = {name: places[id(value)] for name, value in state.items() if id(value) in places}
@@ -114,7 +114,7 @@ class _Recorder(pickle.Pickler):
         self._known: dict[int, int] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """A module's attributes go straight into the copy: ``nn.Module.__setstate__`` only completes those of old files."""
+        """Put a module's attributes straight into the copy; `nn.Module.__setstate__` is for old files only."""
         kind: Any = type(obj)
         plain = isinstance(obj, nn.Module) and kind.__setstate__ is nn.Module.__setstate__
         own: Any = object
@@ -140,7 +140,7 @@ def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a deep copy holds a clone of the values, and nothing else."""
+    """Return True if a deep copy holds a clone of the values, and nothing else."""
     if type(tensor) not in (nn.Parameter, torch.Tensor) or tensor.grad is not None or vars(tensor):
         return False
     whole = (
@@ -155,7 +155,7 @@ def _clone(tensor: torch.Tensor, values: torch.Tensor | None = None) -> torch.Te
 
 
 def _sharing(tensors: dict[int, torch.Tensor]) -> set[int]:
-    """The places of the tensors that share their memory with another one."""
+    """Return the places of the tensors that share their memory with another one."""
     owners: dict[int, list[int]] = {}
     for place, tensor in tensors.items():
         owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(place)

@@ -15,6 +15,9 @@ A new algorithm's row goes into the file of its kind:
 ``from_others``    each client's model is made from other clients' models
 ``baselines``      what federations are compared with
 ================== =====================================================
+
+The imports of `fedlightning.callbacks` and the README's table are written from the rows by ``make registry``. Rows of
+other packages are found in :mod:`fedlightning.catalogue.installed`.
 """
 
 from __future__ import annotations
@@ -22,54 +25,92 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fedlightning.catalogue import baselines, from_others, global_models, own_model, shared_part
-from fedlightning.catalogue.algorithm import Algorithm, Option
+from fedlightning.catalogue.algorithm import FAMILIES, Algorithm, Option
+from fedlightning.catalogue.installed import installed_rows, plain
 
 if TYPE_CHECKING:
     from fedlightning.hooks import FederatedCallback
 
-__all__ = ["ALGORITHMS", "Algorithm", "Option", "create", "find", "list_algorithms"]
+__all__ = ["ALGORITHMS", "FAMILIES", "Algorithm", "Option", "create", "find", "installed", "list_algorithms", "rows"]
 
-ALGORITHMS: tuple[Algorithm, ...] = (
-    *global_models.ROWS,
-    *own_model.ROWS,
-    *shared_part.ROWS,
-    *from_others.ROWS,
-    *baselines.ROWS,
-)
+KINDS: dict[str, tuple[Algorithm, ...]] = {
+    "one model for all clients": global_models.ROWS,
+    "a model of each client's own": own_model.ROWS,
+    "a shared part of the model": shared_part.ROWS,
+    "a model from other clients' models": from_others.ROWS,
+    "baselines": baselines.ROWS,
+}
+"""The rows of this repository by the file they are in, under the headings of the README."""
+ALGORITHMS: tuple[Algorithm, ...] = tuple(row for kind in KINDS.values() for row in kind)
+"""The rows of this repository."""
+
+
+@cache
+def installed() -> tuple[Algorithm, ...]:
+    """Return the rows of other packages (entry points of the group `fedlightning.algorithms`), read once a process."""
+    return tuple(installed_rows(row.name for row in ALGORITHMS))
+
+
+def rows() -> tuple[Algorithm, ...]:
+    """Return all rows: those of this repository, then those of other packages."""
+    return ALGORITHMS + installed()
 
 
 def list_algorithms(filter: str = "*") -> list[str]:
-    """Names of the algorithms that match ``filter`` (``"fed*"``) or are of that family (``"personal"``)."""
-    wanted = filter.lower()
-    return [a.name for a in ALGORITHMS if fnmatch.fnmatch(a.name.lower(), wanted) or a.family == wanted]
+    """Return the names of algorithms.
+
+    Args:
+        filter: A pattern of names (`"fed*"`, in any case) or a family (`"personal"`). Default: all.
+
+    Example:
+        >>> list_algorithms("fedav*")
+        ['FedAvg', 'FedAvgM']
+    """
+    chosen = filter.lower()
+    return [row.name for row in rows() if fnmatch.fnmatch(row.name.lower(), chosen) or row.family == chosen]
 
 
 def find(name: str) -> Algorithm:
-    """The row of an algorithm; upper and lower case, ``-`` and ``_`` make no difference.
+    """Return the row of an algorithm.
+
+    Args:
+        name: Its name; upper and lower case, `-` and `_` make no difference.
 
     Raises:
-        ValueError: there is none of that name; the sentence says which are close.
+        ValueError: If there is none of that name; the sentence says which are close.
+
+    Example:
+        >>> find("player-fl").class_path
+        'fedlightning.callbacks.PLayerFL'
     """
-    rows = {_plain(row.name): row for row in ALGORITHMS}
-    if _plain(name) in rows:
-        return rows[_plain(name)]
-    close = [rows[key].name for key in difflib.get_close_matches(_plain(name), rows, n=3, cutoff=0.5)]
-    hint = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(row.name for row in ALGORITHMS)}."
+    known = {plain(row.name): row for row in ALGORITHMS}
+    if plain(name) not in known:  # other packages are read only where they are needed
+        known |= {plain(row.name): row for row in installed()}
+    if plain(name) in known:
+        return known[plain(name)]
+    close = [known[key].name for key in difflib.get_close_matches(plain(name), known, n=3, cutoff=0.5)]
+    every = ", ".join(row.name for row in known.values())
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"Known: {every}."
     raise ValueError(f"There is no algorithm '{name}'. {hint}")
 
 
 def create(name: str, **options: Any) -> FederatedCallback:
-    """Make an algorithm by its name, ready for ``FederatedTrainer(callbacks=[...])``.
+    """Return a new instance of an algorithm, ready for `FederatedTrainer(callbacks=[...])`.
 
     Args:
-        name: as in :func:`list_algorithms`.
-        options: arguments of its class.
+        name: Its name, as in :func:`find`.
+        **options: Arguments of its class.
 
     Raises:
-        ValueError: an unknown name or option.
+        ValueError: If the name or an option is unknown.
+
+    Example:
+        >>> create("FedProx", mu=0.25).mu
+        0.25
     """
     row = find(name)
     cls = row.load()
@@ -79,7 +120,3 @@ def create(name: str, **options: Any) -> FederatedCallback:
         have = f"It has {', '.join(known)}." if known else "It has no options."
         raise ValueError(f"{row.name} has no option '{unknown[0]}'. {have}")
     return cls(**options)
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")

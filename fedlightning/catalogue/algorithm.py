@@ -10,18 +10,34 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedlightning.hooks import FederatedCallback
 
+CALLBACKS = "fedlightning.callbacks"
+"""The package that exports the algorithms of this repository."""
+FAMILIES = {
+    "global": "One model for all clients",
+    "personal": "A model for each client",
+    "baseline": "Baselines",
+    "other": "Of other packages",
+}
+"""Families of algorithms and their headings; `"other"` where a package does not say."""
 OWN_MODEL = "each client's own model; LocalCheckpoint (there is no global model)"
 """What is deployed where every client keeps some of its model to itself."""
 
 
 def beside_global(model: str) -> str:
-    """What is deployed where a client has ``model`` for itself and there is a global one, ``w``, too."""
+    """Return what is deployed where a client has `model` of its own and there is a global model `w` too."""
     return f"{model}; LocalCheckpoint (w is also a global model: GlobalCheckpoint)"
 
 
 @dataclass(frozen=True)
 class Option:
-    """One argument of an algorithm: its name, type and default as text, and what it means."""
+    """One argument of an algorithm.
+
+    Attributes:
+        name: Its name.
+        type: Its type, as text.
+        default: Its default, as text; `"required"` if there is none.
+        help: What it means, from the docstring of the class.
+    """
 
     name: str
     type: str
@@ -34,13 +50,27 @@ class Algorithm:
     """One row of the catalogue.
 
     Attributes:
-        name: how it is called, and the name of its class in ``fedlightning.callbacks``.
-        family: ``"global"`` (one model for all), ``"personal"`` (a model per client) or ``"baseline"``.
-        sentence: what it does; paper: who proposed it.
-        down, up: what travels to and from a client; client_state, server_state: what stays from round to round.
-        deployed: the model that a client uses in the end, and which checkpoints fit.
-        weights: how clients are weighted in the mean.
-        composes: what it can be combined with, and what not.
+        name: Name of the algorithm, which is the name of its class.
+        family: A key of `FAMILIES`: `"global"`, `"personal"`, `"baseline"` or `"other"`.
+        sentence: What it does.
+        paper: Who proposed it.
+        down: What travels from the server to a client.
+        up: What travels from a client to the server.
+        client_state: What a client keeps from round to round.
+        server_state: What the server keeps from round to round.
+        deployed: The model that a client uses in the end, and which checkpoints fit.
+        weights: How clients are weighted in the mean.
+        composes: What it can be combined with, and what not.
+        module: File of the class in `fedlightning.callbacks`. Default: the name in lower case.
+        class_path: Import path of the class. Default: the name in `fedlightning.callbacks`; rows of other packages
+            (entry points of the group `fedlightning.algorithms`) name their own.
+
+    Example:
+        >>> row = Algorithm("FedProx", "global", "FedAvg with a proximal term.", "Li et al., MLSys 2020")
+        >>> row.module, row.class_path, row.config
+        ('fedprox', 'fedlightning.callbacks.FedProx', 'configs/algorithms/fedprox.yaml')
+        >>> [option.name for option in row.options()]
+        ['mu', 'weighting']
     """
 
     name: str
@@ -54,29 +84,36 @@ class Algorithm:
     deployed: str = "the global model; GlobalCheckpoint or LocalCheckpoint"
     weights: str = "samples (default), uniform or log"
     composes: str = "all that leaves the mean to the core"
+    module: str = ""
+    class_path: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "module", self.module or self.name.lower())
+        object.__setattr__(self, "class_path", self.class_path or f"{CALLBACKS}.{self.name}")
 
     def variant(self, name: str, sentence: str, **changes: str) -> Algorithm:
-        """The row of an algorithm that differs from this one in a few things only."""
-        return replace(self, name=name, sentence=sentence, **changes)
+        """Return the row of an algorithm that differs from this one in a few things only.
 
-    @property
-    def class_path(self) -> str:
-        """Where its class is."""
-        return f"fedlightning.callbacks.{self.name}"
+        Args:
+            name: Its name, from which `module` and `class_path` follow anew unless they are among the changes.
+            sentence: What it does.
+            **changes: Other attributes that differ.
+        """
+        return replace(self, name=name, sentence=sentence, **{"module": "", "class_path": "", **changes})
 
     @property
     def config(self) -> str:
-        """Its YAML file, relative to the repository."""
-        return f"configs/algorithms/{self.name.lower()}.yaml"
+        """Its YAML file, relative to the repository; empty for an algorithm of another package."""
+        return f"configs/algorithms/{self.name.lower()}.yaml" if self.class_path.startswith(f"{CALLBACKS}.") else ""
 
     def load(self) -> type[FederatedCallback]:
-        """The class."""
+        """Import the class and return it."""
         module, _, name = self.class_path.rpartition(".")
         found: type[FederatedCallback] = getattr(importlib.import_module(module), name)
         return found
 
     def options(self) -> list[Option]:
-        """The arguments, with types and defaults from the signature and texts from the docstring."""
+        """Return the arguments: names, types and defaults from the signature, texts from the docstring."""
         cls = self.load()
         texts = _argument_texts(cls)
         return [
@@ -90,11 +127,9 @@ def _argument_texts(cls: type) -> dict[str, str]:
 
     texts: dict[str, str] = {}
     for ancestor in reversed(cls.__mro__):
-        if not ancestor.__module__.startswith("fedlightning"):
-            continue
         for parameter in parse(ancestor.__doc__ or "").params:
             for name in parameter.arg_name.split(","):  # "beta1, beta2: decay"
-                texts[name.strip()] = " ".join((parameter.description or "").replace("``", "").split())
+                texts[name.strip()] = " ".join((parameter.description or "").replace("`", "").split())
     return texts
 
 

@@ -15,6 +15,7 @@ ROWS = (
         deployed=OWN_MODEL,
         weights="none",
         composes="LocalCheckpoint; there is nothing to correct or to average",
+        module="partial",
     ),
     Algorithm(
         "Central", "baseline",

@@ -17,7 +17,7 @@ _FEDAMP = Algorithm(
 )
 
 _PFEDLA = Algorithm(
-    "PFedLA", "personal",
+    "pFedLA", "personal",
     "A hypernetwork per client learns at the server how much of whose layers that client gets.",
     'Ma et al., "Layer-wised model aggregation for personalized federated learning" (pFedLA), CVPR 2022',
     down="thbar_i (its mixture)",
@@ -54,13 +54,14 @@ ROWS = (
         "HeurFedAMP", "FedAMP with attention by the angles between models, for deep networks.",
         weights="attention by cosines",
         composes="as FedAMP",
+        module="fedamp",
     ),
     _PFEDLA,
     _PFEDLA.variant(
         "HeurpFedLA", "pFedLA that does not send the layers for which a client relies on itself most.",
         down="thbar_i without k layers",
         client_state="theta_i (its own model)",
-        composes="as PFedLA",
+        composes="as pFedLA",
     ),
     _IFCA,
     _IFCA.variant(
@@ -70,6 +71,7 @@ ROWS = (
         server_state="q models, who chose what last",
         weights="samples (default) or uniform, within a cluster",
         composes="as IFCA",
+        module="ifca",
     ),
 )
 # fmt: on

@@ -18,6 +18,7 @@ _FEDADAM = Algorithm(
     'Reddi et al., "Adaptive federated optimization", ICLR 2021',
     server_state="m, v (first and second moment)",
     composes="client-side methods (FedProx, FedPer, FENDA); one server optimizer only",
+    module="fedopt",
 )
 
 _FEDIT = Algorithm(
@@ -29,6 +30,7 @@ _FEDIT = Algorithm(
     deployed="the frozen network with the mean adapters; GlobalCheckpoint or LocalCheckpoint",
     composes="FedProx, SCAFFOLD, server optimizers on the adapters; FedPer(personal=[...]) keeps some local; "
     'needs nn.Linear layers and peft: pip install "fedlightning[lora]"',
+    module="lora",
 )
 
 ROWS = (
@@ -36,6 +38,7 @@ ROWS = (
     _FEDAVG.variant(
         "FedSGD", "One full-batch gradient step per client and round: one round is one central step.",
         composes="server optimizers (FedAdam); needs local_steps=1 and a batch that holds a client's whole data",
+        module="fedavg",
     ),
     Algorithm(
         "FedProx", "global",
@@ -55,10 +58,12 @@ ROWS = (
     _FEDADAM,
     _FEDADAM.variant(
         "FedYogi", "FedAdam whose second moment moves by at most the new square: it forgets large changes slowly.",
+        module="fedopt",
     ),
     _FEDADAM.variant(
         "FedAdagrad", "The server applies Adagrad to the clients' mean change.",
         server_state="m, v (first moment, sum of squares)",
+        module="fedopt",
     ),
     _FEDADAM.variant(
         "FedAvgM", "FedAvg with momentum on the server.",
@@ -118,6 +123,7 @@ ROWS = (
         down="B of each adapted layer (and the head, by option)", up="B_i",
         client_state="the frozen network and A",
         composes="as FedIT",
+        module="lora",
     ),
 )
 # fmt: on

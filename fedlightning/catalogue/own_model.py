@@ -35,13 +35,13 @@ ROWS = (
         composes="FedProx, SCAFFOLD, server optimizers on the global half; not with manual optimization",
     ),
     Algorithm(
-        "PFedMe", "personal",
+        "pFedMe", "personal",
         "Personal models are held near a global one, which follows them (Moreau envelopes).",
         'T. Dinh, Tran, Nguyen, "Personalized federated learning with Moreau envelopes", NeurIPS 2020',
         client_state="theta_i (personal model)",
         deployed=beside_global("theta_i"),
         weights="uniform (paper) or samples (authors' code)",
-        composes="FedPer; server optimizers while server_rate is 1; plain SGD, not with manual optimization",
+        composes="FedPer; server optimizers while server_lr is 1; plain SGD, not with manual optimization",
     ),
     Algorithm(
         "L2GD", "personal",
@@ -61,6 +61,7 @@ ROWS = (
         deployed="w after one step on own training data; LocalCheckpoint (w is the meta-model: GlobalCheckpoint)",
         weights="uniform (paper) or samples",
         composes="FedProx, FedPer, server optimizers; SGD, not with manual optimization",
+        module="per_fedavg",
     ),
     Algorithm(
         "FLIU", "personal",
@@ -88,6 +89,7 @@ ROWS = (
         deployed="the adapted copy, from GlobalCheckpoint's selection where there is one; w is also a global model",
         weights="those of the method beside it",
         composes="every global method, FedPer, FedBN; not methods that deploy a model of their own (Ditto, APFL)",
+        module="local_adaptation",
     ),
 )
 # fmt: on

@@ -14,6 +14,7 @@ _FEDPER = Algorithm(
     deployed=OWN_MODEL,
     weights="samples (default) or uniform",
     composes="FedProx, SCAFFOLD, server optimizers on the body; FedBN (what either keeps local stays local)",
+    module="partial",
 )
 
 _FENDA = Algorithm(
@@ -37,6 +38,7 @@ _PLAYER_FL = Algorithm(
     client_state="layers p+1..L", server_state="p and the sensitivities",
     deployed=OWN_MODEL,
     composes="FedProx, SCAFFOLD, server optimizers on the shared layers; needs at least two layers",
+    module="player_fl",
 )
 
 ROWS = (
@@ -66,6 +68,7 @@ ROWS = (
         deployed=OWN_MODEL,
         weights="samples (default) or uniform (authors' code)",
         composes="FedProx, SCAFFOLD, server optimizers on the top layers; FedBN",
+        module="partial",
     ),
     Algorithm(
         "FedBN", "personal",
@@ -76,6 +79,7 @@ ROWS = (
         deployed=OWN_MODEL,
         weights="samples (default) or uniform (authors' code)",
         composes="FedProx, SCAFFOLD, server optimizers, FedPer; needs a module with BatchNorm",
+        module="partial",
     ),
     _FENDA,
     _FENDA.variant(
@@ -102,6 +106,7 @@ ROWS = (
         down="layers 1..p", up="layers 1..p",
         server_state="p",
         composes="as PLayerFL",
+        module="player_fl",
     ),
 )
 # fmt: on

@@ -10,22 +10,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedlightning.catalogue import ALGORITHMS, Algorithm, find, list_algorithms
+from fedlightning.catalogue import FAMILIES, Algorithm, find, list_algorithms, rows
 from fedlightning.commands.terminal import console
 from fedlightning.config.errors import InputError
-
-_FAMILIES = {
-    "global": "One model for all clients",
-    "personal": "A model for each client",
-    "baseline": "Baselines",
-}
 
 
 def algorithms(words: Sequence[str]) -> int:
     """List the algorithms, or explain those that are named, and return the exit code.
 
     Args:
-        words: Words after `algorithms` on the command line.
+        words: Words after `algorithms` on the command line: names, patterns or families. None lists all algorithms.
 
     Raises:
         InputError: If there is no such algorithm.
@@ -39,9 +33,9 @@ def algorithms(words: Sequence[str]) -> int:
     names = parser.parse_args(list(words)).name
     screen = console()
     if not names:
-        show_list(screen, [row.name for row in ALGORITHMS])
+        show_list(screen, list_algorithms())
     for name in names:
-        listed = list_algorithms(name) if "*" in name or name.lower() in _FAMILIES else []
+        listed = list_algorithms(name) if "*" in name or name.lower() in FAMILIES else []
         if listed:
             show_list(screen, listed)
             continue
@@ -55,15 +49,15 @@ def algorithms(words: Sequence[str]) -> int:
 
 def show_list(console: Console, names: Sequence[str]) -> None:
     """Print one line an algorithm, by family."""
-    for family, title in _FAMILIES.items():
-        rows = [row for row in ALGORITHMS if row.family == family and row.name in names]
-        if not rows:
+    for family, title in FAMILIES.items():
+        members = [row for row in rows() if row.family == family and row.name in names]
+        if not members:
             continue
         console.print(title, style="bold")
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True, min_width=16)
         table.add_column()
-        for row in rows:
+        for row in members:
             table.add_row(f"  {row.name}", escape(row.sentence))
         console.print(table)
         console.print()
@@ -71,7 +65,7 @@ def show_list(console: Console, names: Sequence[str]) -> None:
 
 
 def show_algorithm(console: Console, row: Algorithm) -> None:
-    """Print everything about one algorithm."""
+    """Print everything about one algorithm. What its row leaves empty is not printed."""
     console.print(row.name, style="bold")
     console.print(escape(row.sentence), highlight=False)
     console.print()
@@ -90,7 +84,8 @@ def show_algorithm(console: Console, row: Algorithm) -> None:
         ("class", row.class_path),
         ("YAML", row.config),
     ):
-        facts.add_row(name, escape(text))
+        if text:
+            facts.add_row(name, escape(text))
     console.print(facts, highlight=False)
     options = row.options()
     console.print()

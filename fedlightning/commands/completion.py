@@ -42,7 +42,7 @@ def completion(words: Sequence[str]) -> int:
 
 def script(shell: str) -> str:
     """Return the completion script of `shell`, with the options of all parsers."""
-    from fedlightning.catalogue import ALGORITHMS
+    from fedlightning.catalogue import list_algorithms
     from fedlightning.commands import COMMANDS, compare, report, sweep
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
@@ -51,7 +51,7 @@ def script(shell: str) -> str:
 
     passed_on = [option for option in Commands.option_strings("fit") if PASSED_ON.match(option)]
     choices = {
-        "algorithms": [row.name for row in ALGORITHMS],
+        "algorithms": list_algorithms(),
         "completion": ["bash", "zsh"],
         "compare": [*compare.parser().option_strings(), *passed_on, *class_names()],
         "sweep": [*sweep.parser().option_strings(), *passed_on, *class_names()],

@@ -38,14 +38,14 @@ def with_run_config(command: str, words: list[str]) -> list[str]:
     given = _value_of(option, words) if option else None
     if option == "--run" and given is None:
         raise InputError("it needs the folder of a run: --run runs/NAME/version_N.")
-    if given is None or (option == "--resume" and (given in ("last", "null") or _value_of("--config", words))):
+    if given is None or (option == "--resume" and (given in ("last", "auto", "null") or _value_of("--config", words))):
         return words
     return ["--config", str(find_run(given) / "config.yaml"), *words]
 
 
 def to_resume(resume: str | None) -> str | Path | None:
-    """Return the value of `--resume` for the trainer: `None`, `"last"`, or the folder of a run."""
-    return resume if resume in (None, "last") else find_run(str(resume))
+    """Return the value of `--resume` for the trainer: `None`, `"last"`, `"auto"`, or the folder of a run."""
+    return resume if resume in (None, "last", "auto") else find_run(str(resume))
 
 
 def leave_nothing(trainer: Any) -> None:

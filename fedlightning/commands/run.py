@@ -39,20 +39,24 @@ class Commands(FederatedCLI):
 
     trainer: FederatedTrainer  # type: ignore[assignment]
 
-    def fit(self, resume: str | None = None, test_after_fit: bool = True) -> None:
+    def fit(self, resume: str | None = None, test_after_fit: bool = True, allow_config_change: bool = False) -> None:
         """Train a federation, test it and show the results.
 
         The files of the run go to <default_root_dir>/<name>/version_N (by default runs/federation/version_0):
         config.yaml, metrics.csv, summary.json and checkpoints.
 
         Args:
-            resume: Resume an interrupted run: "last" (the run of this name that was saved last), or the folder of a
-                run, whose config.yaml is then read unless --config is given.
+            resume: Resume an interrupted run: "last" (the run of this name that was saved last), "auto" (resume if there
+                is a saved run, else start: one command for a job that may be requeued), or the folder of a run, whose
+                config.yaml is then read unless --config is given.
             test_after_fit: Score all models on test data at the end, if there are any.
+            allow_config_change: Resume although the configuration has changed; summary.json lists the changes.
         """
         screen = console()
         try:
-            self.trainer.fit(self.model, self.datamodule, resume=to_resume(resume))
+            self.trainer.fit(
+                self.model, self.datamodule, resume=to_resume(resume), allow_config_change=allow_config_change
+            )
         except Exception as error:
             if explain(error) is not None:
                 leave_nothing(self.trainer)

@@ -1,4 +1,4 @@
-"""Names in configurations: classes of this package and options of the trainer."""
+"""Names in configurations: classes without their package, and options of the trainer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
 
 from fedlightning.arguments import REPLACED
+from fedlightning.catalogue import installed
 from fedlightning.datamodules import Partitioner
+from fedlightning.errors import warn
 from fedlightning.trainer import FederatedTrainer
 
 
 @cache
 def class_names() -> dict[str, str]:
     """Return the classes that can be named without their package: short name -> full path.
+
+    Algorithms of other packages are included, and imported, because jsonargparse finds only classes that are loaded.
 
     Example:
         >>> class_names()["FedProx"]
@@ -37,6 +41,13 @@ def class_names() -> dict[str, str]:
             value = getattr(package, name)
             if inspect.isclass(value) and issubclass(value, kind) and not inspect.isabstract(value):
                 found[name] = f"{package.__name__}.{name}"
+    for row in installed():
+        try:
+            row.load()
+        except Exception as error:  # whatever another package's import may raise
+            warn(f"{row.name} cannot be used: {row.class_path} cannot be loaded ({type(error).__name__}: {error}).")
+        else:
+            found.setdefault(row.name, row.class_path)
     return found
 
 
@@ -48,4 +59,5 @@ def trainer_options() -> list[str]:
 def option_names() -> list[str]:
     """Return all options of `fit`, for suggestions."""
     trainer = [f"--trainer.{name}" for name in trainer_options()]
-    return ["--config", "--resume", "--test_after_fit", "--run", "--checkpoint", "--out", "--print_config", *trainer]
+    own = ("config", "resume", "test_after_fit", "allow_config_change", "run", "checkpoint", "out", "print_config")
+    return [*(f"--{name}" for name in own), *trainer]

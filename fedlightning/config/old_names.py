@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jsonargparse import get_loader, set_loader
+from yaml import YAMLError
 
 import fedlightning.callbacks
 from fedlightning.compat.renamed import old_names, present_class, present_names
@@ -19,7 +20,7 @@ def read_old_names() -> None:
             return with_present_names(load(text))
 
         loading.reads_old_names = True  # type: ignore[attr-defined]
-        set_loader("yaml", loading)
+        set_loader("yaml", loading, exceptions=(YAMLError,))
 
 
 def with_present_names(value: Any) -> Any:

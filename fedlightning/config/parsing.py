@@ -175,7 +175,7 @@ def tidy_help(parser: LightningArgumentParser) -> None:
             key = action.dest.partition(".")[0]
             if key in TITLES:
                 group.title = TITLES[key]
-            elif action.dest in ("resume", "run", "out", "split", "test_after_fit"):
+            elif action.dest in ("resume", "run", "out", "split", "test_after_fit", "allow_config_change"):
                 group.title = "this command"
             name = action.dest.removeprefix("trainer.")
             if name in REPLACED:

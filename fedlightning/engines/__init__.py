@@ -1,4 +1,4 @@
-"""Where clients work: one file for each engine."""
+"""Engines decide where clients work. One file each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ def make_engine(
     workers: int | None = None,
     clients_per_stack: int | None = None,
 ) -> Engine:
-    """The engine of that name (``"sequential"``, ``"processes"``, ``"vectorized"``); only what it needs is imported."""
+    """Make the engine of a name. Only what it needs is imported.
+
+    Args:
+        name: `"sequential"`, `"processes"` or `"vectorized"`.
+        runner: The client side of the federation.
+        store: The clients' records.
+        workers: Number of worker processes, for `"processes"`.
+        clients_per_stack: Number of clients that train together, for `"vectorized"`.
+    """
     if name == "processes":
         from fedlightning.engines.processes import ProcessesEngine
 

@@ -1,8 +1,8 @@
-"""Objects between processes through shared memory: everything but tensors and arrays is pickled, those are laid out flat.
+"""Objects between processes through shared memory: tensors and arrays are laid out flat, everything else is pickled.
 
-An :class:`Arena` is an anonymous file that two processes map. It has no name, so a process that is killed leaves nothing
-behind, and no mount point limits its size. Writer and reader take turns; an arena is used again for the next message
-and grows when one does not fit.
+An :class:`Arena` is an anonymous file that two processes map. It has no name, so a process that is killed leaves
+nothing behind, and no mount point limits its size. Writer and reader take turns; an arena is used again for the next
+message and grows when one does not fit.
 """
 
 from __future__ import annotations
@@ -20,18 +20,22 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes; what torch gives its own CPU tensors, so that kernels take the same path on a mapped one."""
+"""Bytes. torch aligns its own CPU tensors so; kernels then take the same path on a mapped one."""
 
 Slot = tuple[int, int]
-"""Where something lies in an arena: offset and size in bytes."""
+"""Place of an object in an arena: offset and size in bytes."""
 
 
 class Arena:
     """Shared memory that grows. It lives as long as a process holds its file descriptor.
 
     Args:
-        descriptor: of an arena that another process made; ``None`` makes a new one.
-        private: changes stay in this process (copy on write), for data that many processes map.
+        descriptor: File descriptor of an arena that another process made. `None`: make a new one.
+        private: Keep changes in this process (copy on write), for data that many processes map.
+
+    Attributes:
+        descriptor: The file descriptor; -1 when closed.
+        end: Offset at which the next object is written.
     """
 
     def __init__(self, descriptor: int | None = None, private: bool = False) -> None:
@@ -41,7 +45,7 @@ class Arena:
         self.end = 0
 
     def append(self, data: memoryview) -> Slot:
-        """Write ``data`` behind what is there."""
+        """Write `data` behind the present content and return its place."""
         slot = (self.end, data.nbytes)
         after = self.end + data.nbytes
         if after > len(self._memory):
@@ -57,25 +61,25 @@ class Arena:
         self.end = 0
 
     def view(self, slot: Slot) -> memoryview:
-        """What lies in ``slot``, without copying."""
+        """Return the memory of a slot, without copying."""
         offset, size = slot
         if offset + size > len(self._memory):
             self._map()
         return self._memory[offset : offset + size]
 
     def _map(self) -> None:
-        # a new mapping; the old one goes when the last view of it goes
+        # a new mapping; the old one is freed with its last view
         self._memory = memoryview(mmap.mmap(self.descriptor, 0, access=self._access))
 
     def close(self) -> None:
-        """Release this process's hold; the memory is freed when nobody holds it."""
+        """Release this process's hold. The memory is freed when no process holds it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor, self._memory = -1, memoryview(b"")
 
 
 def anonymous_file() -> int:
-    """Descriptor of a file without a name, in memory where the system has such files."""
+    """Return the descriptor of a file without a name, in memory where the system has such files."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fedlightning")
     with tempfile.TemporaryFile() as file:
@@ -83,10 +87,13 @@ def anonymous_file() -> int:
 
 
 class Broadcast:
-    """Writes each tensor that goes to several receivers once.
+    """Writes each tensor that goes to several receivers only once.
 
-    A tensor is taken to be one for several when it is seen for the second time: the model that every message of a
-    round carries is one and the same object. What goes to a single client never gets here.
+    A tensor that is seen for the second time is taken to be one for several receivers: the model that every message of
+    a round carries is one and the same object. What goes to a single client never gets here.
+
+    Attributes:
+        arena: Memory of these tensors.
     """
 
     def __init__(self) -> None:
@@ -95,7 +102,7 @@ class Broadcast:
         self._written: dict[int, tuple[Tensor, Slot]] = {}  # keeps the tensors, so that no id is given again
 
     def slot(self, tensor: Tensor) -> Slot | None:
-        """Where ``tensor`` lies in :attr:`arena`; ``None`` at first sight."""
+        """Return the place of a tensor in :attr:`arena`; `None` when it is seen for the first time."""
         if id(tensor) in self._written:
             return self._written[id(tensor)][1]
         if self._seen.get(id(tensor)) is not tensor:
@@ -113,12 +120,15 @@ class Broadcast:
 
 
 def pack(value: Any, arena: Arena, broadcast: Broadcast | None = None) -> bytes:
-    """Lay the tensors and arrays of ``value`` out in ``arena`` (over what was there) and pickle the rest.
+    """Lay the tensors and arrays of `value` out in `arena`, over its former content, and pickle the rest.
 
     Args:
-        value: any tree that can be pickled. A tensor that occurs several times is one tensor again afterwards.
-        arena: written from the start; to be read by :func:`unpack` before it is written again.
-        broadcast: where tensors go that are sent to several receivers.
+        value: Any tree that can be pickled. A tensor that occurs several times is one tensor again afterwards.
+        arena: Written from the start. It must be read by :func:`unpack` before it is written again.
+        broadcast: Memory for tensors that are sent to several receivers.
+
+    Returns:
+        The header that :func:`unpack` needs.
     """
     arena.clear()
     file = io.BytesIO()
@@ -129,11 +139,13 @@ def pack(value: Any, arena: Arena, broadcast: Broadcast | None = None) -> bytes:
 
 
 def unpack(header: bytes, arena: Arena, broadcast: Arena | None = None, copy: bool = True) -> Any:
-    """The value that :func:`pack` was given.
+    """Return the value that :func:`pack` was given.
 
     Args:
-        header: what ``pack`` returned; arena, broadcast: the arenas it wrote to.
-        copy: ``False``: tensors and arrays stay in the arena, which must then not be written any more.
+        header: The result of :func:`pack`.
+        arena: The arena it wrote to.
+        broadcast: The broadcast arena it wrote to.
+        copy: `False` leaves tensors and arrays in the arena, which must not be written any more then.
     """
     payload, slots = pickle.loads(header)
     views = [arena.view(slot) for slot in slots]
@@ -214,7 +226,7 @@ def _exception(error: BaseException) -> tuple[bytes | None, str, str]:
     text = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)
-        pickle.loads(pickled)  # one whose __init__ wants other arguments than it keeps fails only here
+        pickle.loads(pickled)  # fails here if __init__ needs other arguments than `args`
     except Exception:
         return None, f"{type(error).__name__}: {error}", text
     return pickled, "", text

@@ -1,4 +1,4 @@
-"""The main process's side of a worker: starting it, giving it tasks, noticing that it is gone."""
+"""A worker as the main process sees it: start it, give it tasks, notice when it is gone."""
 
 from __future__ import annotations
 
@@ -23,26 +23,31 @@ from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
 
 PRELOADED = ("fedlightning.scoring.tasks", "fedlightning.callbacks", "fedlightning.datamodules")
-"""What workers need besides :mod:`fedlightning.engines.worker`, imported once for all."""
+"""Modules that workers need besides :mod:`fedlightning.engines.worker`; the fork server imports them once for all."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-_given: dict[Any, Any] = {}  # which warnings of workers the user has seen
+_given: dict[Any, Any] = {}  # warnings of workers that the user has seen
 
 
 class UnpicklableError(ValueError):
-    """Something of the federation cannot be sent to another process."""
+    """A part of the federation cannot be sent to another process."""
 
 
 class Worker:
-    """One worker process and the arenas it is spoken to through.
+    """One worker process and the arenas through which it exchanges objects with this process.
 
     Args:
-        setup: the federation's parts, packed by :class:`Setup`; broadcast: what several workers are sent.
-        environment: variables of this worker alone, besides those of this process.
+        setup: The federation's parts.
+        broadcast: Memory for objects that several workers are sent.
+        environment: Variables of this worker alone, besides those of this process.
 
     Attributes:
-        ready: it has taken the federation's parts.
+        ready: Whether it has taken over the federation's parts.
+        inbox: Arena of the tasks.
+        outbox: Arena of the answers.
+        connection: Pipe for headers.
+        process: The process.
     """
 
     def __init__(self, setup: Setup, broadcast: Broadcast, environment: Mapping[str, str]) -> None:
@@ -56,7 +61,7 @@ class Worker:
         self.process.start()
         theirs.close()
         assert self.process.pid is not None
-        with suppress(OSError):  # one that is gone already is noticed by whoever waits for it
+        with suppress(OSError):  # a worker that is gone already is noticed when its reply is awaited
             for arena in (self.inbox, self.outbox, broadcast.arena, setup.arena):
                 send_handle(self.connection, arena.descriptor, self.process.pid)
             self.connection.send_bytes(setup.header)
@@ -64,8 +69,14 @@ class Worker:
     def give(self, task: Task[Any], record: ClientRecord, broadcast: Broadcast) -> None:
         """Send a task. The worker must be idle.
 
+        Args:
+            task: The task.
+            record: Record of the task's client.
+            broadcast: Memory for objects that several workers are sent.
+
         Raises:
-            OSError: if it is gone; UnpicklableError: if the task cannot be sent.
+            OSError: If the worker is gone.
+            UnpicklableError: If the task cannot be sent.
         """
         try:
             header = pack((task, record), self.inbox, broadcast)
@@ -74,10 +85,11 @@ class Worker:
         self.connection.send_bytes(header)
 
     def take(self) -> worker.Reply | None:
-        """What the worker has to say; ``None`` if that is only that it is ready. Warnings are given again here.
+        """Return the worker's reply; `None` if it only reports that it is ready. Its warnings are issued again here.
 
         Raises:
-            EOFError, OSError: if it is gone.
+            EOFError: If the worker is gone.
+            OSError: If the worker is gone.
         """
         header = self.connection.recv_bytes()
         if header == worker.READY:
@@ -89,7 +101,7 @@ class Worker:
         return reply
 
     def end(self, grace: float) -> str:
-        """End the process, after ``grace`` seconds by force. Returns how it ended, for a sentence."""
+        """End the process, after `grace` seconds by force. Return how it ended, for a message."""
         with suppress(OSError):
             self.connection.send_bytes(worker.END)
         self.process.join(grace)
@@ -105,10 +117,13 @@ class Worker:
 
 
 class Setup:
-    """The federation's parts, laid out once for all workers; tensors and arrays of the data are mapped, not copied.
+    """The federation's parts, laid out once for all workers. Tensors and arrays of the data are mapped, not copied.
+
+    Args:
+        runner: The client side of the federation.
 
     Raises:
-        UnpicklableError: with a sentence that names what cannot be pickled.
+        UnpicklableError: If a part cannot be pickled; the message names it.
     """
 
     def __init__(self, runner: LocalRunner) -> None:
@@ -145,11 +160,11 @@ def _unpicklable(parts: Mapping[str, Any]) -> Iterator[tuple[str, Exception]]:
 
 
 def start_context() -> ForkServerContext:
-    """How workers start: forked from a server process that has imported everything and has a single thread.
+    """Return the context that starts workers: forked from a server process with a single thread and all imports.
 
-    ``fork`` of this process would copy torch's thread pools and CUDA's context in a broken state; ``spawn`` imports
-    torch and Lightning anew for every worker (seconds, and some 400 MB each). The server is started once for a
-    program, so workers start again within a fraction of a second.
+    `fork` of this process would copy torch's thread pools and CUDA's context in a broken state. `spawn` would import
+    torch and Lightning anew for every worker (seconds, and some 400 MB each). The server is started once for a program,
+    so workers start again within a fraction of a second.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([worker.__name__, *PRELOADED])
@@ -160,7 +175,7 @@ def start_context() -> ForkServerContext:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the block new processes are told to use one thread: BLAS libraries read that when they are loaded."""
+    """Within the block, new processes are told to use one thread. BLAS libraries read that when they are loaded."""
     before = {name: os.environ.get(name) for name in THREADS}
     os.environ.update(dict.fromkeys(THREADS, "1"))
     try:
@@ -171,7 +186,12 @@ def one_thread() -> Iterator[None]:
 
 
 def own_gpu(index: int, devices: Any) -> dict[str, str]:
-    """Environment in which worker ``index`` sees one of this machine's GPUs, if ``devices="auto"`` shares them out."""
+    """Return the environment in which a worker sees one of this machine's GPUs, if `devices="auto"` shares them out.
+
+    Args:
+        index: Number of the worker.
+        devices: The Trainer argument.
+    """
     count = torch.cuda.device_count() if devices == "auto" else 1
     if count < 2:
         return {}
@@ -180,7 +200,7 @@ def own_gpu(index: int, devices: Any) -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

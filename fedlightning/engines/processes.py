@@ -1,8 +1,8 @@
-"""The engine ``processes``: the same tasks on persistent local workers, each with one torch thread.
+"""The engine `processes`: the same tasks on persistent local workers, each with one torch thread.
 
 Answers come in the order of the tasks and are held until it is their turn, at most as many as fit into
-:data:`HELD_BYTES`. While more tasks are to come than may be held, they are given out in order; as soon as all that is
-left can be seen, the longest first, so that no worker starts a large client when the others are done.
+:data:`HELD_BYTES`. While more tasks are to come than may be held, they are given out in order. As soon as the end is in
+sight, the longest start first, so that no worker starts a large client when the others are done.
 """
 
 from __future__ import annotations
@@ -24,16 +24,25 @@ from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
 
 HELD_BYTES = 2**28
-"""Answers that are held back until their turn: so many bytes, but at least two for every worker."""
+"""Limit of the answers that wait for their turn, in bytes; but at least two for every worker may wait."""
 TRIES = 2
-"""How many workers a task may cost before its client is given up."""
+"""Number of workers that may die of a task before its client is given up."""
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(eq=False)
 class Entry:
-    """A task in the engine's hands."""
+    """A task and its progress in the engine.
+
+    Attributes:
+        task: The task.
+        cost: Its expected duration, in any unit.
+        worker: Number of the worker that carries it out, if any.
+        tries: Number of workers that died of it.
+        done: Whether its answer is there.
+        answer: The answer.
+    """
 
     task: Task[Any]
     cost: float
@@ -50,8 +59,12 @@ class ProcessesEngine(Engine):
     killed takes nothing with it: another one takes its place and does the task again, with the same result.
 
     Args:
-        runner: sent to each worker once; store: the clients' records.
-        workers: how many processes; ``None``: as many as there are cores, but not more than clients.
+        runner: The client side of the federation, sent to each worker once.
+        store: The clients' records.
+        workers: Number of processes. `None`: as many as there are cores, but not more than clients.
+
+    Attributes:
+        width: Number of processes.
     """
 
     def __init__(self, runner: LocalRunner, store: ClientStore, workers: int | None = None) -> None:
@@ -61,14 +74,14 @@ class ProcessesEngine(Engine):
         self._busy: dict[int, Entry] = {}
         self._setup: Setup | None = None
         self._broadcast: Broadcast | None = None
-        self._turn = 0  # which call of map is the last one: it ends those that were left unfinished
+        self._turn = 0  # number of the last call of map, which ends those left unfinished
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
-        """See :meth:`fedlightning.federation.engine.Engine.map`.
+        """Yield the answers of tasks in their order; see :meth:`fedlightning.federation.engine.Engine.map`.
 
         Raises:
-            UnpicklableError: if the federation cannot be sent to another process.
-            RuntimeError: if workers die while they start, or if it is gone on with after another call.
+            UnpicklableError: If the federation cannot be sent to another process.
+            RuntimeError: If workers die while they start, or if this call is continued after another one.
         """
         self._forget()
         self._start()
@@ -93,7 +106,7 @@ class ProcessesEngine(Engine):
 
     # -- one step of the work -------------------------------------------------------------------------------------
     def _hand_out(self, window: Iterable[Entry], longest_first: bool) -> None:
-        """Give idle workers what may start: a client's tasks follow one another."""
+        """Give idle workers the tasks that may start. Tasks of one client follow one another."""
         waiting: list[Entry] = []
         clients: set[str] = set()
         for entry in window:
@@ -155,7 +168,7 @@ class ProcessesEngine(Engine):
         entry.answer, entry.done, entry.worker = reply.answer, True, None
 
     def _lose(self, index: int) -> None:
-        """A worker is gone; what it worked on is done again, or given up. The next task there starts another one."""
+        """Note that a worker is gone. Its task is done again or given up; the next task starts another worker."""
         entry, was_ready = self._busy[index], self._workers[index].ready
         how = self._end(index, grace=5.0)
         if not was_ready:
@@ -186,7 +199,7 @@ class ProcessesEngine(Engine):
         return self._workers.pop(index).end(grace)
 
     def _forget(self) -> None:
-        """Let go of tasks that nobody waits for: their workers end, for they may be long at it."""
+        """End the workers of unfinished tasks, since these may take long."""
         for index in list(self._busy):
             self._end(index, grace=0.0)
         if self._broadcast is not None:
@@ -215,7 +228,7 @@ class _Source:
         self.exhausted = False
 
     def fill(self, window: deque[Entry]) -> bool:
-        """Draw tasks into ``window``; whether there is anything in it."""
+        """Draw tasks into `window`; return True if there is any in it."""
         while not self.exhausted and len(window) < max(self._at_least, HELD_BYTES // self._largest):
             task = next(self._tasks, None)
             if task is None:

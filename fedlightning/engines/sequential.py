@@ -1,4 +1,4 @@
-"""The default engine: one process, one client after another. The baseline that every engine must equal."""
+"""The default engine: one process, one client after another. Every other engine must equal it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ Answer = TypeVar("Answer")
 
 
 class SequentialEngine(Engine):
-    """Carries out tasks one after another; each answer is handed over before the next task, so one model is in memory."""
+    """Carries out tasks one after another.
+
+    Each answer is handed over before the next task starts, so only one model is in memory.
+    """
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
         for task in tasks:

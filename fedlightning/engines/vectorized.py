@@ -1,9 +1,9 @@
-"""The engine ``vectorized``: clients of one architecture train together, as one stack on a leading client axis.
+"""The engine `vectorized`: clients of one architecture train together, as one stack on a leading client axis.
 
-Each client's visit runs as in every engine, with its own message, record, loader and callbacks, up to its local training.
-There the visits wait for one another, the clients of a chunk take their steps together, and each visit goes on with what
-came of it. Results equal those of ``sequential`` up to the rounding of sums that are taken in another order. What cannot
-be stacked is refused before the first round.
+Each client's visit runs as in every engine, with its own message, record, loader and callbacks, up to its local
+training. There the visits wait for one another, the clients of a chunk take their steps together, and each visit
+continues with its result. Results equal those of `sequential` up to the rounding of sums that are taken in another
+order. Federations that cannot be stacked are refused before the first round.
 """
 
 from __future__ import annotations
@@ -33,25 +33,29 @@ from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import Phase
 from fedlightning.messages import Update
 from fedlightning.visit import visit as visits
-from fedlightning.visit.fit import acting, address_of
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
 from fedlightning.visit.probes import move_batch
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, ScoringTask, VisitSteps, score_one
 from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.visit_callback import acting, address_of
 
 Answer = TypeVar("Answer")
 PLAIN = (bool, int, float, str)
-"""Attributes of a module that a step may look at, and in which the clients of a stack must agree."""
+"""Types of attributes that a step may read, and in which the clients of a stack must agree."""
 
 
 @dataclass
 class Member:
-    """A client of a chunk: its visit, its record before, what it waits for, and its answer when it is over.
+    """A client of a chunk.
 
     Attributes:
-        fit, score: the one of them that it waits for.
+        visit: Its visit.
+        before: Its record before the visit.
+        fit: The fit that the visit waits for, if any.
+        score: The scores that the visit waits for, if any.
+        answer: Update and new record, when the visit is over.
     """
 
     visit: VisitSteps
@@ -61,22 +65,22 @@ class Member:
     answer: tuple[Update, ClientRecord] | None = None
 
     def go_on(self, step: Any) -> None:
-        """Run the visit up to where it waits next or to its end; ``step`` starts it or hands it what it waits for."""
+        """Run the visit up to its next request or its end; `step` starts it or hands it the result it waits for."""
         self.fit = self.score = None
         try:
-            wanted = step()
+            request = step()
         except StopIteration as end:
             self.answer = end.value
             return
-        if isinstance(wanted, Fit):
-            self.fit = wanted
+        if isinstance(request, Fit):
+            self.fit = request
         else:
-            self.score = wanted
+            self.score = request
 
 
 @contextmanager
 def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """A block in which the module is where the stack is: a step may ask for ``self.device``."""
+    """Within the block, the module is on the stack's device, because a step may read `self.device`."""
     home = module.device
     module.to(device)
     try:
@@ -86,7 +90,7 @@ def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
 
 
 def _architecture(module: LightningModule) -> Any:
-    """What modules of one stack have in common: class, tensors, and the plain values that their steps may look at."""
+    """Return a key: modules with equal keys can train in one stack (class, tensors, values that steps may read)."""
     tensors = [(name, value.shape, value.dtype) for part in named_tensors(module) for name, value in part.items()]
     plain = [(name, value) for name, value in vars(module).items() if type(value) in PLAIN]
     return type(module), tuple(tensors), tuple(plain)
@@ -96,8 +100,9 @@ class VectorizedEngine(Engine):
     """Trains clients in stacks.
 
     Args:
-        runner, store: see :class:`~fedlightning.federation.engine.Engine`.
-        clients_per_stack: how many clients train together; ``None``: as many as fit into a share of the memory (see
+        runner: The client side of the federation.
+        store: The clients' records.
+        clients_per_stack: Number of clients that train together. `None`: as many as fit into a share of the memory (see
             :func:`~fedlightning.engines.stacked.planning.chunk_size`). Results do not depend on it beyond rounding.
     """
 
@@ -110,10 +115,10 @@ class VectorizedEngine(Engine):
         self._evaluation = StackedEvaluation(runner)
 
     def check(self) -> None:
-        """Refuse what cannot be stacked.
+        """Refuse a federation that cannot be stacked.
 
         Raises:
-            ValueError: with the reason.
+            ValueError: If it cannot be stacked, with the reason.
         """
         self._found = examine(self.runner)
 
@@ -138,7 +143,7 @@ class VectorizedEngine(Engine):
             yield from do(chunk)
 
     def _together(self, task: Task[Any]) -> Callable[[Sequence[Any]], Iterator[Any]] | None:
-        """What carries out several tasks of this kind at once, if anything does."""
+        """Return the method that carries out several tasks of this kind at once, if there is one."""
         if isinstance(task, Visit):
             return self._visit if task.message.work != 0 else None
         return self._score if hasattr(task, "scoring") else None
@@ -156,14 +161,14 @@ class VectorizedEngine(Engine):
 
     @property
     def size(self) -> int:
-        """Clients in a stack."""
+        """Number of clients in a stack."""
         if self._size is None:
             self._size = chunk_size(self.found.bytes_of_client, self.found.bytes_of_step, self.device)
         return self._size
 
     @property
     def found(self) -> Finding:
-        """What :meth:`check` found; a resumed run checks at its first visit."""
+        """Findings of :meth:`check`. A resumed run checks at its first visit."""
         if self._found is None:
             self.check()
         assert self._found is not None
@@ -188,7 +193,7 @@ class VectorizedEngine(Engine):
             yield update
 
     def _score_trained(self, members: Sequence[Member]) -> None:
-        """The scores that visits wait for, together where that is possible; a client whose own fail, fails alone."""
+        """Score the models that visits wait for, together where possible. A client whose scores fail, fails alone."""
         scores = [cast(Score, member.score) for member in members]
         try:
             found = iter(self._evaluation.scores([one for score in scores for one in score.requests]))
@@ -204,7 +209,7 @@ class VectorizedEngine(Engine):
                 member.go_on(partial(member.visit.send, own))
 
     def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
-        """Who can train in one stack: clients in the same phase whose modules have the same tensors and plain values."""
+        """Group the clients that can train in one stack: same phase, same tensors and plain values of the modules."""
         groups: dict[Any, list[Member]] = {}
         for member in members:
             fit = member.fit
@@ -226,15 +231,15 @@ class VectorizedEngine(Engine):
     # -- training ----------------------------------------------------------------------------------------------------
     def _train(self, members: Sequence[Member]) -> None:
         fits = [cast(Fit, member.fit) for member in members]
-        light = fits[0].client.is_unbuilt
+        unbuilt = fits[0].client.is_unbuilt
         order: list[int] = []
         try:
-            lender = self.runner.blueprint.build_around({}) if light else fits[0].client.module
-            trainees = self._trainees(fits, lender)
+            template = self.runner.blueprint.build_around({}) if unbuilt else fits[0].client.module
+            trainees = self._trainees(fits, template)
             order = sorted(range(len(fits)), key=lambda place: -trainees[place].expected)
-            stack = self._fit(fits[0].phase, lender, [trainees[place] for place in order], trainees[0].recipe)
+            stack = self._fit(fits[0].phase, template, [trainees[place] for place in order], trainees[0].recipe)
             stack.to_cpu()
-        except Exception as error:  # of what they share: the module's optimizer, say
+        except Exception as error:  # in a part that they share, such as the optimizer
             for member, fit in zip(members, fits, strict=True):
                 self.runner.bind(fit.client)
                 member.go_on(partial(member.visit.throw, error))
@@ -245,7 +250,7 @@ class VectorizedEngine(Engine):
             if trainee.error is not None:
                 member.go_on(partial(member.visit.throw, trainee.error))
                 continue
-            if light:
+            if unbuilt:
                 fit.client.set_entries(stack.row(rows[place]))
             else:
                 stack.push(rows[place], fit.client.module)
@@ -253,13 +258,13 @@ class VectorizedEngine(Engine):
             fit.client.record.lightning.setdefault(fit.phase.name, {}).update(precision={}, callbacks={})
             member.go_on(partial(member.visit.send, trainee))
 
-    def _trainees(self, fits: Sequence[Fit], lender: LightningModule) -> list[Trainee]:
-        """The clients' batches and optimizers; light clients have theirs made by the module that lends its code."""
+    def _trainees(self, fits: Sequence[Fit], template: LightningModule) -> list[Trainee]:
+        """Return the clients' batches and optimizers; `template` makes the optimizers of unbuilt clients."""
         first, shared = fits[0], None
-        by_rows = self._plain_transfer(lender)
+        by_rows = self._plain_transfer(template)
         trainees = []
         for fit in fits:
-            module = lender if fit.client.is_unbuilt else fit.client.module
+            module = template if fit.client.is_unbuilt else fit.client.module
             loader = fit.loader if fit.loader is not None else self.runner.loader(fit.message, "train")
             self.runner.start_fit(fit, loader)
             batches = self._batches(loader)
@@ -284,7 +289,7 @@ class VectorizedEngine(Engine):
         return trainees
 
     def _fit(self, phase: Phase, module: LightningModule, trainees: Sequence[Trainee], recipe: Recipe) -> Stack:
-        """Train the clients; ``module`` lends its code, and ``recipe`` was made for it."""
+        """Train the clients in a stack and return it. `module` runs the step, and `recipe` was made for it."""
         runner = self.runner
         stack = Stack(module, len(trainees), self.device)
         if trainees[0].client.is_unbuilt:
@@ -299,7 +304,7 @@ class VectorizedEngine(Engine):
             step = StackedStep(
                 module, context, takes_index(module.training_step), ClientDraws() if self.found.draws else None
             )
-            step.watch.looked = self.found.looks
+            step.watch.looked = self.found.uses_index
             StackedFit(
                 module,
                 stack,
@@ -317,7 +322,7 @@ class VectorizedEngine(Engine):
         return stack
 
     def _batches(self, loader: Any) -> int:
-        """Batches in an epoch, as Lightning counts them under ``limit_train_batches``."""
+        """Return the batches of an epoch, as Lightning counts them under `limit_train_batches`."""
         return limited(len(loader), self.runner.settings.trainer_arguments.get("limit_train_batches"))
 
     def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:

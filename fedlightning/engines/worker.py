@@ -1,4 +1,4 @@
-"""A worker process: it is given the federation's parts once, then does one task after another until it is told to end.
+"""A worker process: it gets the federation's parts once, then does one task after another until it is told to end.
 
 The fork server imports this module before it forks workers, so what is imported here is imported once.
 """
@@ -30,7 +30,7 @@ END = b"end"
 
 @dataclass(frozen=True)
 class Caught:
-    """A warning in a worker, to be given again where the user is."""
+    """A warning of a worker, to be issued again in the main process."""
 
     message: Warning
     category: type[Warning]
@@ -40,7 +40,7 @@ class Caught:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a worker answers: the task's answer and the client's new record, or what the task raised."""
+    """A worker's reply: the task's answer and the client's new record, or the exception that the task raised."""
 
     answer: Any = None
     record: Any = None
@@ -50,7 +50,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Switches:
-    """Settings of a whole process that results depend on."""
+    """Settings of a whole process on which results depend."""
 
     dtype: torch.dtype
     matmul: str
@@ -60,7 +60,7 @@ class Switches:
 
     @classmethod
     def of_this_process(cls) -> Switches:
-        """As they are here."""
+        """Return the settings of this process."""
         return cls(
             dtype=torch.get_default_dtype(),
             matmul=torch.get_float32_matmul_precision(),
@@ -70,27 +70,27 @@ class Switches:
         )
 
     def apply(self) -> None:
-        """Make this process alike."""
+        """Give this process these settings."""
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.matmul)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
-        # of a DataLoader's workers: left alone, they would start as this process did, and import everything anew
+        # for the workers of a DataLoader: they would start as this process did, and import everything anew
         multiprocessing.set_start_method(self.start_method, force=True)
 
 
 def parts_of(runner: LocalRunner) -> dict[str, Any]:
-    """Return what a runner is made of; its evaluating Trainer stays, each process makes its own."""
+    """Return the parts that a runner is made of. Its evaluating Trainer stays; each process makes its own."""
     blueprint = runner.blueprint
     own = {part.name: getattr(blueprint, part.name) for part in fields(blueprint) if part.init}
     return own | {"data": runner.data}
 
 
 def work(connection: Connection, environment: Mapping[str, str]) -> None:
-    """The life of a worker: the target of its process.
+    """Run a worker: the target of its process.
 
     Args:
-        connection: to the main process, which sends four arenas, then headers of (task, record).
-        environment: variables of the main process, and of this worker alone (the GPU it sees).
+        connection: Pipe to the main process, which sends four arenas, then headers of (task, record).
+        environment: Variables of the main process, and of this worker alone (the GPU it sees).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the main process, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -100,7 +100,7 @@ def work(connection: Connection, environment: Mapping[str, str]) -> None:
         inbox, outbox, common = (Arena(recv_handle(connection)) for _ in range(3))
         setup = Arena(recv_handle(connection), private=True)
         header = connection.recv_bytes()
-    except EOFError:  # ended before it began
+    except EOFError:  # the main process has ended it already
         return
     caught: list[Caught] = []
     warnings.showwarning = lambda message, category, filename, lineno, *_: caught.append(
@@ -146,7 +146,7 @@ def _with(reply: Reply, caught: list[Caught]) -> Reply:
 
 
 def _end_with_parent() -> None:
-    """End at once when the main process is gone, however it went."""
+    """End at once when the main process is gone, however it ended."""
     parent = parent_process()
     assert parent is not None
     parent.join()

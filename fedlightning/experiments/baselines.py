@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedlightning.catalogue import ALGORITHMS, find
+from fedlightning.catalogue import find, installed, rows
 from fedlightning.experiments.methods import Config
 
 AUTO = ("Local", "Central", "FedAvg", "LocalAdaptation")
@@ -61,15 +61,16 @@ def _callbacks(config: Config) -> list[dict[str, Any]]:
 
 
 def _name(callback: dict[str, Any]) -> str:
-    """Return the name of a class of this package, or the full path of any other class."""
-    module, _, name = str(callback["class_path"]).rpartition(".")
-    return name if module.partition(".")[0] == "fedlightning" else f"{module}.{name}"
+    """Return the name of a class of this package or of the catalogue, or the full path of any other class."""
+    path = str(callback["class_path"])
+    listed = path.partition(".")[0] == "fedlightning" or path in {row.class_path for row in installed()}
+    return path.rpartition(".")[2] if listed else path
 
 
 def _kept(name: str) -> bool:
     """Return True for checkpoints, diagnostics and ordinary callbacks, False for algorithms, ours and users' own."""
     if "." not in name:
-        return name not in {row.name for row in ALGORITHMS}
+        return name not in {row.name for row in rows()}
     from importlib import import_module
 
     from fedlightning.callbacks import GlobalCheckpoint, LocalCheckpoint

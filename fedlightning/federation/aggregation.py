@@ -25,18 +25,8 @@ class Aggregation:
         self.updates: dict[str, list[Update]] = {}
 
     def fold(self, update: Update) -> None:
-        """Take in one update. Its model entries are released unless the reducer needs them.
-
-        Raises:
-            ValueError: If an entry has another shape than the server's, and no callback reduces such models.
-        """
+        """Take in one update, which has been checked. Its model entries are released unless the reducer needs them."""
         server = self.server
-        for name, value in update.state.items():
-            if value.shape != server.shapes.get(name, value.shape) and self.reducer is None:
-                raise ValueError(
-                    f"Client '{update.client}' returned '{name}' with shape {tuple(value.shape)}; it was sent "
-                    f"{tuple(server.shapes[name])}. Models of differing shapes need an algorithm that reduces them."
-                )
         server.callbacks.event("on_update", server, update)
         if self.reducer is not None:
             self.updates.setdefault(update.model, []).append(update)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from fedlightning.blueprint.optimizers import optimizers_of
@@ -18,7 +19,8 @@ from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import export, summary_of
 from fedlightning.hooks import Setup
 from fedlightning.messages import Update
-from fedlightning.run.environment import differing, plain
+from fedlightning.run.environment import plain
+from fedlightning.run.fingerprint import differences, with_present_names
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import Row
 from fedlightning.visit.requests import Evaluate
@@ -38,7 +40,8 @@ class Federation:
         test_data: Whose data :meth:`evaluate` scores on.
         evaluate_every: Rounds between evaluations; 0: never.
         save_every: Rounds between saved states; 0: never.
-        lasting: Options that must not change when the run is resumed.
+        fingerprint: Gives what must not change when the run is resumed.
+        changes: What has changed all the same, because the user allowed it.
         rounds_done: Finished rounds.
         final_done: Whether the visits after the last round have happened.
         seconds: Time spent, over interruptions.
@@ -54,7 +57,8 @@ class Federation:
     test_data: tuple[str, ...]
     evaluate_every: int
     save_every: int
-    lasting: dict[str, Any] = field(default_factory=dict)
+    fingerprint: Callable[[], dict[str, Any]] = dict
+    changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
     final_done: bool = False
     seconds: float = 0.0
@@ -73,33 +77,41 @@ class Federation:
         self.seconds += now - self._clock
         self._clock = now
 
-    def restore(self, go_on: bool) -> None:
+    @cached_property
+    def lasting(self) -> dict[str, Any]:
+        """The fingerprint as JSON can hold it."""
+        return plain(self.fingerprint())
+
+    def restore(self, go_on: bool, allow_changes: bool = False) -> None:
         """Load the state that the run's folder holds.
 
         Args:
             go_on: The run will be trained further, so scores of rounds that are not in the state are cut off.
+            allow_changes: Go on although the configuration has changed; the summary lists what has.
 
         Raises:
-            ValueError: If the run would go on with an option that it was not started with.
+            ValueError: If the run would go on with another configuration than it was started with.
         """
         run = self.recorder.run
         assert run is not None
         self.rounds_done, extra = restore_state(run.last, self.server, self.store)
-        changed = differing(extra.get("lasting", {}), plain(self.lasting)) if go_on else None
-        if changed is not None:
+        before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
+        changed = differences(before, self.lasting) if go_on else []
+        if changed and not allow_changes:
             raise ValueError(
-                f"The run in {run.path} cannot go on with another configuration: {changed}. Resume it as it was "
-                "started (its config.yaml says how), or start a new run without resume."
+                f"The run in {run.path} cannot go on with another configuration: {_some(changed)}. Resume it as it was "
+                "started (its config.yaml says how), start a new run without resume, or allow the change with "
+                "allow_config_change (then summary.json lists it)."
             )
-        keys = {callback.key for callback in self.server.callbacks}
-        lost = sorted(set(self.server.state) - keys)
-        if go_on and lost:
-            warn(f"The run goes on without {', '.join(lost)}, whose state it has.")
+        self.changes = [*extra.get("changes", []), *(f"from round {self.rounds_done + 1}: {text}" for text in changed)]
+        if changed:
+            warn(f"The run goes on with another configuration: {_some(changed)}.")
         self.seconds = float(extra.get("seconds", 0.0))
         self.history = list(extra.get("history", []))
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
-        self.recorder.rows = run.keep_rounds(scored) if go_on else run.read_rows(scored)
+        mark = extra.get("metrics")
+        self.recorder.start_with(run.keep_rounds(scored, mark) if go_on else run.read_rows(scored, mark))
         self.server.round = self.last_round
 
     def check(self) -> None:
@@ -130,8 +142,8 @@ class Federation:
         server.callbacks.event("check", setup)
         self.engine.check()
 
-    def round(self, client_done: Callable[[Update], None]) -> None:
-        """Carry out one round: train, score, tell the callbacks, save."""
+    def round(self, client_done: Callable[[Update], None]) -> list[Row]:
+        """Carry out one round: train, score, tell the callbacks, save. Return its scores."""
         server = self.server
         server.round = self.rounds_done
         last = server.round + 1 == server.max_rounds
@@ -154,6 +166,7 @@ class Federation:
         self.tick()
         self._count()
         self.save()
+        return rows
 
     def _count(self) -> None:
         """Add the cost of the round just finished (or of the visits after the last one) to the history."""
@@ -176,8 +189,9 @@ class Federation:
                 "seconds": self.seconds,
                 "final": self.final_done,
                 "history": self.history,
-                "lasting": plain(self.lasting),
-            }
+                "lasting": self.lasting,
+                "metrics": self.recorder.run.metrics.mark(),
+            } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
 
     def finish(self) -> None:
@@ -218,6 +232,7 @@ class Federation:
         results = self.recorder.choose_results(self.rounds_done)
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.seconds, arguments, self.history)
+            | ({"config_changes": self.changes} if self.changes else {})
         )
 
     def export(self) -> None:
@@ -247,6 +262,11 @@ class Federation:
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
         self.recorder.record(rows)
         return rows
+
+
+def _some(texts: list[str], most: int = 5) -> str:
+    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
+    return "; ".join(texts[:most]) + more
 
 
 def _explain(server: Server, updates: list[Update]) -> None:

@@ -53,7 +53,7 @@ class Server:
         num_samples: Mapping[str, int],
         *,
         max_rounds: int,
-        participation: float | int = 1.0,
+        participation: int | float = 1.0,
         float_buffers: str = "average",
         run_dir: Path | None = None,
     ) -> None:

@@ -31,7 +31,8 @@ def save_state(folder: Path, server: Server, store: ClientStore, rounds_done: in
         folder,
         rounds_done,
         {name: getattr(server, name) for name in FIELDS},
-        ((client, vars(store.get(client))) for client in sorted(store.changed)),
+        store.changed,
+        lambda client: vars(store.get(client)),
         lambda: module_state(server.blueprint.template),
         extra,
     )
@@ -46,6 +47,7 @@ def restore_state(folder: Path, server: Server, store: ClientStore) -> tuple[int
 
     Raises:
         FileNotFoundError: If there is no complete state in `folder`.
+        DamagedStateError: If every state in it is damaged.
         ValueError: If the state belongs to other clients or another model; the sentence says which.
     """
     saved = persistence.load(folder)

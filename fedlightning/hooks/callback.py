@@ -39,6 +39,7 @@ class FederatedCallback(Callback):
         weighting: How clients are weighted in the mean: by `"samples"`, `"uniform"`, by the `"log"` of their samples, or
             by a function of the server and the update. `None` leaves it to the other callbacks (default: samples).
         saved_as: Key of a class whose name has changed, so that what runs have saved stays readable. Not inherited.
+        takes_part: False in a callback that only watches: a resumed run may go on with or without it.
 
     Example:
         >>> class Shrink(FederatedCallback):
@@ -53,6 +54,7 @@ class FederatedCallback(Callback):
 
     weighting: Weighting | None = None
     saved_as: str | None = None
+    takes_part: bool = True
     _client: Client | None = None
 
     @property

@@ -1,4 +1,15 @@
-"""Reference networks of the papers, one classification module, and a bridge to timm (imported only when used)."""
+"""Networks and the module that trains them: everything here is an ordinary `nn.Module` or `LightningModule`.
+
+In order of importance:
+
+* `Classifier`: the LightningModule that trains and scores any classification network.
+* `networks`: `MLP`, `DigitsCNN`, `MnistCNN` and `CifarCNN`. `player_fl`, `heart` and `transformer`: the networks of the
+  PLayer-FL and FENDA-FL papers and a small transformer for text.
+* `TimmNet`: any image model of timm (imported only when used).
+* `ClassificationMetrics`: the scores of a classifier over a whole split.
+* `head_name`: the submodule that is a network's head.
+* `recipes` and `labels`: how checkpoints record a network, and the check of labels.
+"""
 
 from fedlightning.models.classifier import Classifier
 from fedlightning.models.heads import head_name

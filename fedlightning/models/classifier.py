@@ -18,39 +18,49 @@ from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.recipes import INSTANTIATOR, callable_recipe, net_recipe, plain_factory
 
 DEFAULT_LR = 0.1
+"""Learning rate of the default optimizer."""
 _UNRECORDED = "fedlightning_unrecorded"
 
 
 class Classifier(LightningModule):
-    """Train and score a classification network on batches ``(x, y)``.
+    """A LightningModule that trains and scores a classification network on batches `(x, y)`.
 
-    ``x`` is what the network takes, ``y`` holds whole-number labels ``0 .. num_classes - 1`` of shape ``(N,)`` or
-    ``(N, 1)``. A network with one output (a single logit, ``(N,)`` or ``(N, 1)``) is binary: binary cross entropy on
-    that logit, everywhere else the equivalent pair of logits ``(0, logit)``.
+    `x` is the network's input. `y` holds whole-number labels `0 .. num_classes - 1` of shape `(batch,)` or `(batch,
+    1)`. A network with one output (a single logit, `(batch,)` or `(batch, 1)`) is binary: the loss is binary cross
+    entropy on that logit, and everything else uses the equivalent pair of logits `(0, logit)`.
 
-    Logged: ``train_loss`` (mean of the epoch, with label smoothing); ``val_...`` and ``test_...`` of ``loss`` (plain
-    cross entropy, without smoothing), ``accuracy``, ``balanced_accuracy``, ``f1_macro``, ``f1_macro_all``, ``auroc``
-    and ``ece``, once at the end of the epoch over all samples; see ``ClassificationMetrics`` for what each means and
-    when AUROC is NaN. ``predict_step`` returns probabilities ``(N, C)`` with C = 2 for a binary network.
+    Logged once at the end of an epoch, over all samples: `train_loss` (mean of the epoch, with label smoothing), and
+    with the prefixes `val_` and `test_` the scores `loss` (plain cross entropy, without smoothing), `accuracy`,
+    `balanced_accuracy`, `f1_macro`, `f1_macro_all`, `auroc` and `ece`. `ClassificationMetrics` defines each of them and
+    says when AUROC is NaN. `predict_step` returns probabilities of shape `(batch, num_classes)`, with 2 columns for a
+    binary network.
 
-    Checkpoints hold plain values only, so that ``Classifier.load_from_checkpoint(path)`` works on its own for every
-    network with ``init_args`` (all of this package; see ``fedlightning.models.recipes``), from Python and from the
-    command line. For others pass ``net=``; the error says so.
+    Checkpoints hold plain values only, so that `Classifier.load_from_checkpoint(path)` works on its own for every
+    network with `init_args` (all of this package; see `fedlightning.models.recipes`), from Python and from the command
+    line. For other networks pass `net=`; the error says so.
 
     Args:
-        net: the network; ``net(x)`` returns logits ``(N, num_classes)``, or one logit when binary.
-        num_classes: number of classes. 1 and 2 both mean two classes; with 1 the network must return one logit.
-        optimizer: makes the optimizer from the parameters, as in ``partial(torch.optim.AdamW, lr=1e-3)`` or, in YAML,
-            ``{class_path: torch.optim.AdamW, init_args: {lr: 1e-3}}``. None: ``torch.optim.SGD`` with ``lr``, without
+        net: The network. `net(x)` returns logits `(batch, num_classes)`, or one logit if binary.
+        num_classes: Number of classes. 1 and 2 both mean two classes; with 1 the network must return one logit.
+        optimizer: Makes the optimizer from the parameters, as in `partial(torch.optim.AdamW, lr=1e-3)` or, in YAML,
+            `{class_path: torch.optim.AdamW, init_args: {lr: 1e-3}}`. `None` is `torch.optim.SGD` with `lr`, without
             momentum or weight decay: the local optimizer that FedAvg and most papers assume.
-        scheduler: makes the learning-rate scheduler from the optimizer; ``ReduceLROnPlateau`` watches ``val_loss``.
-        lr: learning rate of the default optimizer, 0.1 when None. The networks of this package train with it, except
-            ``SmallTransformer`` and ``PLayerCifarNet``, which want AdamW. Refused beside ``optimizer``.
-        label_smoothing: in [0, 1), for the training loss.
-        scheduler_interval: whether the scheduler steps once an epoch or once a step.
+        scheduler: Makes the learning-rate scheduler from the optimizer. `ReduceLROnPlateau` monitors `val_loss`.
+        lr: Learning rate of the default optimizer; `None` is 0.1. The networks of this package train with it, except
+            `SmallTransformer` and `PLayerCifarNet`, which need AdamW. Not allowed together with `optimizer`.
+        label_smoothing: Label smoothing of the training loss, in [0, 1).
+        scheduler_interval: When the scheduler steps: once an `"epoch"` or once a `"step"`.
 
     Raises:
-        ValueError: both ``lr`` and ``optimizer`` are given, or a value is out of its range.
+        ValueError: If both `lr` and `optimizer` are given, or a value is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP, Classifier
+        >>> module = Classifier(MLP(4, [8], 3), num_classes=3, lr=0.05)
+        >>> batch = torch.zeros(5, 4), torch.tensor([0, 1, 2, 0, 1])
+        >>> module.predict_step(batch).shape, module.head_name
+        (torch.Size([5, 3]), 'net.fc2')
     """
 
     def __init__(
@@ -89,31 +99,31 @@ class Classifier(LightningModule):
 
     @property
     def head_name(self) -> str:
-        """Name of the head inside this module, such as ``net.fc2``: what personal-head algorithms keep local."""
+        """Name of the head inside this module, such as `net.fc2`: the part that personal-head algorithms keep local."""
         return f"net.{head_name(self.net)}"
 
     def forward(self, x: Any) -> Tensor:
-        """The network's logits, as it returns them."""
+        """Return the network's logits, as it returns them."""
         logits: Tensor = self.net(x)
         return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss of a batch, a scalar."""
+        """Return the loss of a batch, a scalar."""
         x, y = self._labelled(batch, batch_idx)
         loss = self.loss(self(x), y, self.label_smoothing)
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(y))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the ``val_`` scores."""
+        """Add a batch to the `val_` scores."""
         self._score(self.val_metrics, batch, batch_idx)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Add a batch to the ``test_`` scores."""
+        """Add a batch to the `test_` scores."""
         self._score(self.test_metrics, batch, batch_idx)
 
     def predict_step(self, batch: Any, batch_idx: int = 0) -> Tensor:
-        """Probabilities ``(N, C)`` for a batch ``x`` or ``(x, y)``."""
+        """Return probabilities `(batch, num_classes)` for a batch `x` or `(x, y)`."""
         x = batch[0] if isinstance(batch, list | tuple) else batch
         return self.class_logits(self(x)).softmax(1)
 
@@ -130,7 +140,7 @@ class Classifier(LightningModule):
         self._log_scores("test", self.test_metrics)
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over all parameters of this module, with its scheduler where one is set."""
+        """Return the optimizer over all parameters of this module, with its scheduler if one is set."""
         factory = self.make_optimizer
         parameters = self.parameters()
         optimizer = torch.optim.SGD(parameters, lr=self.lr) if factory is None else factory(parameters)
@@ -144,10 +154,13 @@ class Classifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def class_logits(self, logits: Tensor) -> Tensor:
-        """Logits as ``(N, C)`` in at least float32; a single logit z becomes the pair (0, z).
+        """Return logits as `(batch, num_classes)` in at least float32; a single logit z becomes the pair (0, z).
+
+        Args:
+            logits: The network's output, shape `(batch, num_classes)`, or `(batch,)` or `(batch, 1)` if binary.
 
         Raises:
-            ValueError: the network's output does not fit ``num_classes``.
+            ValueError: If the network's output does not fit `num_classes`.
         """
         shape = tuple(logits.shape)
         if logits.dtype in (torch.float16, torch.bfloat16):
@@ -158,16 +171,22 @@ class Classifier(LightningModule):
         if single and self.num_classes <= 2:
             return torch.cat([torch.zeros_like(logits), logits], dim=1)
         if single or logits.ndim != 2 or logits.shape[1] != self.num_classes:
-            wanted = {1: "(N,) or (N, 1)", 2: "(N, 2), or (N, 1) for one logit"}
+            shapes = {1: "(N,) or (N, 1)", 2: "(N, 2), or (N, 1) for one logit"}
             raise ValueError(
                 f"{type(self.net).__name__} returned logits of shape {shape}, but Classifier(num_classes="
-                f"{self.num_classes}) needs {wanted.get(self.num_classes, f'(N, {self.num_classes})')}. Give the "
+                f"{self.num_classes}) needs {shapes.get(self.num_classes, f'(N, {self.num_classes})')}. Give the "
                 "network that many outputs or change num_classes."
             )
         return logits
 
     def loss(self, logits: Tensor, y: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Mean cross entropy of the network's logits for labels ``y`` of shape ``(N,)``, in at least float32."""
+        """Return the mean cross entropy, in at least float32.
+
+        Args:
+            logits: The network's output, as for `class_logits`.
+            y: Labels, shape `(batch,)`.
+            label_smoothing: Share of the target that is spread over all classes.
+        """
         pair = self.class_logits(logits)
         if logits.ndim == 2 and logits.shape[1] > 1:
             return F.cross_entropy(pair, y, label_smoothing=label_smoothing)
@@ -211,7 +230,7 @@ class Classifier(LightningModule):
         x, y = batch
         if y.ndim == 2 and y.shape[1] == 1:
             y = y.squeeze(1)
-        if y.device.type == "cpu" or batch_idx == 0:  # reading values stops a GPU: there only in the first batch
+        if y.device.type == "cpu" or batch_idx == 0:  # reading values synchronises a GPU: first batch only
             check_labels(y, max(2, self.num_classes))
         return x, y.long()
 

@@ -1,4 +1,4 @@
-"""Which submodule of a network is its head."""
+"""Find the head of a network."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from torch import nn
 
 
 def head_name(module: nn.Module) -> str:
-    """Name of the submodule that turns features into logits, such as ``fc2``.
+    """Return the name of the submodule that turns features into logits, such as `fc2`.
 
-    Read from the attribute ``head_name`` (all networks of this package) or from timm's configuration of the model.
+    It is read from the attribute `head_name` (all networks of this package) or from timm's configuration of the model.
+
+    Args:
+        module: The network.
 
     Raises:
-        ValueError: the module does not tell, or tells of more than one.
+        ValueError: If the module names no head, or more than one.
+
+    Example:
+        >>> from fedlightning.models import DigitsCNN, head_name
+        >>> head_name(DigitsCNN())
+        'fc'
     """
     name = getattr(module, "head_name", None)
     if name is None:

@@ -1,4 +1,4 @@
-"""The small networks of Fed-Heart-Disease in the FENDA-FL paper: 13 features, one logit.
+"""The small networks for Fed-Heart-Disease in the FENDA-FL paper: 13 features, one logit.
 
 Tavakoli et al., "A Comprehensive View of Personalized Federated Learning on Heterogeneous Clinical Datasets", arXiv
 2309.16825.
@@ -12,13 +12,18 @@ from torch import Tensor, nn
 
 
 class LogisticRegression(nn.Module):
-    """One linear layer, ``fc`` (head): 14 parameters by default.
+    """One linear layer: 14 parameters by default.
 
-    Input ``(N, in_features)``, output ``(N, num_classes)``.
+    Input `(batch, in_features)`, output `(batch, num_classes)`. Layers: `fc` (head).
 
     Args:
-        in_features: number of features.
-        num_classes: number of outputs; 1 is a single logit.
+        in_features: Number of features.
+        num_classes: Number of outputs; 1 is a single logit.
+
+    Example:
+        >>> from fedlightning.models import LogisticRegression
+        >>> sum(parameter.numel() for parameter in LogisticRegression().parameters())
+        14
     """
 
     head_name = "fc"
@@ -34,15 +39,20 @@ class LogisticRegression(nn.Module):
 
 
 class TinyNet(nn.Module):
-    """Two layers, ``fc1`` with ReLU and ``fc2`` (head): 76 parameters by default.
+    """Two linear layers with ReLU between them: 76 parameters by default.
 
-    It is each of APFL's two networks (152 in all) and the network to twin for FENDA: two extractors ``fc1`` and a head
-    on both (151 in all). Input ``(N, in_features)``, output ``(N, num_classes)``.
+    APFL uses two of them (152 parameters in all). FENDA makes a twin of one: two extractors `fc1` and a head on both
+    (151 in all). Input `(batch, in_features)`, output `(batch, num_classes)`. Layers: `fc1`, `fc2` (head).
 
     Args:
-        in_features: number of features.
-        width: number of hidden units.
-        num_classes: number of outputs; 1 is a single logit.
+        in_features: Number of features.
+        width: Number of hidden units.
+        num_classes: Number of outputs; 1 is a single logit.
+
+    Example:
+        >>> from fedlightning.models import TinyNet
+        >>> sum(parameter.numel() for parameter in TinyNet().parameters())
+        76
     """
 
     head_name = "fc2"
@@ -61,15 +71,20 @@ class TinyNet(nn.Module):
 class FendaNet(nn.Module):
     """FENDA's network written out: two extractors (linear and ReLU) and a linear head on both, 151 parameters.
 
-    ``head(concat(local_extractor(x), global_extractor(x)))``: local first, as in FL4Health, the authors' code. FENDA-FL
-    shares ``global_extractor`` only. Twinning a ``TinyNet`` gives the same network; this one checks that and
-    holds the parameter count fixed under other algorithms (the paper's Appendix D). Input ``(N, in_features)``, output
-    ``(N, num_classes)``. Layers: ``local_extractor``, ``global_extractor``, ``head``.
+    `head(concat(local_extractor(x), global_extractor(x)))`: local first, as in FL4Health, the authors' code. FENDA-FL
+    shares `global_extractor` only. `dual_by_head` of a `TinyNet` gives the same network; this one is there to test
+    that, and to keep the parameter count fixed under other algorithms (the paper's Appendix D). Input `(batch,
+    in_features)`, output `(batch, num_classes)`. Layers: `local_extractor`, `global_extractor`, `head`.
 
     Args:
-        in_features: number of features.
-        width: number of units of each extractor.
-        num_classes: number of outputs; 1 is a single logit.
+        in_features: Number of features.
+        width: Number of units of each extractor.
+        num_classes: Number of outputs; 1 is a single logit.
+
+    Example:
+        >>> from fedlightning.models import FendaNet
+        >>> sum(parameter.numel() for parameter in FendaNet().parameters())
+        151
     """
 
     head_name = "head"

@@ -1,4 +1,4 @@
-"""Labels that a classifier can learn from."""
+"""Check labels before a classifier learns from them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,24 @@ from torch import Tensor
 
 
 def check_labels(y: Tensor, num_classes: int) -> None:
-    """Refuse labels other than whole numbers ``0 .. num_classes - 1``. Does nothing where values cannot be read (vmap).
+    """Check that labels are whole numbers `0 .. num_classes - 1`.
+
+    Nothing is checked where values cannot be read (`torch.func.vmap`).
+
+    Args:
+        y: Labels of any shape.
+        num_classes: Number of classes.
 
     Raises:
-        ValueError: names the label, the number of classes and the way out.
+        ValueError: If a label is not. The message gives the label, the number of classes and the way out.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.labels import check_labels
+        >>> check_labels(torch.tensor([0, 2]), num_classes=3)
+        >>> check_labels(torch.tensor([0, 3]), num_classes=3)
+        Traceback (most recent call last):
+        ValueError: Label 3 is outside 0 .. 2: ...
     """
     if y.numel() == 0 or y.dtype == torch.bool:
         return

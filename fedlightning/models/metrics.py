@@ -1,4 +1,4 @@
-"""The scores of a classifier over a whole split, from all its samples at once and never from averages over batches."""
+"""The scores of a classifier over a whole split, computed from all samples at once and never averaged over batches."""
 
 from __future__ import annotations
 
@@ -10,26 +10,53 @@ from torchmetrics.utilities import dim_zero_cat
 
 
 class ClassificationMetrics(Metric):
-    """Loss, accuracy, balanced accuracy, two macro F1 scores, AUROC and calibration error.
+    r"""Loss, accuracy, balanced accuracy, two macro F1 scores, AUROC and calibration error of a classifier.
 
-    All but the last equal scikit-learn's on the same samples.
+    With :math:`TP_c, FP_c, FN_c` the counts of class :math:`c` among :math:`N` samples and :math:`C` classes:
 
-    Collects logits and labels (on their device) and computes everything in float64 on the CPU at the end, so results
-    do not depend on the batch size or the precision of training. Nothing enters a ``state_dict``.
+    .. math::
+        \text{loss} &= \frac{1}{N} \sum_i \ell_i \\
+        \text{accuracy} &= \frac{1}{N} \sum_c TP_c \\
+        \text{balanced\_accuracy} &= \frac{1}{|S|} \sum_{c \in S} \frac{TP_c}{TP_c + FN_c} \\
+        \text{f1\_macro} &= \frac{1}{|T|} \sum_{c \in T} \frac{2 TP_c}{2 TP_c + FP_c + FN_c} \\
+        \text{f1\_macro\_all} &= \frac{1}{C} \sum_{c \in T} \frac{2 TP_c}{2 TP_c + FP_c + FN_c}
 
-    ``compute()`` returns float32 scalars:
+    where :math:`S` are the classes that occur in the labels and :math:`T` those that occur in the labels or the
+    predictions. For the other two scores see the functions `auroc` and `calibration_error`.
 
-    - ``loss``: mean over samples of the losses given.
-    - ``accuracy``: share of samples with the right label.
-    - ``balanced_accuracy``: mean recall over the classes that occur in the labels.
-    - ``f1_macro``: mean F1 over the classes that occur among the labels or the predictions (scikit-learn's default).
-    - ``f1_macro_all``: mean F1 over all classes; one that never occurs counts 0. Never above ``f1_macro``.
-    - ``auroc``: two classes: the area under the ROC curve. More: the mean of the one-against-the-rest areas (ranked by
-      softmax probability) over the classes that have both positives and negatives in the labels. NaN when there is no
-      such class (a client whose data hold one class only) and when a logit is NaN.
+    All scores but `ece` equal scikit-learn's on the same samples. Logits and labels are collected on their device, and
+    everything is computed in float64 on the CPU at the end. Results therefore do not depend on the batch size or the
+    precision of training. Nothing enters a `state_dict`.
+
+    As input to `update` the metric takes
+
+    - `logits`: Logits of a batch, shape `(batch, num_classes)`.
+    - `target`: Its labels `0 .. num_classes - 1`, shape `(batch,)`.
+    - `loss`: The mean loss over these samples, shape `()`.
+
+    As output of `compute` it returns a dictionary of float32 scalars
+
+    - `loss`: Mean over samples of the losses given.
+    - `accuracy`: Share of samples with the right label.
+    - `balanced_accuracy`: Mean recall over the classes that occur in the labels.
+    - `f1_macro`: Mean F1 over the classes that occur in the labels or the predictions (scikit-learn's default).
+    - `f1_macro_all`: Mean F1 over all classes. A class that never occurs counts 0, so this is never above `f1_macro`.
+    - `auroc`: Area under the ROC curve. NaN if no class has both positives and negatives in the labels (a client whose
+      data hold one class only), or if a logit is NaN.
+    - `ece`: Expected calibration error with 15 bins. NaN if a logit is NaN.
 
     Args:
-        num_classes: number of columns of the logits, at least 2.
+        num_classes: Number of columns of the logits, at least 2.
+
+    Example:
+        >>> from torch import tensor
+        >>> from fedlightning.models import ClassificationMetrics
+        >>> metrics = ClassificationMetrics(num_classes=3)
+        >>> logits = tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 2.0, 0.0], [2.0, 0.0, 0.0]])
+        >>> metrics.update(logits, target=tensor([0, 1, 0, 0]), loss=tensor(0.5))
+        >>> {name: round(score.item(), 3) for name, score in metrics.compute().items()}  # class 2 never occurs
+        {'loss': 0.5, 'accuracy': 0.75, 'balanced_accuracy': 0.833, 'f1_macro': 0.733, 'f1_macro_all': 0.489,
+         'auroc': 0.833, 'ece': 0.037}
     """
 
     full_state_update = False
@@ -44,13 +71,13 @@ class ClassificationMetrics(Metric):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, logits: Tensor, target: Tensor, loss: Tensor) -> None:
-        """Add a batch: logits ``(N, num_classes)``, labels ``(N,)``, the mean loss over these N samples (scalar)."""
+        """Add a batch of logits, labels and its mean loss."""
         self.losses.append((loss.detach() * len(target)).reshape(1).float())
         self.logits.append(logits.detach().float())
         self.target.append(target.detach())
 
     def compute(self) -> dict[str, Tensor]:
-        """The scores over all samples since the last reset."""
+        """Return the scores over all samples since the last reset."""
         logits = dim_zero_cat(self.logits).cpu().double()
         target = dim_zero_cat(self.target).cpu()
         loss = dim_zero_cat(self.losses).cpu().double().sum() / len(target)
@@ -61,7 +88,20 @@ class ClassificationMetrics(Metric):
 
 
 def confusion_scores(predicted: Tensor, target: Tensor, num_classes: int) -> dict[str, Tensor]:
-    """Accuracy, balanced accuracy and both macro F1 scores of integer labels of shape ``(N,)``, in float64."""
+    """Return accuracy, balanced accuracy and both macro F1 scores, in float64; formulas in `ClassificationMetrics`.
+
+    Args:
+        predicted: Predicted classes, shape `(samples,)`.
+        target: Labels, shape `(samples,)`.
+        num_classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.metrics import confusion_scores
+        >>> scores = confusion_scores(torch.tensor([0, 1, 1, 0]), torch.tensor([0, 1, 0, 0]), num_classes=2)
+        >>> scores["accuracy"].item(), round(scores["balanced_accuracy"].item(), 3)
+        (0.75, 0.833)
+    """
     cells = torch.bincount(target * num_classes + predicted, minlength=num_classes**2)
     confusion = cells.reshape(num_classes, num_classes).double()  # rows: labels, columns: predictions
     right, in_target, in_predicted = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
@@ -75,7 +115,29 @@ def confusion_scores(predicted: Tensor, target: Tensor, num_classes: int) -> dic
 
 
 def auroc(logits: Tensor, target: Tensor) -> Tensor:
-    """Area under the ROC curve from logits ``(N, C)`` and labels ``(N,)``; see ``ClassificationMetrics``."""
+    r"""Return the area under the ROC curve.
+
+    .. math::
+        A_c = \frac{1}{P_c N_c} \sum_{i: y_i = c} \, \sum_{j: y_j \neq c}
+        [s_{ic} > s_{jc}] + \tfrac{1}{2} [s_{ic} = s_{jc}]
+
+    where :math:`P_c` and :math:`N_c` are the numbers of samples with and without label :math:`c`. Two classes: the area
+    of class 1, with the difference of the two logits as score. More classes: the mean over the classes that have both
+    positives and negatives, with softmax probabilities as scores.
+
+    Args:
+        logits: Logits, shape `(samples, num_classes)`.
+        target: Labels, shape `(samples,)`.
+
+    Returns:
+        A float64 scalar. NaN if no class has both positives and negatives, or if a score is NaN.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.metrics import auroc
+        >>> auroc(torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 2.0]]), torch.tensor([0, 1, 0])).item()
+        1.0
+    """
     # Two classes are ranked by the difference of their logits: probabilities near 1 would tie.
     two = logits.shape[1] == 2
     ranked = (logits[:, 1:] - logits[:, :1]) if two else logits.softmax(1)
@@ -87,14 +149,39 @@ def auroc(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def calibration_error(logits: Tensor, target: Tensor, bins: int = 15) -> Tensor:
-    """Expected calibration error, L1, of logits ``(N, C)`` and labels ``(N,)``; see ``ClassificationMetrics``."""
+    r"""Return the expected calibration error (L1).
+
+    .. math::
+        \text{ECE} = \sum_b \frac{n_b}{N} \, | \text{accuracy}_b - \text{confidence}_b |
+
+    over bins :math:`b` of equal width of the largest softmax probability, with :math:`n_b` of the :math:`N` samples
+    each.
+
+    Args:
+        logits: Logits, shape `(samples, num_classes)`.
+        target: Labels, shape `(samples,)`.
+        bins: Number of bins.
+
+    Returns:
+        A scalar. NaN if a logit is NaN.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.metrics import calibration_error
+        >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0]])  # confidence 0.88, accuracy 0.5
+        >>> round(calibration_error(logits, torch.tensor([0, 1])).item(), 2)
+        0.38
+    """
     if bool(logits.isnan().any()):
         return torch.tensor(torch.nan, dtype=torch.float64)
     return multiclass_calibration_error(logits.softmax(1), target, num_classes=logits.shape[1], n_bins=bins, norm="l1")
 
 
 def _area(score: Tensor, positive: Tensor) -> Tensor | None:
-    """Mann-Whitney: the chance that a positive scores above a negative, ties counting half. None without a pair."""
+    """Return the Mann-Whitney statistic: the chance that a positive scores above a negative, ties counting half.
+
+    `None` without both positives and negatives.
+    """
     positives = int(positive.sum())
     negatives = len(positive) - positives
     if not positives or not negatives:

@@ -1,8 +1,8 @@
 """Reference networks for images and plain features, as the papers describe them.
 
-All return raw logits of shape ``(N, num_classes)``, have one named submodule per layer, name their last layer in
-``head_name`` and keep their constructor's arguments in ``init_args`` (see ``fedlightning.models.recipes``).
-``num_classes=1`` gives a single logit for binary tasks.
+All of them return raw logits of shape `(batch, num_classes)`, have one named submodule per layer, name their last layer
+in `head_name` and keep their constructor's arguments in `init_args` (see `fedlightning.models.recipes`).
+`num_classes=1` gives a single logit for binary tasks.
 """
 
 from __future__ import annotations
@@ -16,31 +16,23 @@ from torch import Tensor, nn
 Norm = Literal["none", "batch", "group"]
 
 
-def norm_layer(kind: Norm, channels: int) -> nn.Module:
-    """BatchNorm, GroupNorm (8 groups, or as many as divide the channels) or nothing, for ``(N, channels, H, W)``.
-
-    Raises:
-        ValueError: ``kind`` is none of the three.
-    """
-    if kind == "none":
-        return nn.Identity()
-    if kind == "batch":
-        return nn.BatchNorm2d(channels)
-    if kind == "group":
-        return nn.GroupNorm(math.gcd(8, channels), channels)
-    raise ValueError(f"norm={kind!r} is not one of 'none', 'batch', 'group'.")
-
-
 class MLP(nn.Module):
-    """Fully connected layers with ReLU between them; inputs of any shape ``(N, ...)`` are flattened.
+    """Fully connected layers with ReLU between them.
 
-    Layers: ``fc1``, ``fc2``, ...; the last one is the head. ``MLP(784, [200, 200], 10)`` is the "2NN" of McMahan et
-    al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017 (199 210 parameters).
+    Input `(batch, ...)`, flattened to `(batch, in_features)`. Layers: `fc1`, `fc2`, ...; the last one is the head.
+    `MLP(784, [200, 200], 10)` is the "2NN" of McMahan et al., "Communication-Efficient Learning of Deep Networks from
+    Decentralized Data", AISTATS 2017 (199 210 parameters).
 
     Args:
-        in_features: number of values of one sample.
-        hidden: widths of the hidden layers; empty for a linear model.
-        num_classes: number of outputs.
+        in_features: Number of values of one sample.
+        hidden: Widths of the hidden layers; empty for a linear model.
+        num_classes: Number of outputs.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> net = MLP(784, [200, 200], 10)
+        >>> sum(parameter.numel() for parameter in net.parameters()), net.head_name
+        (199210, 'fc3')
     """
 
     def __init__(self, in_features: int, hidden: list[int], num_classes: int) -> None:
@@ -67,15 +59,21 @@ class MLP(nn.Module):
 class DigitsCNN(nn.Module):
     """Two small convolutions for 8x8 grey images such as scikit-learn's digits: 6 090 parameters, trains in seconds.
 
-    Input ``(N, in_channels, H, W)`` or flat ``(N, 64)`` (reshaped to 8x8). Layers: ``conv1``, ``norm1``, ``conv2``,
-    ``norm2``, ``fc`` (head). Ours, for the quickstart and for tests; ``norm="batch"`` adds 96 parameters and running
-    statistics.
+    Input `(batch, in_channels, height, width)`, or flat with as many values. Layers: `conv1`, `norm1`, `conv2`,
+    `norm2`, `fc` (head). The network is our own, for the quickstart and for tests; `norm="batch"` adds 96 parameters
+    and running statistics.
 
     Args:
-        num_classes: number of outputs.
-        norm: normalisation after each convolution.
-        in_channels: channels of the input.
-        input_size: height and width of the input, at least 4.
+        num_classes: Number of outputs.
+        norm: Normalisation after each convolution: `"none"`, `"batch"` or `"group"`.
+        in_channels: Channels of the input.
+        input_size: Height and width of the input, at least 4.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import DigitsCNN
+        >>> DigitsCNN()(torch.zeros(5, 64)).shape
+        torch.Size([5, 10])
     """
 
     head_name = "fc"
@@ -107,19 +105,24 @@ class MnistCNN(nn.Module):
     """The MNIST network of McMahan et al., AISTATS 2017: 1 663 370 parameters for 28x28.
 
     Two 5x5 convolutions (32 and 64 channels, padding 2, each followed by ReLU and 2x2 max-pooling), a fully connected
-    layer of 512 with ReLU, and the output. The padding is not stated there; it is what gives the published count.
-    Input ``(N, in_channels, input_size, input_size)``. Layers: ``conv1``, ``conv2``, ``fc1``, ``fc2`` (head).
+    layer of 512 with ReLU, and the output. The paper does not state the padding; this one gives the published parameter
+    count. Input `(batch, in_channels, input_size, input_size)`. Layers: `conv1`, `conv2`, `fc1`, `fc2` (head).
 
-    The FLIU paper cites it and says "one fully connected layer": with ``hidden=None`` that layer is the output, ``fc1``
-    passes its input on, and 83 466 parameters are left. Under FLIU's Adam at 0.01 the network with 512 hidden units often
-    loses all of them in its first steps; narrow ``channels`` are safe.
+    The FLIU paper cites it and says "one fully connected layer". With `hidden=None` that layer is the output, `fc1`
+    passes its input on, and 83 466 parameters are left. Under FLIU's Adam at 0.01 the network with 512 hidden units
+    often loses all of them in its first steps; narrow `channels` are safe.
 
     Args:
-        in_channels: channels of the input.
-        input_size: height and width of the input, at least 4.
-        num_classes: number of outputs.
-        hidden: units of ``fc1``; ``None``: no hidden layer.
-        channels: channels of the two convolutions.
+        in_channels: Channels of the input.
+        input_size: Height and width of the input, at least 4.
+        num_classes: Number of outputs.
+        hidden: Units of `fc1`. `None` leaves the hidden layer out.
+        channels: Channels of the two convolutions.
+
+    Example:
+        >>> from fedlightning.models import MnistCNN
+        >>> [sum(p.numel() for p in net.parameters()) for net in (MnistCNN(), MnistCNN(hidden=None))]
+        [1663370, 83466]
     """
 
     head_name = "fc2"
@@ -159,13 +162,18 @@ class CifarCNN(nn.Module):
     Two 5x5 convolutions of 64 channels, each with ReLU and 3x3 max-pooling of stride 2, fully connected layers of 384
     and 192 with ReLU, and the output: "about 10^6 parameters", exactly 1 068 298 on their 24x24 crops and 1 756 426 on
     whole 32x32 images (our default; our source for the FLIU paper names no crop). The tutorial's local response
-    normalisation, which has no parameters, is left out. Input ``(N, in_channels, input_size, input_size)``.
-    Layers: ``conv1``, ``conv2``, ``fc1``, ``fc2``, ``fc3`` (head).
+    normalisation, which has no parameters, is left out. Input `(batch, in_channels, input_size, input_size)`. Layers:
+    `conv1`, `conv2`, `fc1`, `fc2`, `fc3` (head).
 
     Args:
-        in_channels: channels of the input.
-        input_size: height and width of the input.
-        num_classes: number of outputs.
+        in_channels: Channels of the input.
+        input_size: Height and width of the input.
+        num_classes: Number of outputs.
+
+    Example:
+        >>> from fedlightning.models import CifarCNN
+        >>> [sum(p.numel() for p in CifarCNN(input_size=size).parameters()) for size in (24, 32)]
+        [1068298, 1756426]
     """
 
     head_name = "fc3"
@@ -185,3 +193,27 @@ class CifarCNN(nn.Module):
         x = F.relu(self.fc1(x.flatten(1)))
         logits: Tensor = self.fc3(F.relu(self.fc2(x)))
         return logits
+
+
+def norm_layer(kind: Norm, channels: int) -> nn.Module:
+    """Return BatchNorm, GroupNorm or nothing, for feature maps `(batch, channels, height, width)`.
+
+    Args:
+        kind: `"none"`, `"batch"`, or `"group"` (8 groups, or the greatest common divisor of 8 and `channels`).
+        channels: Number of channels.
+
+    Raises:
+        ValueError: If `kind` is none of the three.
+
+    Example:
+        >>> from fedlightning.models.networks import norm_layer
+        >>> norm_layer("group", 12).num_groups
+        4
+    """
+    if kind == "none":
+        return nn.Identity()
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    if kind == "group":
+        return nn.GroupNorm(math.gcd(8, channels), channels)
+    raise ValueError(f"norm={kind!r} is not one of 'none', 'batch', 'group'.")

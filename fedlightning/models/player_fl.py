@@ -1,7 +1,7 @@
 """The image networks of the PLayer-FL paper, with the layer names that it uses.
 
 Elhussein and Gürsoy, "PLayer-FL: A Principled Approach to Personalized Layer-wise Cross-Silo Federated Learning", arXiv
-2502.08829; widths, pooling and initial values as in their public code (gaiters-aerials/player_fl).
+2502.08829. Widths, pooling and initial values are those of their public code (gaiters-aerials/player_fl).
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ from fedlightning.models.networks import Norm, norm_layer
 
 
 class PLayerConvNet(nn.Module):
-    """The FashionMNIST and EMNIST network: 1 052 758 parameters for 10 classes.
+    """PLayer-FL's network for FashionMNIST and EMNIST: 1 052 758 parameters for 10 classes.
 
     Three 5x5 convolutions (64, 128, 256 channels, padding 2, each with ReLU and 2x2 max-pooling), global average
-    pooling and fully connected layers 256-100-``num_classes``. Weights start Kaiming-normal, biases at zero.
-    The pooling makes the size of the input free: ``(N, in_channels, H, W)`` with H and W of 8 or more.
-    Layers: ``conv1``, ``conv2``, ``conv3``, ``fc1``, ``fc2`` (head); with a ``norm`` also ``norm1`` to ``norm3``.
+    pooling and fully connected layers 256-100-`num_classes`. Weights start Kaiming-normal, biases at zero. The pooling
+    leaves the size of the input free: `(batch, in_channels, height, width)` with height and width of 8 or more. Layers:
+    `conv1`, `conv2`, `conv3`, `fc1`, `fc2` (head); with a `norm` also `norm1` to `norm3`.
 
     Args:
-        in_channels: channels of the input; 1 for FashionMNIST and EMNIST, 3 for CIFAR-10.
-        num_classes: number of outputs.
-        norm: normalisation after each convolution; the paper has none.
+        in_channels: Channels of the input; 1 for FashionMNIST and EMNIST, 3 for CIFAR-10.
+        num_classes: Number of outputs.
+        norm: Normalisation after each convolution: `"none"` (paper), `"batch"` or `"group"`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import PLayerConvNet
+        >>> PLayerConvNet()(torch.zeros(1, 1, 8, 8)).shape
+        torch.Size([1, 10])
     """
 
     head_name = "fc2"
@@ -51,18 +57,22 @@ class PLayerConvNet(nn.Module):
 
 
 class PLayerCifarNet(nn.Module):
-    """The CIFAR-10 network: five 3x3 convolutions, 3 963 094 parameters for 10 classes.
+    """PLayer-FL's network for CIFAR-10: five 3x3 convolutions, 3 963 094 parameters for 10 classes.
 
-    Channels 64, 128, 256, 512, 512 with padding 2, ReLU and dropout; 2x2 max-pooling after ``conv2`` and ``conv4``;
-    global average pooling; 512-100-``num_classes``. Weights start Kaiming-normal, biases at zero. Train it with AdamW,
-    as the paper does. On a CPU ``PLayerConvNet(in_channels=3)`` is several times cheaper. Input
-    ``(N, in_channels, H, W)``.
-    Layers: ``conv1`` to ``conv5``, ``fc1``, ``fc2`` (head).
+    Channels 64, 128, 256, 512, 512 with padding 2, ReLU and dropout; 2x2 max-pooling after `conv2` and `conv4`; global
+    average pooling; 512-100-`num_classes`. Weights start Kaiming-normal, biases at zero. Train it with AdamW, as the
+    paper does. On a CPU `PLayerConvNet(in_channels=3)` is several times cheaper. Input `(batch, in_channels, height,
+    width)`. Layers: `conv1` to `conv5`, `fc1`, `fc2` (head).
 
     Args:
-        in_channels: channels of the input.
-        num_classes: number of outputs.
-        dropout: probability after each convolution; 0.3 in their code.
+        in_channels: Channels of the input.
+        num_classes: Number of outputs.
+        dropout: Dropout probability after each convolution (their code: 0.3).
+
+    Example:
+        >>> from fedlightning.models import PLayerCifarNet
+        >>> sum(parameter.numel() for parameter in PLayerCifarNet().parameters())
+        3963094
     """
 
     head_name = "fc2"

@@ -1,8 +1,8 @@
-"""How a module or an optimizer was made, as plain values that a checkpoint or a YAML file can hold.
+"""Recipes: how a module or an optimizer was made, as plain values that a checkpoint or a YAML file can hold.
 
-A *recipe* is what LightningCLI writes too: ``{"class_path": "fedlightning.models.MLP", "init_args": {...}}``.
-A network takes part by having an attribute ``init_args``: a dict with the value of every argument of its constructor.
-All networks of this package have it; one line in your own network's ``__init__`` gives it the same.
+A *recipe* is what LightningCLI writes too: `{"class_path": "fedlightning.models.MLP", "init_args": {...}}`. A network
+has one if it has an attribute `init_args`: a dict with the value of every argument of its constructor. All networks of
+this package have it; one line in your own network's `__init__` adds it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,19 @@ INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 
 
 def module_recipe(module: nn.Module) -> dict[str, Any] | None:
-    """The recipe of ``module``, or None when it cannot be known.
+    """Return the recipe of `module`, or `None` if it is not known.
 
-    It cannot be known when the class is not importable by name, or when ``module.init_args`` is missing, does not name
-    the arguments of the constructor (a subclass with another constructor inherits it) or holds more than plain values.
+    It is not known if the class cannot be imported by name, or if `module.init_args` is missing, does not name the
+    arguments of the constructor (a subclass with another constructor inherits it) or holds more than plain values.
+
+    Args:
+        module: Any module.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.models.recipes import module_recipe
+        >>> module_recipe(MLP(4, [], 2))["init_args"]
+        {'in_features': 4, 'hidden': [], 'num_classes': 2}
     """
     given = getattr(module, "init_args", None)
     if not isinstance(given, Mapping):
@@ -35,9 +44,20 @@ def module_recipe(module: nn.Module) -> dict[str, Any] | None:
 
 
 def callable_recipe(factory: Any) -> dict[str, Any] | None:
-    """The recipe of an optimizer or scheduler factory: a class or a ``functools.partial`` of one with plain keywords.
+    """Return the recipe of an optimizer or scheduler factory, or `None` if it is not known.
 
-    None for all else (a lambda, a local function): what these do cannot be written down.
+    It is known for a class, or a `functools.partial` of one with plain keywords. Lambdas and local functions cannot be
+    written down.
+
+    Args:
+        factory: Makes an optimizer from parameters, or a scheduler from an optimizer.
+
+    Example:
+        >>> import functools
+        >>> import torch
+        >>> from fedlightning.models.recipes import callable_recipe
+        >>> callable_recipe(functools.partial(torch.optim.SGD, lr=0.1))
+        {'class_path': 'torch.optim.sgd.SGD', 'init_args': {'lr': 0.1}}
     """
     keywords: dict[str, Any] = {}
     if isinstance(factory, functools.partial) and not factory.args:
@@ -49,9 +69,18 @@ def callable_recipe(factory: Any) -> dict[str, Any] | None:
 
 
 def plain_factory(factory: Any) -> Any:
-    """Turn jsonargparse's ``partial(instantiate, ..., SGD, lr=0.1)`` into ``partial(SGD, lr=0.1)``, nothing else.
+    """Return jsonargparse's `partial(instantiate, ..., SGD, lr=0.1)` as `partial(SGD, lr=0.1)`, all else unchanged.
 
-    The first holds a reference to the parser of the command line and can be neither pickled nor copied cheaply.
+    The first form holds a reference to the parser of the command line and can be neither pickled nor copied cheaply.
+
+    Args:
+        factory: An optimizer or scheduler factory, or `None`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.recipes import plain_factory
+        >>> plain_factory(torch.optim.SGD) is torch.optim.SGD
+        True
     """
     if not isinstance(factory, functools.partial) or not factory.args or not isinstance(factory.args[-1], type):
         return factory
@@ -62,10 +91,19 @@ def plain_factory(factory: Any) -> Any:
 
 
 def unrecorded_net(name: str) -> nn.Module:
-    """Stands in a checkpoint for a network whose recipe is not known; building it says what to do.
+    """Raise an error that says what to do; checkpoints name this function for a network whose recipe is not known.
+
+    Args:
+        name: Import path of the network's class.
 
     Raises:
-        TypeError: always.
+        TypeError: Always.
+
+    Example:
+        >>> from fedlightning.models.recipes import unrecorded_net
+        >>> unrecorded_net("mine.Net")
+        Traceback (most recent call last):
+        TypeError: This checkpoint holds the weights of a mine.Net but not how to build one, ...
     """
     raise TypeError(
         f"This checkpoint holds the weights of a {name} but not how to build one, because {name} has no `init_args` "
@@ -76,7 +114,17 @@ def unrecorded_net(name: str) -> nn.Module:
 
 
 def net_recipe(net: nn.Module) -> dict[str, Any]:
-    """The recipe of ``net``; when it is not known, the recipe of a sentence that says so on loading."""
+    """Return the recipe of `net`. If it is not known, the recipe calls `unrecorded_net` on loading.
+
+    Args:
+        net: Any module.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.models.recipes import net_recipe
+        >>> net_recipe(nn.ReLU())["class_path"]
+        'fedlightning.models.recipes.unrecorded_net'
+    """
     known = module_recipe(net)
     if known is not None:
         return known
@@ -89,7 +137,7 @@ def _import_path(cls: type) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with tuples as lists, or None where a dict (at any depth) holds what is not a plain value."""
+    """Return `value` with tuples as lists, or `None` if it holds (at any depth) something that is not a plain value."""
     try:
         return _listed(value)
     except TypeError:

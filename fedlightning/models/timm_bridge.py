@@ -12,22 +12,27 @@ from fedlightning.models.heads import head_name
 
 
 class TimmNet(nn.Module):
-    """A model of the timm library (R. Wightman, "PyTorch Image Models") with its head named.
+    """A model of the timm library (R. Wightman, "PyTorch Image Models") with a named head.
 
-    Input ``(N, in_chans, H, W)``, output logits ``(N, num_classes)``. The model itself is ``model``; ``head_name`` is
-    ``model.`` and timm's own name of the classifier: ``model.fc`` (resnet18), ``model.classifier`` (efficientnet_b0,
-    mobilenetv3), ``model.head`` (vit). All else is the extractor.
+    Input `(batch, in_chans, height, width)`, output logits `(batch, num_classes)`. The model itself is `model`.
+    `head_name` is `model.` and timm's own name of the classifier: `model.fc` (resnet18), `model.classifier`
+    (efficientnet_b0, mobilenetv3), `model.head` (vit). Everything else is the extractor.
 
     Args:
-        model_name: timm's name of the model, such as ``resnet18``.
-        num_classes: number of outputs.
-        in_chans: channels of the input.
-        pretrained: start from timm's published weights, which are downloaded. A loaded checkpoint never downloads.
-        model_args: further arguments of ``timm.create_model``, such as ``{"img_size": 32, "patch_size": 4}`` for a vit.
+        model_name: Name of the model in timm, such as `resnet18`.
+        num_classes: Number of outputs.
+        in_chans: Channels of the input.
+        pretrained: Start from timm's published weights, which are downloaded. A loaded checkpoint never downloads.
+        model_args: More arguments of `timm.create_model`, such as `{"img_size": 32, "patch_size": 4}` for a vit.
 
     Raises:
-        ImportError: timm is not installed.
-        ValueError: timm has no such model, or the model has no head or more than one.
+        ImportError: If timm is not installed.
+        ValueError: If timm has no such model, or the model has no head or more than one.
+
+    Example:
+        >>> from fedlightning.models import TimmNet
+        >>> TimmNet("resnet18", num_classes=10).head_name  # doctest: +SKIP
+        'model.fc'
     """
 
     def __init__(
@@ -42,7 +47,7 @@ class TimmNet(nn.Module):
         if num_classes < 1:
             raise ValueError(f"TimmNet(num_classes={num_classes}): a classifier needs at least 1 output.")
         timm = _timm()
-        if ":" not in model_name and not timm.is_model(model_name.partition(".")[0]):  # "hf-hub:..." is timm's business
+        if ":" not in model_name and not timm.is_model(model_name.partition(".")[0]):  # timm checks "hf-hub:..."
             close = difflib.get_close_matches(model_name, timm.list_models(), n=5)
             hint = f"Did you mean {', '.join(close)}?" if close else "timm.list_models() names them all."
             raise ValueError(f"timm has no model {model_name!r}. {hint}")
@@ -67,11 +72,23 @@ class TimmNet(nn.Module):
 def timm_model(
     model_name: str, num_classes: int, in_chans: int = 3, pretrained: bool = False, **kwargs: Any
 ) -> TimmNet:
-    """``TimmNet`` with the further arguments of ``timm.create_model`` as keywords; for Python code.
+    """Return a `TimmNet` with more arguments of `timm.create_model` as keywords, for Python code.
+
+    Args:
+        model_name: As for `TimmNet`.
+        num_classes: As for `TimmNet`.
+        in_chans: As for `TimmNet`.
+        pretrained: As for `TimmNet`.
+        **kwargs: The `model_args` of `TimmNet`.
 
     Raises:
-        ImportError: timm is not installed.
-        ValueError: timm has no such model, or the model has no head or more than one.
+        ImportError: If timm is not installed.
+        ValueError: If timm has no such model, or the model has no head or more than one.
+
+    Example:
+        >>> from fedlightning.models import timm_model
+        >>> timm_model("resnet18", num_classes=10, in_chans=1).head_name  # doctest: +SKIP
+        'model.fc'
     """
     return TimmNet(model_name, num_classes, in_chans, pretrained, model_args=kwargs)
 

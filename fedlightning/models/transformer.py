@@ -7,22 +7,32 @@ from torch import Tensor, nn
 
 
 class SmallTransformer(nn.Module):
-    """Token and position embeddings, encoder blocks, mean over the tokens that are not padding, projection, classifier.
+    """A transformer encoder that classifies sequences of tokens.
 
-    For text tasks of the kind of PLayer-FL's Sent140 (arXiv 2502.08829), which has one attention block and pretrained
-    embeddings; this network is ours and starts from scratch. Train it with AdamW at about 1e-3: plain SGD is slow here.
-    Input: token numbers ``(N, L)``, ``L <= max_length``, padded with ``padding_idx``. A sample of padding alone is read
-    as its first padding token. Layers: ``embedding``, ``position``, ``block1``, ..., ``projection``, ``fc`` (head).
+    Token and position embeddings, encoder blocks, the mean over the tokens that are not padding, a projection and a
+    classifier. For text tasks of the kind of PLayer-FL's Sent140 (arXiv 2502.08829), which has one attention block and
+    pretrained embeddings; this network is our own and starts from scratch. Train it with AdamW at about 1e-3: plain SGD
+    is slow here.
+
+    Input: token numbers `(batch, length)` with `length <= max_length`, padded with `padding_idx`. A sample of padding
+    alone is read as its first padding token. Layers: `embedding`, `position`, `block1`, ..., `projection`, `fc` (head).
 
     Args:
-        vocab_size: number of different tokens, padding included.
-        num_classes: number of outputs.
-        max_length: longest sequence.
-        dim: width of the embeddings and blocks; a multiple of ``num_heads``.
-        num_heads: attention heads.
-        num_layers: number of encoder blocks.
-        dropout: probability within the blocks.
-        padding_idx: token that stands for padding.
+        vocab_size: Number of different tokens, padding included.
+        num_classes: Number of outputs.
+        max_length: Longest sequence.
+        dim: Width of the embeddings and blocks; a multiple of `num_heads`.
+        num_heads: Number of attention heads.
+        num_layers: Number of encoder blocks.
+        dropout: Dropout probability within the blocks.
+        padding_idx: Token that stands for padding.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import SmallTransformer
+        >>> net = SmallTransformer(vocab_size=20, num_classes=2, dim=8, num_heads=2)
+        >>> net(torch.randint(20, (5, 12))).shape
+        torch.Size([5, 2])
     """
 
     head_name = "fc"
@@ -59,10 +69,10 @@ class SmallTransformer(nn.Module):
         self.fc = nn.Linear(dim, num_classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits ``(N, num_classes)`` for tokens ``(N, L)``.
+        """Return logits `(batch, num_classes)` for tokens `(batch, length)`.
 
         Raises:
-            ValueError: a sequence is longer than ``max_length``.
+            ValueError: If a sequence is longer than `max_length`.
         """
         length = tokens.shape[1]
         if length > self.max_length:

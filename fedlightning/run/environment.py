@@ -29,14 +29,6 @@ def peak_memory_mb() -> float:
     return peak / (1024 * 1024 if sys.platform == "darwin" else 1024)
 
 
-def differing(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first entry in which two flat configurations differ, with both values; ``None`` where they agree."""
-    for name in now:
-        if name in before and _plain(before[name]) != _plain(now[name]):
-            return f"{name} was {_plain(before[name])} and is {_plain(now[name])}"
-    return None
-
-
 def plain(config: dict[str, Any]) -> dict[str, Any]:
     """``config`` as JSON can hold it."""
     return {name: json.loads(_plain(value)) for name, value in config.items()}

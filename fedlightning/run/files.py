@@ -1,7 +1,8 @@
-"""Writing files so that a killed process leaves the old one or the new one, never half of it."""
+"""Writing files so that a killed process or a lost disk cache leaves the old one or the new one, never half of it."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,50 @@ import torch
 
 
 def is_writer() -> bool:
-    """True in the one process of a run that writes files (rank 0 under DDP)."""
+    """Return True in the one process of a run that writes files (rank 0 under DDP)."""
     ranks = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # torchrun sets RANK and GROUP_RANK, Lightning the others
     return all(int(os.environ.get(rank, 0)) == 0 for rank in ranks)
 
 
 def write_atomically(path: Path, value: Any) -> None:
-    """``torch.save`` so that the file is either complete or not there."""
+    """Write a value with `torch.save` so that the file is complete on the disk, or not there."""
     temporary = path.with_name(path.name + ".tmp")
-    torch.save(value, temporary)
+    with temporary.open("wb") as file:
+        torch.save(value, file)
+        sync(file.fileno())
     os.replace(temporary, path)
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a text file so that it is either the old one or the new one."""
+    """Write a text file so that it is the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        sync(file.fileno())
     os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync(file: int) -> None:
+    """Wait until an open file is on the disk."""
+    os.fsync(file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def sha256(path: Path, size: int | None = None) -> str:
+    """Return the SHA-256 of a file, or of its first `size` bytes, in hexadecimal."""
+    found, left = hashlib.sha256(), path.stat().st_size if size is None else size
+    with path.open("rb") as file:
+        while left > 0 and (block := file.read(min(left, 1 << 20))):
+            found.update(block)
+            left -= len(block)
+    return found.hexdigest()

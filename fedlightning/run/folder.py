@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedlightning.run.files import is_writer, write_text_atomically
-from fedlightning.scoring.results import Row, read_rows, write_rows
+from fedlightning.run.metrics import MetricsFile
+from fedlightning.run.persistence import MANIFEST
+from fedlightning.scoring.results import Row, write_rows
 
 RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
+AUTO = "auto"
+"""Value of `resume`: go on if there is something to go on from, else start."""
 
 
 class RunFolder:
@@ -41,17 +47,30 @@ class RunFolder:
             self.path = Path(agreed[0])
         os.environ[RUN_FOLDER] = str(self.path)  # processes that DDP starts later inherit it
 
-    def refuse_used(self) -> None:
+    def refuse_used(self, discard_unsaved: bool = False) -> None:
         """Refuse to start a new run in a folder that holds one.
 
+        Args:
+            discard_unsaved: Remove what a run left that was killed before it had saved a state.
+
         Raises:
-            ValueError: naming the folder.
+            ValueError: Naming the folder.
         """
-        if (self.path / "metrics.csv").exists() and is_writer():
+        if not is_writer():
+            return
+        if discard_unsaved and not (self.last / MANIFEST).exists():
+            for path in (self.path / "metrics.csv", self.path / "summary.json", *self.path.glob("logs*")):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if (self.path / "metrics.csv").exists():
             raise ValueError(
                 f"There is a run in {self.path} already. Choose another version, leave version out, or resume it with "
                 f"resume='{self.path}'."
             )
+
+    @cached_property
+    def metrics(self) -> MetricsFile:
+        """The scores on disk."""
+        return MetricsFile(self.path / "metrics.csv")
 
     @property
     def last(self) -> Path:
@@ -68,19 +87,41 @@ class RunFolder:
     def write_rows(self, rows: Iterable[Row]) -> None:
         """Append scores to ``metrics.csv``."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_rows(self.path / "metrics.csv", rows)
+        self.metrics.append(rows)
 
-    def read_rows(self, rounds: int) -> list[Row]:
-        """The scores of the first ``rounds`` rounds, evaluations after training included."""
-        return [row for row in read_rows(self.path / "metrics.csv") if row.round <= rounds]
+    def read_rows(self, rounds: int, mark: dict[str, Any] | None) -> list[Row]:
+        """Read the scores of the first `rounds` rounds, evaluations after training included.
 
-    def keep_rounds(self, rounds: int) -> list[Row]:
-        """Cut ``metrics.csv`` back to the first ``rounds`` rounds of training (a resumed run writes the others again)."""
-        path = self.path / "metrics.csv"
-        rows = [row for row in read_rows(path) if row.round <= rounds and (row.split != "test" or row.stage == "L2")]
-        if path.exists() and is_writer():
-            write_rows(path, rows, append=False)
-        return rows
+        Args:
+            rounds: Finished rounds of the saved state.
+            mark: What the saved state knows of `metrics.csv`; `None` for one of an earlier version.
+
+        Raises:
+            DamagedMetricsError: If scores that the state knows are not there.
+        """
+        if mark is not None:
+            self.metrics.check(mark)
+        return [row for row in self.metrics.rows() if row.round <= rounds]
+
+    def keep_rounds(self, rounds: int, mark: dict[str, Any] | None) -> list[Row]:
+        """Cut `metrics.csv` back to what the saved state knows (a resumed run writes the others again), and read it.
+
+        Args:
+            rounds: Finished rounds of the saved state.
+            mark: As in :meth:`read_rows`.
+
+        Raises:
+            DamagedMetricsError: If scores that the state knows are not there.
+        """
+        if mark is None:
+            rows = [row for row in self.read_rows(rounds, None) if row.split != "test" or row.stage == "L2"]
+            if self.metrics.path.exists() and is_writer():
+                write_rows(self.metrics.path, rows, append=False)
+            return rows
+        self.metrics.check(mark)
+        if is_writer():
+            self.metrics.cut(mark)
+        return self.metrics.rows()
 
     def write_config(self, text: str) -> None:
         """Write ``config.yaml``: what the command line needs to run this again."""
@@ -93,13 +134,36 @@ class RunFolder:
         write_text_atomically(self.path / "summary.json", json.dumps(summary, indent=1, default=str))
 
 
+def folder_of(path: str | Path) -> RunFolder:
+    """Return the run's folder at `path`."""
+    path = Path(path)
+    return RunFolder(path.parent.parent, path.parent.name, path.name)
+
+
+def find_resumable(root: str | Path, name: str, version: str | None) -> Path | None:
+    """Return the run to go on with, or `None` if there is nothing to go on from: one command for a requeued job.
+
+    Args:
+        root: Where runs lie.
+        name: The experiment's name.
+        version: The run's folder, where it is fixed; else the run of that name that wrote its state last.
+    """
+    if version is not None:
+        path = Path(root) / name / version
+        return path if (path / "checkpoints" / "last" / MANIFEST).exists() else None
+    try:
+        return find_last(root, name)
+    except FileNotFoundError:
+        return None
+
+
 def find_last(root: str | Path, name: str) -> Path:
     """The run that wrote its state last.
 
     Raises:
         FileNotFoundError: if no run of that name can be resumed.
     """
-    manifests = list((Path(root) / name).glob("*/checkpoints/last/manifest.json"))
+    manifests = list((Path(root) / name).glob("*/checkpoints/last/manifest*.json"))  # the newest may be lost
     if not manifests:
         raise FileNotFoundError(
             f"There is nothing to resume: no run under {Path(root) / name} has checkpoints/last/manifest.json. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +27,7 @@ class NoProgress:
     def client_done(self, update: Update) -> None:
         """A client has answered."""
 
-    def round_ended(self, round: int, rows: list[Row]) -> None:
+    def round_ended(self, round: int, rows: Sequence[Row]) -> None:
         """A round is over."""
 
 
@@ -75,7 +76,7 @@ class RichProgress(NoProgress):
         if self.bars is not None:
             self.bars.update(self.visits, advance=1, scores=f"client {update.client}")
 
-    def round_ended(self, round: int, rows: list[Row]) -> None:
+    def round_ended(self, round: int, rows: Sequence[Row]) -> None:
         """Show the round's mean validation scores."""
         text = score_line(round, rows)
         if self.bars is not None:
@@ -84,7 +85,7 @@ class RichProgress(NoProgress):
             self.console.print(f"round {round + 1}/{self.max_rounds}  {text}", highlight=False, soft_wrap=True)
 
 
-def score_line(round: int, rows: list[Row], limit: int = 2) -> str:
+def score_line(round: int, rows: Sequence[Row], limit: int = 2) -> str:
     """Mean local validation scores of the round, at the first stage that has them."""
     now = [row for row in rows if row.round == round + 1 and row.data == "local" and row.split == "val"]
     for stage in ("G", "L1", "L2"):

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import Logger
 
 from fedlightning.run.files import is_writer
 from fedlightning.run.folder import RunFolder
-from fedlightning.scoring.results import Row, summarise
+from fedlightning.scoring.results import Row, RowTable, summarise
 
 
 @dataclass
@@ -26,20 +26,31 @@ class Recorder:
 
     run: RunFolder | None = None
     loggers: list[Logger] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: RowTable = field(default_factory=RowTable)
     results: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    _known: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)  # addresses that may come again
+    _newest: int = field(default=0, repr=False)
 
     @property
     def writes(self) -> bool:
         """Whether this process writes files."""
         return self.run is not None and is_writer()
 
+    def start_with(self, rows: list[Row]) -> None:
+        """Take over the scores of a run that goes on, or that is evaluated again."""
+        self.rows.extend(rows)
+        self._known = {row.address for row in rows}
+        self._newest = max((row.round for row in rows), default=0)
+
     def record(self, rows: list[Row]) -> None:
         """Add scores; those that are there already (a repeated test) are not added twice."""
-        known = {row.address for row in self.rows}
-        rows = [row for row in rows if row.address not in known]
-        self.rows += rows
+        if rows and min(row.round for row in rows) > self._newest:  # a new round: nothing older comes twice
+            self._known.clear()
+        rows = [row for row in rows if row.address not in self._known]
+        self._known.update(row.address for row in rows)
+        self._newest = max((row.round for row in rows), default=self._newest)
+        self.rows.extend(rows)
         if self.run is not None and is_writer():
             self.run.write_rows(rows)
         means = {

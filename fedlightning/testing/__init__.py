@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fedlightning.catalogue import create
 from fedlightning.compat.quiet import quiet
 from fedlightning.hooks import FederatedCallback
 from fedlightning.testing.checks import CHECKS
 
 
 def check_algorithm(
-    algorithm: FederatedCallback,
+    algorithm: FederatedCallback | str,
     *,
     neutral: FederatedCallback | None = None,
     only: Iterable[str] | None = None,
@@ -25,7 +26,8 @@ def check_algorithm(
     """Run the conformance checks on an algorithm.
 
     Args:
-        algorithm: Instance with the options to check. It is copied for every check.
+        algorithm: Instance with the options to check, which is copied for every check, or the name of an algorithm (as
+            in :func:`fedlightning.catalogue.find`) for one with its defaults.
         neutral: Instance that must equal plain training with one client, such as `FedProx(mu=0)`. `None` runs the check
             `one_client` on `algorithm` itself.
         only: Names of the checks to run. `None` runs all of :data:`fedlightning.testing.checks.CHECKS`.
@@ -49,6 +51,7 @@ def check_algorithm(
     unknown = sorted({*chosen, *left_out} - set(CHECKS))
     if unknown:
         raise ValueError(f"There is no check '{unknown[0]}'. The checks are {sorted(CHECKS)}.")
+    algorithm = create(algorithm) if isinstance(algorithm, str) else algorithm
     passed = []
     for name in chosen:
         if name in left_out:

@@ -26,6 +26,8 @@ class Stopped(BaseException):
 class StopAfter(FederatedCallback):
     """A callback that interrupts a run in the round after `rounds`."""
 
+    takes_part = False
+
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds
 

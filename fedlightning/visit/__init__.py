@@ -1,1 +1,1 @@
-"""What happens at a client: one visit (`visit.py`), and what it needs."""
+"""Work at a client: one visit (`visit.py`), and what it needs."""

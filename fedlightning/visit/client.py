@@ -1,52 +1,67 @@
-"""The client: a LightningModule, its loaders, and a state that stays with it."""
+"""One client during a visit: :class:`Client`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy
+from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.hooks import Phase
 from fedlightning.messages import Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.visit import probes
 from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.scorer import Scorer
 from fedlightning.wrappers.features import FeatureTap
 
-if TYPE_CHECKING:
-    from fedlightning.visit.runner import LocalRunner
+
+class Surroundings(Protocol):
+    """The parts of a :class:`~fedlightning.visit.runner.LocalRunner` that a client uses; see there."""
+
+    blueprint: Blueprint
+    data: FederatedDataModule
+    scorer: Scorer
+
+    def loader(self, message: Message, split: str) -> DataLoader[Any] | None: ...
+
+    def used_samples(self, loader: DataLoader[Any] | None) -> int: ...
+
+    def start_sampler(self, loader: Any, message: Message, purpose: str = "") -> None: ...
 
 
 class Client:
-    """One client during one visit (or one evaluation, then on a copy of its state).
+    """One client during one visit or one evaluation: a LightningModule, its loaders, and a state that stays with it.
 
-    What algorithms need is offered here, so that none reaches around it.
+    It offers all that algorithms need, so that none of them reaches for the engine or the data module.
 
     Attributes:
-        id: the client's id; round: the present round, from 0.
-        module: its LightningModule, merged from what came and what stayed; made when first asked for where an engine
-            can do without.
-        message: what the server sent.
-        record: what the client keeps (see :class:`ClientRecord`).
-        received: the model entries as the server sent them, before any callback merged them.
-        evaluating: True when the visit only evaluates: nothing written to the state survives then.
-        steps, skipped, lr_sum: of this visit's federated fits.
-        lr_sums: per parameter name, the sum of its learning rate over the real steps.
-        metrics: what the module logged in training.
-        scratch: what a callback keeps for the time of the visit only.
-        phase: the fit that runs, for Lightning hooks that should act in federated phases only.
+        id: The client's id.
+        round: The present round, counted from 0.
+        message: The message from the server.
+        record: What the client keeps (see :class:`~fedlightning.visit.record.ClientRecord`).
+        received: Model entries as the server sent them, before any callback merged them.
+        evaluating: Whether the visit only evaluates. Then nothing that is written to :attr:`state` is kept.
+        steps: Optimizer steps of this visit's federated fits.
+        skipped: Steps of these fits that the gradient scaler skipped.
+        lr_sum: Largest of :attr:`lr_sums`.
+        lr_sums: By parameter name, the sum of its learning rate over these steps.
+        metrics: Values that the module logged in training.
+        scratch: Values that a callback keeps for the duration of the visit.
+        phase: The fit that runs. Lightning hooks that act in federated phases only read it.
     """
 
     def __init__(
         self,
-        runner: LocalRunner,
+        runner: Surroundings,
         message: Message,
         record: ClientRecord,
         module: LightningModule | None = None,
@@ -70,7 +85,7 @@ class Client:
         self.phase = Phase()
         self._streams: dict[str, Iterator[Any]] = {}
         self._anchor: dict[tuple[torch.device, str], Tensor] = {}
-        self._num_samples: int | None = None  # unknown until somebody asks
+        self._num_samples: int | None = None  # counted on first access
 
     @property
     def module(self) -> LightningModule:
@@ -86,28 +101,28 @@ class Client:
 
     @property
     def entries(self) -> State:
-        """The present tensors of the module's state, not copied. Not to be edited."""
+        """Tensors of the module's present state, by name. Neither copied nor to be edited."""
         return self._entries if self._module is None else module_state(self._module)
 
     def set_entries(self, entries: State) -> None:
-        """Take over the entries that a stack has trained (the module may have been built meanwhile)."""
+        """Take over entries that were trained in a stack, also into the module if it has been built meanwhile."""
         self._entries = entries
         if self._module is not None:
             load_state(self._module, entries)
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
-        """Per callback key, what lives from visit to visit: tensors (replace them, never edit in place) and values."""
+        """By callback key, what stays from visit to visit: tensors (replace them, never edit in place) and values."""
         return self.record.state
 
     @property
     def checkpoints(self) -> dict[str, dict[str, Any]]:
-        """Per callback key, selected models; the one thing that evaluation may write."""
+        """By callback key, selected models. They are all that an evaluation may write."""
         return self.record.checkpoints
 
     @property
     def num_samples(self) -> int:
-        """Training samples that an epoch of this job really uses."""
+        """Training samples that one epoch of this job uses."""
         if self._num_samples is None:
             self._num_samples = self._runner.used_samples(self._runner.loader(self.message, "train"))
         return self._num_samples
@@ -118,7 +133,7 @@ class Client:
 
     @property
     def class_counts(self) -> list[int] | None:
-        """Training samples per class, or ``None`` where the data has no labels."""
+        """Training samples by class, or `None` if the data have no labels."""
         return self._runner.data.class_counts(self.id)
 
     @property
@@ -129,19 +144,27 @@ class Client:
 
     @property
     def device(self) -> torch.device:
-        """Where the run computes. Outside a fit the module itself is on the CPU."""
+        """Device of the run. Outside a fit the module itself is on the CPU."""
         return self._blueprint.device
 
     def rng(self, purpose: str) -> torch.Generator:
-        """A generator addressed by (seed, round, client, purpose)."""
+        """Return a generator addressed by (seed, round, client, purpose)."""
         return generator(self._blueprint.settings.seed, self.round, self.id, purpose)
 
     def loader(self, split: str = "train") -> DataLoader[Any] | None:
-        """The client's loader; the pooled one on a pooled job."""
+        """Return the loader of a split: the client's own, or the pooled one in a pooled job."""
         return self._runner.loader(self.message, split)
 
     def anchor(self, name: str, device: torch.device) -> Tensor | None:
-        """The server's value of ``name`` as it was sent, in fp32 at least, on ``device``; ``None`` if it stays home."""
+        """Return the value of one entry as the server sent it.
+
+        Args:
+            name: Name of the entry.
+            device: Device of the result.
+
+        Returns:
+            The value in fp32 or a wider type, or `None` if this entry does not travel.
+        """
         if name not in self.received:
             return None
         if (device, name) not in self._anchor:
@@ -150,12 +173,22 @@ class Client:
         return self._anchor[device, name]
 
     def loss(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> float:
-        """Mean training loss over ``split`` at ``state`` (default: the present model); eval mode, no gradient."""
+        """Return the mean training loss over a split, in eval mode and without gradients.
+
+        Args:
+            state: Entries to evaluate at. `None`: the present model.
+            split: Split to average over.
+        """
         with self._at(state) as module:
             return probes.mean_loss(module, self._batches(split), self.precision, *self._address("loss", split))
 
     def gradient(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> State:
-        """Sample-weighted mean gradient over ``split`` at ``state``, by parameter name, on the CPU."""
+        """Return the sample-weighted mean gradient over a split, by parameter name, on the CPU.
+
+        Args:
+            state: Entries to evaluate at. `None`: the present model.
+            split: Split to average over.
+        """
         with self._at(state) as module:
             seed = self._address("gradient", split)
             return clone(probes.mean_gradient(module, self._batches(split), self.precision, *seed), "cpu")
@@ -168,14 +201,14 @@ class Client:
         repeat: bool = False,
         batch_idx: int = 0,
     ) -> tuple[Tensor, State]:
-        """Loss and gradient of one batch on the device, at the present parameters of ``module``; leaves no trace.
+        """Return loss and gradient of one batch at the present parameters of `module`. Nothing is changed.
 
         Args:
-            batch: as a hook of Lightning gives it.
-            module: another module than the client's own (a personal twin).
-            update_buffers: let the running statistics of ``module`` move, because it really trains.
-            repeat: draw the same random numbers (dropout) as the probe before: for differences of gradients.
-            batch_idx: what ``training_step`` is told of the batch's place in its epoch.
+            batch: Batch on the device, as a Lightning hook gets it.
+            module: A module other than the client's own, such as a personal model.
+            update_buffers: Let the running statistics of `module` move, because it trains on this batch.
+            repeat: Draw the same random numbers (dropout) as the probe before, for differences of gradients.
+            batch_idx: Index of the batch that `training_step` is given.
         """
         module = self.module if module is None else module
         self.scratch["probes"] = self.scratch.get("probes", 0) + (not repeat)
@@ -185,28 +218,35 @@ class Client:
         )
 
     def probing(self, module: LightningModule, update_buffers: bool = False) -> AbstractContextManager[None]:
-        """A block in which ``module`` may be run without a trace: muted, autocast as in training, randomness addressed.
+        """Return a context in which `module` may run without a trace.
+
+        It is muted, autocast is that of training, and its randomness is addressed.
 
         Args:
-            module: the client's own or one that trains beside it.
-            update_buffers: let the running statistics of ``module`` move.
+            module: The client's own module, or one that trains beside it.
+            update_buffers: Let the running statistics of `module` move.
         """
         self.scratch["probes"] = self.scratch.get("probes", 0) + 1
         seed = self._address("probe", self.scratch["probes"])
         return probes.probing(module, self.precision, *seed, update_buffers=update_buffers)
 
     def next_probe(self) -> tuple[object, ...]:
-        """The address of the randomness of one more probe."""
+        """Return the address of the randomness of one more probe."""
         self.scratch["probes"] = self.scratch.get("probes", 0) + 1
         return self._address("probe", self.scratch["probes"])
 
     @property
     def loss_scale(self) -> float:
-        """What the run's gradient scaler multiplies losses with before a backward pass; 1 outside fp16."""
+        """Loss scale of the gradient scaler (1.0 unless precision is 16-mixed)."""
         return probes.loss_scale(self.precision)
 
     def evaluate(self, state: Mapping[str, Tensor] | None = None, split: str = "val") -> dict[str, float]:
-        """What the module logs on the client's own ``split`` at ``state`` (default: the present model)."""
+        """Return what the module logs on the client's own data.
+
+        Args:
+            state: Entries to evaluate at. `None`: the present model.
+            split: Split to evaluate on. Without a loader for it the result is empty.
+        """
         loader = self.loader(split)
         if loader is None:
             return {}
@@ -214,11 +254,12 @@ class Client:
             return self._runner.scorer.score(module, loader, split)
 
     def next_batch(self, stream: str = "extra", module: LightningModule | None = None) -> Any:
-        """The next training batch of an endless stream of the client's own; each name is an independent stream.
+        """Return the next training batch of an endless stream of the client's own.
 
         Args:
-            stream: which stream.
-            module: the batch goes where this one is; by default the client's own, which is on the device in a fit.
+            stream: Name of the stream; each name is an independent one.
+            module: The batch is moved to the device of this module. `None`: the client's own, which is on the device in
+                a fit.
         """
         if stream not in self._streams:
             self._streams[stream] = self._endless(stream)
@@ -226,22 +267,32 @@ class Client:
         return probes.move_batch(self.module if module is None else module, batch)
 
     def model_state(self) -> State:
-        """A CPU copy of the module's present state."""
+        """Return a CPU copy of the module's present state."""
         return clone(self.entries, "cpu")
 
     def initial_module(self) -> LightningModule:
-        """A fresh module as the federation began: the same bits on every client and on the server."""
+        """Build a module as the federation began: the same bits on every client and on the server."""
         return self._blueprint.build(self.id)
 
     def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
-        """A teacher: a copy of the module at ``state`` (default: as it is) on its device, in eval mode, without gradients."""
+        """Return a teacher: a copy of the module on its device, in eval mode, without gradients.
+
+        Args:
+            state: Entries of the copy that differ. `None`: the present model.
+        """
         teacher = self.copy_module()
         if state is not None:
             load_state(teacher, state)
         return teacher.to(self.module.device).eval().requires_grad_(False)
 
     def features(self, module: LightningModule, batch: Any, taps: Mapping[str, FeatureTap]) -> dict[str, Tensor]:
-        """What ``taps`` (made on ``module``) catch when it runs its step on ``batch``; no gradient, no trace."""
+        """Return features that a module computes for a batch, without a gradient and without a trace.
+
+        Args:
+            module: Runs its training step.
+            batch: Batch on the device of `module`.
+            taps: By label, the taps on `module` that collect the features.
+        """
         with torch.no_grad(), self.probing(module), ExitStack() as stack:
             for tap in taps.values():
                 stack.enter_context(tap)
@@ -251,7 +302,12 @@ class Client:
     def feature_pass(
         self, taps: Callable[[LightningModule], Mapping[str, FeatureTap]], split: str = "train"
     ) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-        """One pass of the present model over ``split`` in eval mode: each batch and what ``taps(module)`` catch."""
+        """Yield each batch of a split and the features of the present model for it, in eval mode.
+
+        Args:
+            taps: Function that makes the taps on a module, by label.
+            split: Split to pass over once.
+        """
         with self._at(None) as module:
             was_training = module.training
             module.eval()
@@ -263,18 +319,18 @@ class Client:
                 module.train(was_training)
 
     def normalisation_statistics(self, split: str = "train") -> tuple[State, int]:
-        """Means over the batches of ``split`` of BatchNorm layers' batch statistics, and how many batches; no trace."""
+        """Return means over a split of BatchNorm layers' batch statistics, and the number of batches; no trace."""
         with self._at(None) as module:
             seed = self._address("statistics", split)
             return probes.normalisation_statistics(module, self._batches(split), self.precision, *seed)
 
     @property
     def keeps_optimizers(self) -> bool:
-        """Whether optimizers go on from visit to visit (``optimizer_state="keep"``)."""
+        """Whether optimizers continue from visit to visit (`optimizer_state="keep"`)."""
         return self._blueprint.settings.optimizer_state == "keep"
 
     def copy_module(self) -> LightningModule:
-        """A deep copy of the module, detached from any trainer."""
+        """Return a deep copy of the module, detached from any trainer."""
         return detached_copy(self.module)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
@@ -305,7 +361,7 @@ class Client:
 
 
 class _AtState:
-    """The module on the run's device with ``state`` loaded; as it was afterwards."""
+    """Context: the module on the run's device with `state` loaded. Afterwards the module is as before."""
 
     def __init__(self, module: LightningModule, state: Mapping[str, Tensor] | None, device: torch.device) -> None:
         self.module, self.state, self.device = module, state, device

@@ -1,198 +1,25 @@
 """One fit of a client's module, by one of two local loops that give the same bits.
 
-``trainer`` is a quiet Lightning Trainer of its own (:mod:`lightning_loop`); ``fast`` makes the same calls at a fraction
-of the cost (:mod:`fast`). In both :class:`VisitCallback` adds what a federation needs: addressed seeds, corrections on
-unscaled gradients, and a count of the steps that really happened.
+`trainer` is a quiet Lightning Trainer (:mod:`~fedlightning.visit.lightning_loop`); `fast` makes the same calls at a
+fraction of the cost (:mod:`fedlightning.visit.fast`). In both,
+:class:`~fedlightning.visit.visit_callback.VisitCallback` adds what a federation needs.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import add
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
-from torch.optim import Optimizer
+from lightning.pytorch import Trainer
 
 from fedlightning.blueprint.settings import LocalSettings
-from fedlightning.hooks import CallbackList, FederatedCallback, GradientContext, Phase
-from fedlightning.seeding import seed_all
+from fedlightning.hooks import CallbackList, Phase
+from fedlightning.visit.client import Client
 from fedlightning.visit.fast.fit import train_fast
 from fedlightning.visit.lightning_loop import release, train_with_lightning
 from fedlightning.visit.loss_terms import loss_terms
-
-if TYPE_CHECKING:
-    from fedlightning.visit.client import Client
-
-
-@dataclass
-class _Moves:
-    """Steps of one parameter group in which the same parameters moved.
-
-    Attributes:
-        there: which of its parameters had a gradient; names: what those are called; rates: the steps' learning rates.
-    """
-
-    there: list[bool]
-    names: list[str]
-    rates: list[float] = field(default_factory=list)
-
-
-class VisitCallback(Callback):
-    """What the core does inside a client's fit. It runs after the federated callbacks and before the ordinary ones."""
-
-    never_logs = True
-
-    def __init__(
-        self, client: Client, callbacks: CallbackList, settings: LocalSettings, phase: Phase, work: int
-    ) -> None:
-        self.client = client
-        self.correctors = acting(callbacks.correctors(), phase)
-        self.num_samples = client.num_samples
-        self.settings = settings
-        self.phase = phase.name
-        self.address = address_of(phase)
-        self.lr_factor = phase.lr_factor
-        self.unit = phase.unit or settings.unit
-        self.work = work
-        self.steps = 0
-        self.attempts = 0
-        self.first_epoch = 0
-        self.lr_sums: dict[str, float] = {}
-        self._handles: list[Any] = []
-        self._names: dict[int, str] = {}
-        self._moves: dict[tuple[int, int], _Moves] = {}
-        self._payload: Mapping[str, Any] = client.message.extras
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.first_epoch = trainer.current_epoch
-        self._names = {id(p): name for name, p in pl_module.named_parameters(remove_duplicate=False)}
-        scaler = self.client.record.lightning.get(self.phase, {}).get("precision")
-        if scaler and self.settings.optimizer_state == "reset":  # under "keep" Lightning itself restored it
-            trainer.precision_plugin.load_state_dict(scaler)
-        self._decay_learning_rates(trainer)
-        for index, optimizer in enumerate(trainer.optimizers):
-            if self.correctors and getattr(trainer.precision_plugin, "scaler", None) is not None:
-                self._refuse_fused(optimizer)
-            self._handles.append(optimizer.register_step_post_hook(partial(self._stepped, index)))
-
-    def _refuse_fused(self, optimizer: Optimizer) -> None:
-        if any(group.get("fused") for group in optimizer.param_groups):
-            names = ", ".join(callback.key for callback in self.correctors)
-            raise ValueError(
-                f"{names} corrects gradients, but the fused {type(optimizer).__name__} still holds scaled gradients "
-                "under fp16 at that point. Use fused=False or precision='bf16-mixed'."
-            )
-
-    def _decay_learning_rates(self, trainer: Trainer) -> None:
-        """Learning-rate decay per round survives the re-creation of the optimizer."""
-        keeps = self.settings.optimizer_state == "keep" and "checkpoint" in self.client.record.lightning[self.phase]
-        rounds = self.client.round - (self.client.record.last_round if keeps else 0)
-        factor = self.settings.lr_decay**rounds * (1.0 if keeps else self.lr_factor)
-        if factor == 1.0:
-            return
-        for optimizer in trainer.optimizers:
-            for group in optimizer.param_groups:
-                for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
-                    if name in group:
-                        group[name] = group[name] * factor
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        while schedulers:
-            scheduler = schedulers.pop()
-            if hasattr(scheduler, "base_lrs"):
-                scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
-            schedulers += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        epoch = trainer.current_epoch - self.first_epoch
-        seed_all(self.settings.seed, self.client.round, self.client.id, self.address, epoch)
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        self.attempts += optimizer is trainer.optimizers[0]
-        if not self.correctors:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) in self._names:
-                    name = self._names[id(parameter)]
-                    parameter.grad = self._corrected(name, parameter, float(group["lr"]))
-
-    @torch.no_grad()
-    def _corrected(self, name: str, parameter: Tensor, lr: float) -> Tensor:
-        assert parameter.grad is not None
-        gradient = parameter.grad
-        anchor = self.client.anchor(name, parameter.device)
-        for callback in self.correctors:
-            context = GradientContext(
-                anchor={} if anchor is None else {name: anchor},
-                payload=self._payload.get(callback.key, {}),
-                state=self.client.state.get(callback.key, {}),
-                client=self.client.id,
-                num_samples=self.num_samples,
-                lr=lr,
-                phase=self.phase,
-            )
-            gradient = callback.correct_gradient(context, name, parameter, gradient)
-        return gradient.to(parameter.grad.dtype)
-
-    def _stepped(self, index: int, optimizer: Optimizer, *ignored: Any) -> None:
-        moved = False
-        for number, group in enumerate(optimizer.param_groups):
-            there = [parameter.grad is not None for parameter in group["params"]]
-            moves = self._moves.get((index, number))
-            if moves is None or moves.there != there:
-                self._settle((index, number))
-                names = [self._names.get(id(parameter)) for parameter in group["params"]]
-                chosen = [name for name, is_there in zip(names, there, strict=True) if is_there and name is not None]
-                moves = self._moves[index, number] = _Moves(there, chosen)
-            moves.rates.append(float(group["lr"]))
-            moved |= bool(moves.names)
-        self.steps += index == 0 and moved  # a training_step that returned None moves nothing
-
-    def _settle(self, which: tuple[int, int]) -> None:
-        """Add up the learning rates of the steps so far of one optimizer's group, in the order of the steps."""
-        moves = self._moves.pop(which, None)
-        if moves is None:
-            return
-        totals: dict[float, float] = {}
-        for name in moves.names:
-            before = self.lr_sums.get(name, 0.0)
-            if before not in totals:
-                totals[before] = reduce(add, moves.rates, before)
-            self.lr_sums[name] = totals[before]
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for which in list(self._moves):
-            self._settle(which)
-
-
-class KeepingVisitCallback(VisitCallback):
-    """Under ``optimizer_state="keep"`` the Trainer's limit is the whole federation's horizon: a visit ends before it."""
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        if self.unit == "steps" and self.attempts >= self.work:
-            trainer.should_stop = True
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.unit == "epochs":
-            trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
-
-
-def address_of(phase: Phase) -> str:
-    """The name by which the randomness of ``phase`` is addressed."""
-    return phase.repeats or phase.name
-
-
-def acting(callbacks: list[FederatedCallback], phase: Phase) -> list[FederatedCallback]:
-    """The callbacks among ``callbacks`` whose terms act in ``phase``."""
-    return [callback for callback in callbacks if phase.federated or callback.key in phase.terms_of]
+from fedlightning.visit.visit_callback import KeepingVisitCallback, VisitCallback, acting
 
 
 def fit(
@@ -207,19 +34,26 @@ def fit(
     val_loader: Any = None,
     fast_trainer: Trainer | None = None,
 ) -> VisitCallback:
-    """Train ``client.module`` in place for ``work`` epochs or steps and keep what Lightning keeps in its record.
+    """Train `client.module` in place, and keep in the client's record what Lightning needs for the next visit.
 
     Args:
-        client: whose module and record; callbacks: all federated callbacks; settings: how to train.
-        loader: training batches.
-        start_sampler: addresses the loader's order, given (first epoch's number, rank, world size).
-        phase: which fit this is, and whose terms act in it; work: epochs or steps.
-        val_loader: for ``check_val_every_n_epoch``.
-        fast_trainer: a Trainer made with the run's arguments: train by the fast loop; ``None``: by Lightning's Trainer.
+        client: Client whose module trains.
+        callbacks: All federated callbacks.
+        settings: Settings of local training.
+        loader: Training batches.
+        start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
+            size.
+        phase: Phase of the visit: its name, and whose terms act in it.
+        work: Epochs or optimizer steps.
+        val_loader: Validation batches for `check_val_every_n_epoch`.
+        fast_trainer: A Trainer made with the run's arguments, for the fast loop. `None`: use Lightning's loop.
+
+    Returns:
+        The callback that counted the steps.
 
     Raises:
-        RuntimeError: if Lightning ran no step although there was data (a fit that silently trains nothing is a bug).
-        NotInFastLoop: if the fast loop met what it cannot repeat; nothing but ``client`` has changed then.
+        RuntimeError: If Lightning took no step although there was data.
+        NotInFastLoop: If the fast loop met something that it cannot repeat. Only `client` has changed then.
     """
     record = client.record.lightning.setdefault(phase.name, {})
     kind = KeepingVisitCallback if settings.optimizer_state == "keep" else VisitCallback

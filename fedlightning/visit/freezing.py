@@ -13,10 +13,14 @@ from fedlightning.tensors import module_state
 
 @contextmanager
 def only_training(module: LightningModule, names: tuple[str, ...] | None) -> Iterator[None]:
-    """Freeze all parameters but ``names`` (exact or module prefixes) for a phase.
+    """Within the block, train only a part of a module.
 
-    Frozen parameters get no gradient at all (a stale one would move them through weight decay), and modules none of
-    whose entries are named are put in eval mode, so that the running statistics of a frozen body stay.
+    Frozen parameters get no gradient at all, since a stale one would move them through weight decay. Modules with no
+    entry among `names` are put in eval mode, so that the running statistics of a frozen body stay.
+
+    Args:
+        module: The module.
+        names: Names or prefixes of the entries that train. `None`: all.
     """
     if names is None:
         yield

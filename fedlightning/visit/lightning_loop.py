@@ -1,29 +1,27 @@
-"""The local loop ``trainer``: one fit by a quiet Lightning Trainer of its own. Everything Lightning can do works here."""
+"""The local loop `trainer`: one fit by a quiet Lightning Trainer. Everything that Lightning can do works here."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins.io import CheckpointIO
 
+from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.hooks import Phase
-
-if TYPE_CHECKING:
-    from fedlightning.blueprint.settings import LocalSettings
-    from fedlightning.visit.client import Client
-    from fedlightning.visit.fit import VisitCallback
+from fedlightning.visit.client import Client
+from fedlightning.visit.visit_callback import VisitCallback
 
 UNLIMITED = -1
 
 
 class MemoryCheckpointIO(CheckpointIO):
-    """Lets Lightning's own save and resume carry a client's optimizers and clocks, without a file."""
+    """A checkpoint in memory, so that Lightning's own save and resume carry a client's optimizers without a file."""
 
     def __init__(self, checkpoint: dict[str, Any] | None = None) -> None:
         self.checkpoint = checkpoint
@@ -49,11 +47,18 @@ def train_with_lightning(
     phase: Phase,
     val_loader: Any = None,
 ) -> Trainer:
-    """Train ``client.module`` in place with ``callbacks`` (``visit`` among them); the Trainer that did it.
+    """Train `client.module` in place and return the Trainer that did it.
 
     Args:
-        client, settings, loader, start_sampler, phase, val_loader: see :func:`fedlightning.visit.fit.fit`.
-        visit: knows how much work there is.
+        client: Client whose module and record are used.
+        visit: Callback that knows the amount of work.
+        callbacks: Callbacks in Lightning's order, `visit` among them.
+        settings: Settings of local training.
+        loader: Training batches.
+        start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
+            size.
+        phase: Phase of the visit.
+        val_loader: Validation batches for `check_val_every_n_epoch`.
     """
     record = client.record.lightning[phase.name]
     keep = settings.optimizer_state == "keep"
@@ -86,7 +91,7 @@ def train_with_lightning(
             enable_model_summary=False,
             num_sanity_val_steps=0,
         )
-        # A visit ends its last epoch, if need be early. With a step limit Lightning would go on inside that epoch.
+        # A visit ends its last epoch, even early. With a step limit Lightning would continue inside that epoch.
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
         client.scratch["trainer"] = trainer
@@ -107,10 +112,10 @@ def train_with_lightning(
 
 
 def release(trainer: Trainer) -> None:
-    """Cut what a finished Trainer holds of the client's model.
+    """Cut the references of a finished Trainer to the client's model.
 
-    A Trainer is full of reference cycles: without this, the models of many clients stay in memory until Python's
-    collector comes by.
+    A Trainer is full of reference cycles. Without this, the models of many clients stay in memory until Python's
+    garbage collector runs.
     """
     for optimizer in trainer.optimizers:
         optimizer.state.clear()
@@ -126,7 +131,7 @@ def release(trainer: Trainer) -> None:
 
 
 def _resumable(checkpoint: dict[str, Any] | None, module: LightningModule) -> dict[str, Any] | None:
-    """The kept checkpoint with the module's present weights; copied, since optimizers edit their state in place."""
+    """Return a copy of the kept checkpoint with the module's present weights; optimizers edit their state in place."""
     if checkpoint is None:
         return None
     return copy.deepcopy(checkpoint) | {"state_dict": module.state_dict()}

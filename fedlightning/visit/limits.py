@@ -1,14 +1,14 @@
-"""How many batches of a loader are used: Lightning's `limit_*_batches`."""
+"""Limits of batches, as in Lightning's `limit_*_batches`."""
 
 from __future__ import annotations
 
 
 def limited(batches: int, limit: int | float | None) -> int:
-    """Return how many of `batches` a limit leaves.
+    """Return the number of batches that a limit leaves.
 
     Args:
         batches: Batches of the loader.
-        limit: `limit_train_batches` and the like: a number of batches (int), a share (float) or `None` for all.
+        limit: `limit_train_batches` and the like: a number of batches (int), a share (float), or `None` for all.
 
     Example:
         >>> limited(10, 3), limited(10, 0.25), limited(10, None)

@@ -1,23 +1,24 @@
-"""Which local loop a visit uses, and why."""
+"""Choice of the local loop: :class:`LoopChoice`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.visit.fast import refusals as fast_refusals
-
-if TYPE_CHECKING:
-    from fedlightning.blueprint.blueprint import Blueprint
 
 
 class LoopChoice:
-    """Chooses between the loops ``fast`` and ``trainer`` before training; ``auto`` says once why it is not fast.
+    """Chooses the loop `fast` or `trainer` before training; `auto` reports once why it does not choose `fast`.
 
     Args:
         blueprint: Settings and callbacks of the run, and a Trainer made with its arguments.
+
+    Attributes:
+        reason: Reason why the fast loop is not used; `None` if it is.
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -27,10 +28,14 @@ class LoopChoice:
         self.reason: str | None = "local_loop='trainer'" if self._settings.local_loop == "trainer" else None
 
     def fast_trainer(self, module: LightningModule, loader: Any) -> Trainer | None:
-        """What the fast loop needs for a fit of ``module`` on ``loader``; ``None``: use Lightning's Trainer.
+        """Return the Trainer that the fast loop needs for a fit, or `None` if Lightning's loop must be used.
+
+        Args:
+            module: Module to train.
+            loader: Its training batches.
 
         Raises:
-            ValueError: where ``local_loop="fast"`` does not apply; it says why.
+            ValueError: If `local_loop="fast"` does not apply, with the reason.
         """
         settings = self._settings
         if settings.local_loop == "trainer":
@@ -47,13 +52,13 @@ class LoopChoice:
         return None
 
     def give_up(self, reason: str) -> None:
-        """The fast loop met ``reason`` while it ran: the rest of the run does without it."""
+        """Leave the fast loop for the rest of the run, because it met `reason` while it ran."""
         self._of_run, self._asked = reason, True
         self._explain(reason)
 
     @property
     def used(self) -> str:
-        """For a run's summary: the loop that trained, and why it was not the fast one."""
+        """Loop that trained, with the reason if it was not the fast one; for the run's summary."""
         return "fast" if self.reason is None else f"trainer ({self.reason})"
 
     def _explain(self, reason: str) -> None:

@@ -1,28 +1,26 @@
-"""Loss-form terms: what callbacks add to the loss that a module's ``training_step`` returns."""
+"""Loss terms: what callbacks add to the loss that a module's `training_step` returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.hooks import FederatedCallback
+from fedlightning.visit.client import Client
 from fedlightning.wrappers.mixing import Mixin, mix
-
-if TYPE_CHECKING:
-    from fedlightning.visit.client import Client
 
 
 class LossTermMixin(Mixin):
-    """On a client's module for the time of a fit: runs the step with taps attached, then the callbacks' terms."""
+    """Runs a client's training step with feature taps attached, then adds the callbacks' terms to its loss."""
 
     wraps = ("training_step",)
 
     def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The step's output with its loss replaced; a skipped batch (``None``) stays skipped."""
+        """Return the step's output with its loss replaced. A skipped batch (`None`) stays skipped."""
         client: Client = vars(self)["loss_client"]
         module = cast(LightningModule, self)
         callbacks: Sequence[FederatedCallback] = vars(self)["loss_callbacks"]
@@ -44,12 +42,16 @@ class LossTermMixin(Mixin):
 
 @contextmanager
 def loss_terms(client: Client, callbacks: Sequence[FederatedCallback]) -> Iterator[None]:
-    """Within the block the steps of the client's module return the loss with every callback's term.
+    """Within the block, the training step of the client's module returns the loss with the term of every callback.
 
-    The module's class is swapped and put back, so its logging, hooks and names stay what they are.
+    The module's class is swapped and put back, so its logging, hooks and names stay the same.
+
+    Args:
+        client: The client.
+        callbacks: Callbacks whose terms act, in this order.
 
     Raises:
-        ValueError: if the module optimizes manually: its loss never comes back from ``training_step``.
+        ValueError: If the module optimizes manually: its loss never comes back from `training_step`.
     """
     module: LightningModule = client.module
     if not callbacks:

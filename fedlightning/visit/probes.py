@@ -1,7 +1,7 @@
-"""Looks at a module that leave no trace: losses and gradients at given parameters, outside the optimizer's loop.
+"""Losses and gradients at given parameters, outside the optimizer's loop, without a trace.
 
-Every probe mutes the module's logging and metrics, restores its buffers and draws its randomness from an address of its
-own, so that a run with a probe and one without train the same model.
+Every probe mutes the module's logging and metrics, restores its buffers, and draws its randomness from its own address.
+So a run with a probe and one without train the same model.
 """
 
 from __future__ import annotations
@@ -24,21 +24,26 @@ from fedlightning.wrappers.muting import frozen_buffers, muted
 
 
 class NoLossError(ValueError):
-    """A ``training_step`` that returned no loss."""
+    """A `training_step` returned no loss."""
 
 
 def move_batch(module: LightningModule, batch: Any) -> Any:
-    """Bring a batch to the module's device through its own transfer hooks."""
+    """Return a batch on the module's device, moved by its own transfer hooks."""
     batch = module.on_before_batch_transfer(batch, 0)
     batch = module.transfer_batch_to_device(batch, module.device, 0)
     return module.on_after_batch_transfer(batch, 0)
 
 
 def training_loss(module: LightningModule, batch: Any, batch_idx: int = 0) -> Tensor:
-    """The loss that ``module.training_step`` returns for ``batch``.
+    """Return the loss that `module.training_step` returns for `batch`.
+
+    Args:
+        module: The module.
+        batch: Batch on its device.
+        batch_idx: Index that the step is given.
 
     Raises:
-        NoLossError: if the step returns no loss (manual optimization, or a skipped batch).
+        NoLossError: If the step returns no loss (manual optimization, or a skipped batch).
     """
     output = module.training_step(batch, *((batch_idx,) if takes_index(module.training_step) else ()))
     loss = output.get("loss") if isinstance(output, dict) else output
@@ -54,9 +59,13 @@ def training_loss(module: LightningModule, batch: Any, batch_idx: int = 0) -> Te
 def probing(
     module: LightningModule, precision: Precision, *seed: object, update_buffers: bool = False
 ) -> Iterator[None]:
-    """A block in which the module may be run without a trace: muted, buffers restored, randomness addressed.
+    """Within the block, a module may run without a trace: muted, buffers restored, randomness addressed.
 
-    With ``update_buffers`` running statistics do move: for a module that really trains beside the client's own.
+    Args:
+        module: The module.
+        precision: Lightning's precision plugin, for autocast.
+        seed: Address of the randomness.
+        update_buffers: Let running statistics move, for a module that trains beside the client's own.
     """
     buffers = nullcontext() if update_buffers else frozen_buffers(module)
     with isolated(*seed), muted(module), buffers, precision.train_step_context():
@@ -64,7 +73,14 @@ def probing(
 
 
 def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> float:
-    """Sample-weighted mean training loss over ``batches``, in eval mode and without gradients; NaN without a batch."""
+    """Return the sample-weighted mean training loss, in eval mode and without gradients; NaN if there is no batch.
+
+    Args:
+        module: The module.
+        batches: Batches to average over.
+        precision: Lightning's precision plugin.
+        seed: Address of the randomness.
+    """
     total, count = 0.0, 0
     was_training = module.training
     module.eval()
@@ -80,7 +96,7 @@ def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precis
 
 
 def loss_scale(precision: Precision) -> float:
-    """The gradient scaler's present factor; 1 where there is none."""
+    """Return the present loss scale of the gradient scaler; 1.0 if there is none."""
     scaler = getattr(precision, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
@@ -93,10 +109,21 @@ def batch_gradient(
     update_buffers: bool = False,
     batch_idx: int = 0,
 ) -> tuple[Tensor, State]:
-    """Loss and gradient of one batch (already on the device) at the module's present parameters, by name.
+    """Return loss and gradient of one batch at the module's present parameters.
 
-    Gradients are unscaled and in the parameter's dtype; ``.grad`` fields are not touched. Parameters that the loss
-    does not reach are left out. Under fp16 the loss is scaled for the backward pass as the run's scaler does.
+    Gradients are unscaled and in the parameter's dtype; the `.grad` fields are not touched. Under fp16 the loss is
+    scaled for the backward pass as the run's scaler does.
+
+    Args:
+        module: The module.
+        batch: Batch on its device.
+        precision: Lightning's precision plugin.
+        seed: Address of the randomness.
+        update_buffers: Let running statistics move.
+        batch_idx: Index that the step is given.
+
+    Returns:
+        The loss, and gradients by parameter name. Parameters that the loss does not reach are left out.
     """
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     with torch.enable_grad(), probing(module, precision, *seed, update_buffers=update_buffers):
@@ -111,7 +138,14 @@ def batch_gradient(
 
 
 def mean_gradient(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> State:
-    """Sample-weighted mean gradient over ``batches`` at the module's present parameters, in fp32 at least."""
+    """Return the sample-weighted mean gradient at the module's present parameters, by name, in fp32 or a wider type.
+
+    Args:
+        module: The module.
+        batches: Batches to average over.
+        precision: Lightning's precision plugin.
+        seed: Address of the randomness.
+    """
     total: State = {}
     count = 0
     for index, batch in enumerate(batches):
@@ -128,9 +162,18 @@ def mean_gradient(module: LightningModule, batches: Iterable[Any], precision: Pr
 def normalisation_statistics(
     module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object
 ) -> tuple[State, int]:
-    """Means over ``batches`` of every BatchNorm layer's batch mean and variance, by buffer name, and how many batches.
+    """Return the mean of every BatchNorm layer's batch statistics, and the number of batches. Leaves no trace.
 
-    All but those layers is in eval mode. A batch of one sample has no variance and is left out. No trace.
+    All other layers are in eval mode. A batch of one sample has no variance and is left out.
+
+    Args:
+        module: The module.
+        batches: Batches to average over.
+        precision: Lightning's precision plugin.
+        seed: Address of the randomness.
+
+    Returns:
+        Means by buffer name (`running_mean`, `running_var`), and the number of batches.
     """
     layers = {
         path: layer

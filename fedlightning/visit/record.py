@@ -1,4 +1,4 @@
-"""What a client keeps from visit to visit: :class:`ClientRecord`."""
+"""The state of a client between visits: :class:`ClientRecord`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedlightning.tensors import State
 
 
 def copy_tree(tree: Any) -> Any:
-    """Copy the dicts and lists of a tree, not its tensors: state tensors are replaced, never edited in place."""
+    """Copy the dicts and lists of a tree, but not its tensors: these are replaced, never edited in place."""
     if isinstance(tree, dict):
         return {key: copy_tree(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -19,15 +19,18 @@ def copy_tree(tree: Any) -> Any:
 
 @dataclass
 class ClientRecord:
-    """All that a client keeps from visit to visit. Plain values and tensors: it can be saved, sent and restored.
+    """All that a client keeps from visit to visit: plain values and tensors, so it can be saved, sent and restored.
 
     Attributes:
-        personal: model entries that do not travel, as the last visit left them.
-        state: per callback key, what that callback keeps.
-        checkpoints: per callback key, selected models and their scores.
-        lightning: per phase, what Lightning keeps (gradient scaler, callback states, optimizers under ``keep``).
-        num_samples, steps, lr_sum: of the last fit, for a later job that only collects its result.
-        visits: how often the client has trained; last_round: when.
+        personal: Model entries that do not travel, as the last visit left them.
+        state: By callback key, the values that this callback keeps.
+        checkpoints: By callback key, selected models and their scores.
+        lightning: By phase, what Lightning keeps (gradient scaler, callback states, optimizers under `keep`).
+        num_samples: Training samples of the last fit, for a later job that only collects its result.
+        steps: Optimizer steps of the last fit.
+        lr_sum: Sum of the learning rate of the last fit.
+        visits: Number of visits in which the client has trained.
+        last_round: Round of the last of them; -1 before the first.
     """
 
     personal: State = field(default_factory=dict)
@@ -41,5 +44,5 @@ class ClientRecord:
     last_round: int = -1
 
     def copy(self) -> ClientRecord:
-        """A record that can be changed without changing this one (tensors are shared)."""
+        """Return a copy that can be changed without changing this record. Tensors are shared."""
         return ClientRecord(**{name: copy_tree(value) for name, value in vars(self).items()})

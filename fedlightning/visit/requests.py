@@ -1,7 +1,7 @@
-"""What a visit and a scoring task ask of the engine that carries them out: to fit a client, and to score models.
+"""Requests of visits and scoring tasks to the engine: fit a client, or score models.
 
-Both are generators. They yield a request, wait for its result, and end with their answer. So one engine can serve one
-request after another, and another can serve the requests of many clients at once, without a second way to write them.
+Visits and scoring tasks are generators. They yield a request, wait for its result, and end with their answer. So one
+engine serves one request after another, and another serves the requests of many clients at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedlightning.visit.runner import LocalRunner
 
 Scores = dict[str, float]
-"""Value of each metric that a module logged."""
+"""Value of each metric that a module logged, by name."""
 Answer = TypeVar("Answer")
 Answer_co = TypeVar("Answer_co", covariant=True)
 
@@ -31,11 +31,11 @@ Answer_co = TypeVar("Answer_co", covariant=True)
 # -- of a visit --------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Evaluate:
-    """What to score during a visit: the trained model (stage L2).
+    """Evaluation during a visit: of the trained model (stage L2).
 
     Attributes:
-        splits: `"val"`, `"test"`.
-        data: `"local"`, `"pooled"`; for scoring tasks also `"clients"`.
+        splits: Splits to evaluate on: `"val"`, `"test"`.
+        data: Data to evaluate on: `"local"`, `"pooled"`; for scoring tasks also `"clients"`.
     """
 
     splits: tuple[str, ...] = ()
@@ -44,14 +44,14 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Fit:
-    """Request for one fit of the client's module as it stands.
+    """Request for one fit of a client's module.
 
     Attributes:
-        client: Whose module.
-        message: What the server sent.
-        phase: Which part trains, and for how long.
-        work: Epochs or steps.
-        loader: Training batches that nobody has iterated yet; `None`: make a loader.
+        client: The client.
+        message: The message from the server.
+        phase: Part that trains, and for how long.
+        work: Epochs or optimizer steps.
+        loader: Training batches, not iterated yet. `None`: make a loader.
     """
 
     client: Client
@@ -62,28 +62,28 @@ class Fit:
 
 
 class FitResult(Protocol):
-    """What a fit did."""
+    """Result of a fit."""
 
     @property
     def steps(self) -> int:
-        """Optimizer steps really taken."""
+        """Optimizer steps taken."""
 
     @property
     def attempts(self) -> int:
-        """Steps attempted; the gradient scaler may have skipped some."""
+        """Optimizer steps attempted; the gradient scaler may have skipped some."""
 
     @property
     def lr_sums(self) -> Mapping[str, float]:
-        """Per parameter name the sum of its learning rate over the real steps."""
+        """By parameter name, the sum of its learning rate over the steps taken."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """Request for the scores of a client's trained model.
+    """Request for scores of a client's trained model.
 
     Attributes:
-        client: Whose model.
-        requests: What to score, in this order.
+        client: The client.
+        requests: Modules and loaders, in the order of the scores.
     """
 
     client: Client
@@ -101,8 +101,8 @@ class ScoreRequest:
     """Request for the scores of one module on one loader.
 
     Attributes:
-        module: Scored as it is, and not changed.
-        loader: All of its batches count.
+        module: Module to score; it is not changed.
+        loader: Batches to score it on.
         split: `"val"` or `"test"`.
         seed: Address of the randomness that loader and module may draw.
     """
@@ -114,16 +114,17 @@ class ScoreRequest:
 
 
 Scoring = Generator[Iterable[ScoreRequest], list[Scores], Answer]
-"""A scoring task in progress: yields all its requests at once (they may be drawn lazily), waits for their scores in that
-order, and ends with its answer."""
+"""A scoring task in progress. It yields all its requests at once (they may be drawn lazily), waits for their scores in
+that order, and ends with its answer.
+"""
 
 
 class ScoringTask(Protocol[Answer_co]):
-    """A task that only waits for scores, so that an engine may score several of them together."""
+    """A task that only waits for scores, so that an engine may score several tasks together."""
 
     @property
     def client(self) -> str | None:
-        """The client whose record goes in, or `None`."""
+        """Client whose record the task needs, or `None`."""
 
     def scoring(
         self, runner: LocalRunner, record: ClientRecord
@@ -132,7 +133,7 @@ class ScoringTask(Protocol[Answer_co]):
 
 
 def score_one(runner: LocalRunner, request: ScoreRequest) -> Scores:
-    """Score one module alone; every global random generator is left as it was."""
+    """Score one module alone. Every global random generator is left as it was."""
     with isolated(*request.seed):
         return runner.scorer.score(request.module, request.loader, request.split)
 
@@ -146,14 +147,18 @@ def score_in_turn(runner: LocalRunner, scoring: Scoring[Answer]) -> Answer:
 
     try:
         found = list(scores())
-    except BaseException as error:  # it may have a client open
+    except BaseException as error:  # the task may have a client open
         scoring.throw(error)
         raise
     return finish(scoring, found)
 
 
 def finish(scoring: Scoring[Answer], scores: list[Scores]) -> Answer:
-    """Send a scoring task its scores and return its answer."""
+    """Send a scoring task its scores and return its answer.
+
+    Raises:
+        RuntimeError: If it asks for scores twice.
+    """
     try:
         scoring.send(scores)
     except StopIteration as end:

@@ -1,4 +1,4 @@
-"""What happens at a client: :class:`LocalRunner` opens clients, finds their batches, fits and scores them."""
+"""The client side of a federation: :class:`LocalRunner` opens clients, finds their batches, fits and scores them."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from fedlightning.seeding import address
 from fedlightning.tensors import load_state
 from fedlightning.visit import fit as local_fit
 from fedlightning.visit.client import Client
-from fedlightning.visit.fit import VisitCallback, address_of
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
 from fedlightning.visit.loop_choice import LoopChoice
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, Scores
 from fedlightning.visit.scorer import Scorer
+from fedlightning.visit.visit_callback import VisitCallback, address_of
 
 EPOCHS_OF_A_VISIT = 2**31
-"""More than any visit has: its epochs never get the address of another round's."""
+"""More than any visit has, so that its epochs never get the address of another round's."""
 
 
 @dataclass
 class LocalRunner:
     """The client side of a federation: blueprint and data. An engine decides where it runs.
 
-    One visit is told in :mod:`fedlightning.visit.visit`; what it needs is here.
+    :mod:`fedlightning.visit.visit` describes one visit; the methods that it calls are here.
 
     Attributes:
-        blueprint: What clients' modules are built from.
-        data: Who has which samples.
+        blueprint: Builds the clients' modules.
+        data: Samples of each client.
         scorer: Scores modules.
-        loop: Which local loop trains, and why.
+        loop: Choice of the local loop.
     """
 
     blueprint: Blueprint
@@ -65,13 +65,19 @@ class LocalRunner:
 
     @property
     def settings(self) -> LocalSettings:
-        """How every client trains."""
+        """Settings of local training."""
         return self.blueprint.settings
 
     # -- clients -----------------------------------------------------------------------------------------------------
     @contextmanager
     def client(self, message: Message, record: ClientRecord, evaluating: bool = False) -> Iterator[Client]:
-        """Open a client with its merged model (stage L1), on a copy of its record, bound to every callback."""
+        """Open a client with its merged model (stage L1), on a copy of its record, bound to every callback.
+
+        Args:
+            message: The message from the server.
+            record: The client's record; not changed.
+            evaluating: Whether the visit only evaluates.
+        """
         entries = self.blueprint.plain_entries(record.personal | message.state)
         module = self.blueprint.build(message.client) if entries is None else None
         client = Client(self, copy.copy(message), record.copy(), module, entries)
@@ -95,7 +101,7 @@ class LocalRunner:
                 detached(client.module)
 
     def bind(self, client: Client) -> None:
-        """Let every callback see this client as its own. An engine that has several open binds the one it goes on with."""
+        """Bind a client to every callback. An engine with several open clients binds the one that it continues with."""
         for callback in self.callbacks:
             callback._client = client
 
@@ -106,13 +112,13 @@ class LocalRunner:
 
     # -- batches -----------------------------------------------------------------------------------------------------
     def loader(self, message: Message, split: str) -> DataLoader[Any] | None:
-        """Return the loader that a job works on: the client's own, or the pooled one."""
+        """Return the loader of a job for a split: the client's own, or the pooled one."""
         if message.data == POOLED or message.client == POOLED:
             return self.data.pooled_dataloader(split)
         return self.data.client_dataloader(message.client, split)
 
     def used_samples(self, loader: DataLoader[Any] | None) -> int:
-        """Count the samples that one epoch really uses: `drop_last` and `limit_train_batches` are counted."""
+        """Return the samples that one epoch uses, after `drop_last` and `limit_train_batches`."""
         if loader is None or len(loader) == 0:
             return 0
         samples = len(loader.dataset)  # type: ignore[arg-type]
@@ -129,7 +135,17 @@ class LocalRunner:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Address the batch order: a function of (seed, client, round, epoch), whoever runs the visit."""
+        """Address the order of the batches: a function of (seed, client, round, epoch), wherever the visit runs.
+
+        Args:
+            loader: Loader with an :class:`~fedlightning.datamodules.sampling.AddressedSampler`; others stay as they
+                are.
+            message: The message from the server: its round.
+            purpose: Gives the loader an order of its own, apart from that of training.
+            epoch_offset: Number of the first epoch.
+            rank: Rank of this process among those that share the client.
+            world_size: Number of these processes.
+        """
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, AddressedSampler):
             seed = self.settings.seed
@@ -143,13 +159,21 @@ class LocalRunner:
             )
 
     def start_fit(self, fit: Fit, loader: Any, offset: int = 0, rank: int = 0, world_size: int = 1) -> None:
-        """Address the batch order of a fit on its `loader`."""
+        """Address the order of the batches of a fit.
+
+        Args:
+            fit: The request.
+            loader: Its loader.
+            offset: Number of the first epoch.
+            rank: Rank of this process among those that share the client.
+            world_size: Number of these processes.
+        """
         own = address_of(fit.phase)
         purpose = "" if own == "fit" else f"phase-{own}"
         self.start_sampler(loader, fit.message, purpose, epoch_offset=offset, rank=rank, world_size=world_size)
 
     def first_batch(self) -> Any:
-        """Return one training batch of the first client that has one; for checks at start."""
+        """Return a training batch of the first client that has one, for checks at the start; else `None`."""
         for client in self.data.client_ids:
             loader = self.data.client_dataloader(client, "train")
             if loader is not None and len(loader) > 0:
@@ -185,5 +209,5 @@ class LocalRunner:
             )
 
     def score(self, request: Score) -> list[Scores]:
-        """Score a client's trained model, one request after another; what is drawn goes on from the fit's randomness."""
+        """Score a client's trained model, one request after another. Random draws continue from those of the fit."""
         return [self.scorer.score(one.module, one.loader, one.split) for one in request.requests]

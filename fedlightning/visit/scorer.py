@@ -1,4 +1,4 @@
-"""Scores of one module on one loader, by the module's own `validation_step` and `test_step`."""
+"""Scores of one module on one loader: :class:`Scorer`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from torchmetrics import Metric
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy, trainer_of
 from fedlightning.compat.quiet import quiet
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import evaluate, refusal
-from fedlightning.visit.fast.trainer import NotInFastLoop
 
 
 class Scorer:
-    """Runs `Trainer.validate` and `Trainer.test` quietly; the blueprint's one Trainer serves every model.
+    """Scores modules by their own `validation_step` and `test_step`.
 
-    Every process scores the whole loader on one device (no distributed sampler, hence no padding), so a score is the
-    same on any number of devices.
+    It runs `Trainer.validate` and `Trainer.test` quietly; the one Trainer of the blueprint serves every model. Every
+    process scores the whole loader on one device (no distributed sampler, hence no padding), so a score is the same on
+    any number of devices.
 
     Args:
-        blueprint: Has the evaluating Trainer.
+        blueprint: Holds the evaluating Trainer.
 
     Attributes:
-        fast: Go round the Trainer where the scores are provably the same (unless `local_loop="trainer"`).
+        fast: Whether the Trainer is bypassed where the scores are provably the same (unless `local_loop="trainer"`).
     """
 
     def __init__(self, blueprint: Blueprint) -> None:
@@ -37,11 +38,15 @@ class Scorer:
         self._tried: set[tuple[Any, bool]] = set()
 
     def score(self, module: LightningModule, loader: DataLoader[Any], split: str) -> dict[str, float]:
-        """Return what `module` logs on `loader`; afterwards its parameters, modes and device are as before.
+        """Return what a module logs on a loader. Afterwards its parameters, modes and device are as before.
 
-        `split="test"` runs `test_step` where the module has one, else `validation_step`. A module that logs nothing but
-        returns a loss (or a single tensor) from its step is scored by its sample-weighted mean under `loss`. A module
-        with neither step has no scores.
+        A module that logs nothing but returns a loss (or a single tensor) from its step is scored by the
+        sample-weighted mean of it, under `loss`. A module with neither step has no scores.
+
+        Args:
+            module: The module.
+            loader: Batches to score it on.
+            split: `"test"` runs `test_step` where the module has one; otherwise `validation_step` runs.
         """
         testing = split == "test" and is_overridden("test_step", module)
         if not testing and not is_overridden("validation_step", module):
@@ -62,11 +67,11 @@ class Scorer:
         return {name: float(value) for name, value in logged.items()} or losses.result()
 
     def _fast(self, module: LightningModule, loader: Any, testing: bool) -> dict[str, Any] | None:
-        """Return the same scores at a fraction of the cost; `None` where only Lightning's Trainer can find them."""
+        """Return the same scores at a fraction of the cost, or `None` if only Lightning's Trainer can compute them."""
         kind, trainer = type(module), self._blueprint.trainer
         if not self.fast or kind in self._refused or refusal(module, loader, trainer, testing) is not None:
             return None
-        # The first of its class is a copy: should it turn out to need the Trainer, its metrics hold nothing yet.
+        # The first module of a class is scored on a copy: if it turns out to need the Trainer, its own metrics are unused.
         scored = module if (kind, testing) in self._tried else detached_copy(module)
         losses = self._blueprint.losses
         losses.reset()

@@ -21,7 +21,7 @@ from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
-from fedlightning.visit.fast.trainer import NotInFastLoop
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, Fit, FitResult, Score, ScoreRequest, Scores, VisitSteps
 
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
     from fedlightning.visit.runner import LocalRunner
 
 Evaluation = tuple[str, str, str, str, float, int]
-"""One score of an update: stage, data, split, metric, value, samples."""
+"""One score of an update: stage, data, split, metric, value, number of samples."""
 
 
 def carry_out(
     runner: LocalRunner, message: Message, record: ClientRecord, evaluate: Evaluate
 ) -> tuple[Update, ClientRecord]:
-    """Carry out one visit, alone.
+    """Carry out one visit on its own.
 
     A client without samples, with a NaN, or whose code raises, answers with `update.error` and its old record.
 
     Args:
         runner: Builds the client, fits and scores it.
-        message: What the server sends.
-        record: What the client keeps; not changed.
-        evaluate: What to score at stage L2.
+        message: The message from the server.
+        record: The client's record; not changed.
+        evaluate: Evaluation of the trained model (stage L2).
     """
     try:
         return _drive(runner, visit_steps(runner, message, record, evaluate))
@@ -53,7 +53,7 @@ def carry_out(
 
 
 def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord]:
-    """Serve a visit's requests, one after another, until it ends."""
+    """Serve the requests of a visit, one after another, until it ends."""
     try:
         request = next(steps)
         while True:
@@ -69,7 +69,14 @@ def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord
 
 
 def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, evaluate: Evaluate) -> VisitSteps:
-    """One visit as a generator of requests; ends with the update and the client's new record."""
+    """Run one visit as a generator of requests; end with the update and the client's new record.
+
+    Args:
+        runner: Builds the client and knows its data.
+        message: The message from the server.
+        record: The client's record; not changed.
+        evaluate: Evaluation of the trained model (stage L2).
+    """
     seed_all(runner.settings.seed, message.round, message.client, "visit")
     update = Update(message.round, message.client, model=message.model, tag=message.tag)
     loader = runner.loader(message, "train")
@@ -78,7 +85,7 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
         update.error = f"client '{message.client}' has no training samples"
         return same_on_all_ranks(update, record)
     try:
-        with runner.client(message, record) as client:  # stage L1: what came, merged with what stayed
+        with runner.client(message, record) as client:  # stage L1: the entries sent, merged with those kept
             client.num_samples = update.num_samples
             before = client.entries if client.is_unbuilt else _buffers(client.module)
             if message.work != 0:
@@ -93,7 +100,7 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
             answer = update, client.record
     except (KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # one client's failure must not take the round with it; the loop reports it
+    except Exception as error:  # one client's failure must not end the round; the loop reports it
         failed = Update(message.round, message.client, model=message.model, tag=message.tag)  # nothing of it leaves
         failed.num_samples, failed.cause = update.num_samples, error
         failed.error = f"client '{message.client}' failed: {type(error).__name__}: {error}"
@@ -102,7 +109,7 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
 
 
 def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, Any, None]:
-    """The visit's fits: one, unless a callback splits it into phases."""
+    """Request the visit's fits: one, unless a callback splits the visit into phases."""
     runner.callbacks.event("on_visit_start", client)
     owner = runner.callbacks.role("local_phases")
     phases = [Phase()] if owner is None else owner.local_phases(client)
@@ -129,7 +136,7 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
 
 
 def _note_work(client: Client, update: Update) -> None:
-    """Write down what the client did; a job that only collects reports the work of the client's last fit."""
+    """Write the client's work into record and update; a job that only collects reports the work of the last fit."""
     record, message = client.record, client.message
     if message.work != 0:
         record.visits += 1
@@ -143,7 +150,7 @@ def _note_work(client: Client, update: Update) -> None:
 
 
 def _take_apart(client: Client, update: Update, before: State) -> State:
-    """Put the entries that were asked for into the update; return those that stay with the client.
+    """Put the entries that the server asked for into the update; return those that stay with the client.
 
     Raises:
         FloatingPointError: If training has left a NaN or an infinite value.
@@ -169,7 +176,7 @@ def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> N
     """Let the callbacks see the update, then check that nothing private or undeclared leaves.
 
     Raises:
-        ValueError: If something does.
+        ValueError: If an entry is private, or an extra is undeclared.
     """
     entries = update.state | kept
     runner.callbacks.event("on_send", client, update)
@@ -186,7 +193,7 @@ def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> N
 def _evaluate(
     runner: LocalRunner, client: Client, stage: Stage, evaluate: Evaluate
 ) -> Generator[Score, Any, list[Evaluation]]:
-    """Scores of the model that the client deploys now, on its own and on the pooled data."""
+    """Request the scores of the model that the client deploys now, on its own and on the pooled data; return them."""
     if not evaluate.splits:
         return []
     module = runner.personal_module(client, stage)
@@ -217,7 +224,8 @@ def _buffers(module: LightningModule) -> State:
 def _first_diverged(module: LightningModule, state: State, before: State) -> str | None:
     """Return the first entry of `state` that training has left with a NaN or an infinity.
 
-    Frozen parameters are not training's work, nor buffers that were so `before`: a mask of infinities may stay one.
+    Frozen parameters are left out, since training does not move them. So are buffers that were not finite `before`: a
+    mask of infinities may stay one.
     """
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}

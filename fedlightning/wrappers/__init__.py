@@ -1,4 +1,16 @@
-"""Wrappers of somebody else's LightningModule: a class is mixed in, the object stays the user's."""
+"""Changes to a LightningModule that somebody else wrote: the object and its class stay usable as they are.
+
+In order of importance:
+
+* `mixing`: `mix` a class into a module and `unmix` it again. Everything below is built on it.
+* `muting`: run a step once more without log entries, metric updates or moved buffers.
+* `features`: read the input or output of a submodule during a step.
+* `dual`: FENDA's two feature extractors (`fusion` and `twin` are its machinery).
+* `mixer`: APFL's mixture of two models' logits.
+* `submodel`: a smaller copy of a network (`slices` is the arithmetic, `submodel_check` the test of a cut).
+* `adapters`: low-rank adapters.
+* `heads`: find a network's head by name. `follow`: keep a second copy of a module in step with the first.
+"""
 
 from fedlightning.wrappers.dual import DualExtractor, dual_by_head, feature_taps, global_names, private_names
 from fedlightning.wrappers.features import FeatureTap

@@ -1,6 +1,6 @@
 """Low-rank adapters on somebody else's module: the network is frozen, small matrices beside its linear layers train.
 
-The layers themselves are those of the ``peft`` library, put into the module at exact paths.
+The layers themselves are those of the `peft` library, inserted at exact paths.
 """
 
 from __future__ import annotations
@@ -17,11 +17,19 @@ from fedlightning.tensors import tied_names
 from fedlightning.wrappers.mixing import AddedParametersMixin, mix, mixins_of
 
 ADAPTER = "default"
-"""peft's name of the one adapter that a layer has here; it is part of the state's names."""
+"""Name of the one adapter of a layer, as peft calls it. It is part of the state's names."""
 
 
 class AdapterMixin(AddedParametersMixin):
-    """On a module with adapters: they join the optimizer group of their layer, and what is frozen stays frozen."""
+    """On a module with adapters: they join the optimizer group of their layer, and frozen layers stay frozen.
+
+    Mixed in by `add_adapters`.
+
+    Attributes:
+        adapted_paths: Paths of the layers with adapters.
+        trained_names: State names that train in full: the head.
+        slowed_modules: Path, attribute and old value of each change that keeps torch's fast path off.
+    """
 
     adapted_paths: tuple[str, ...]
     trained_names: tuple[str, ...]
@@ -36,7 +44,7 @@ class AdapterMixin(AddedParametersMixin):
         return {**super().added_parameters(), **own}
 
     def train(self, mode: bool = True) -> Any:
-        """As ever, but a normalisation layer that does not train keeps its statistics too."""
+        """Set the mode as usual, except that a frozen normalisation layer keeps its statistics."""
         super().train(mode)
         for path, child in self.named_modules():
             keeps_statistics = getattr(child, "running_mean", None) is not None
@@ -45,7 +53,7 @@ class AdapterMixin(AddedParametersMixin):
         return self
 
     def on_unmix(self) -> None:
-        """Merge every adapter into its layer: ``W <- W + (alpha / r) B A``."""
+        """Merge every adapter into its layer: `W <- W + (alpha / r) B A`."""
         for path in self.adapted_paths:
             layer: Any = self.get_submodule(path)
             layer.merge()
@@ -66,18 +74,32 @@ def add_adapters(
     head: Iterable[str],
     train_a: bool,
 ) -> LightningModule:
-    """Freeze ``module`` and give its linear layers adapters (in place).
+    """Freeze `module` and give its linear layers adapters, in place.
 
     Args:
-        module: any LightningModule; ``fedlightning.wrappers.unmix`` merges the adapters and gives its class back.
-        r, alpha, dropout: rank, scale and input dropout of every adapter.
-        target_modules: see :func:`find_linear`.
-        head: exact state names that go on training in full.
-        train_a: whether the first factor trains too.
+        module: Any LightningModule. `fedlightning.wrappers.unmix` merges the adapters and restores its class.
+        r: Rank of every adapter.
+        alpha: Scale of every adapter, which adds `(alpha / r) B A` to its layer.
+        dropout: Dropout on the input of every adapter.
+        target_modules: Layers to adapt; see `find_linear`.
+        head: Exact state names that continue to train in full.
+        train_a: Whether the first factor trains too.
+
+    Returns:
+        `module` itself.
 
     Raises:
-        ImportError: peft is not installed.
-        ValueError: there is nothing to adapt, or a target that cannot be.
+        ImportError: If peft is not installed.
+        ValueError: If there is nothing to adapt, or a target cannot be adapted.
+
+    Example:
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers.adapters import adapter_names, add_adapters
+        >>> module = Classifier(MLP(4, [3], 2), num_classes=2)
+        >>> options = {"r": 2, "alpha": 4, "dropout": 0.0, "target_modules": ["fc1"], "train_a": True}
+        >>> _ = add_adapters(module, head=["net.fc2.bias"], **options)  # doctest: +SKIP
+        >>> adapter_names(module)  # doctest: +SKIP
+        ['net.fc1.lora_A.default.weight', 'net.fc1.lora_B.default.weight', 'net.fc2.bias']
     """
     peft = _peft()
     tied = tied_names(module)
@@ -102,7 +124,17 @@ def add_adapters(
 
 
 def adapter_names(module: nn.Module) -> list[str]:
-    """State names of what trains: the adapters' trainable factors and the head."""
+    """Return the state names of what trains: the trainable factors of the adapters, and the head.
+
+    Args:
+        module: A module from `add_adapters`. The list is empty for any other.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers.adapters import adapter_names
+        >>> adapter_names(MLP(4, [3], 2))
+        []
+    """
     if AdapterMixin not in mixins_of(module):
         return []
     wrapped = cast(AdapterMixin, module)
@@ -112,15 +144,22 @@ def adapter_names(module: nn.Module) -> list[str]:
 
 
 def find_linear(module: nn.Module, targets: Sequence[str] | None, head: Iterable[str] = ()) -> list[str]:
-    """Paths of the ``nn.Linear`` layers that can be adapted; one that is there under two paths is found once.
+    """Return the paths of the `nn.Linear` layers that can be adapted; a layer with two paths is found once.
 
     Args:
-        module: where to look; linear layers inside ``nn.MultiheadAttention`` are never called, so they are left out.
-        targets: exact paths, or ends of paths (``"q_proj"`` means every ``....q_proj``); ``None``: all of them.
-        head: state names that are left out.
+        module: The module to search. Linear layers inside `nn.MultiheadAttention` are never called, so they are left
+            out.
+        targets: Exact paths or ends of paths (`"q_proj"` means every `....q_proj`). `None` takes all layers.
+        head: State names of layers to leave out.
 
     Raises:
-        ValueError: nothing is found, or a target matches nothing; the sentence lists what there is.
+        ValueError: If nothing is found, or a target matches nothing. The message lists the layers.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers.adapters import find_linear
+        >>> find_linear(MLP(4, [3, 3], 2), targets=None, head=["fc3.weight", "fc3.bias"])
+        ['fc1', 'fc2']
     """
     name = type(module).__name__
     hidden = [path for path, child in module.named_modules() if isinstance(child, nn.MultiheadAttention)]
@@ -158,7 +197,7 @@ def _ends_in(path: str, target: str) -> bool:
 
 
 def _put(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` wherever ``old`` is registered."""
+    """Put `new` wherever `old` is registered, except inside `new` itself."""
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is old and parent is not new:
@@ -166,7 +205,7 @@ def _put(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _without_fast_path(module: nn.Module) -> Iterable[tuple[str, str, Any]]:
-    """Keep torch's transformer layers from their fast path, which in eval mode reads weights past the adapters."""
+    """Turn off the fast path of torch's transformer layers, which in eval mode reads weights past the adapters."""
     for path, child in module.named_modules():
         for kind, attribute in (
             (nn.TransformerEncoderLayer, "activation_relu_or_gelu"),

@@ -1,7 +1,7 @@
 """FENDA's dual extractor: a shared (global) and a private (local) feature extractor under one private head.
 
 Tavakoli et al., "A comprehensive view of personalized federated learning on heterogeneous clinical datasets", 2023,
-arXiv 2309.16825: prediction = head(concat(zg, zl)) with zg = f_u(x), zl = f_v1(x); only u travels.
+arXiv 2309.16825: prediction = head(concat(zg, zl)) with zg = f_u(x) and zl = f_v1(x). Only u is sent.
 """
 
 from __future__ import annotations
@@ -22,16 +22,28 @@ Order = Literal["global_first", "local_first"]
 
 
 class DualExtractor(nn.Module):
-    """Two extractors and a head: ``head(fuse(global_extractor(x), local_extractor(x)))``.
+    """A network of two extractors and a head: `head(fuse(global_extractor(x), local_extractor(x)))`.
 
-    The extractors may differ in architecture and, with ``fusion="concat"``, in width. Features are flattened to (B, d).
+    The extractors may differ in architecture and, with `fusion="concat"`, in width. Their features are flattened to
+    `(batch, features)`.
 
     Args:
         global_extractor: f_u, the part that is shared.
         local_extractor: f_v1, private.
-        head: f_v2, private; takes (B, d_g + d_l) for ``concat`` (or (B, d) for ``sum``).
-        fusion: ``concat`` (the paper) or ``sum``.
-        order: whose features come first in the concatenation.
+        head: f_v2, private. Takes `(batch, d_g + d_l)` for `"concat"`, or `(batch, d)` for `"sum"`.
+        fusion: `"concat"` (the paper) or `"sum"`.
+        order: Features that come first in the concatenation, `"global_first"` or `"local_first"`.
+
+    Raises:
+        ValueError: If an option is unknown.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedlightning.wrappers import DualExtractor
+        >>> net = DualExtractor(nn.Linear(4, 3), nn.Linear(4, 2), head=nn.Linear(3 + 2, 1))
+        >>> net(torch.zeros(8, 4)).shape
+        torch.Size([8, 1])
     """
 
     def __init__(
@@ -52,7 +64,11 @@ class DualExtractor(nn.Module):
         self.order = order
 
     def forward(self, x: Tensor) -> Tensor:
-        """Predict for ``x`` of shape (B, ...)."""
+        """Return predictions for inputs `x` of shape `(batch, ...)`.
+
+        Raises:
+            ValueError: If features of different width are to be added.
+        """
         zg, zl = heads.flat(self.global_extractor(x)), heads.flat(self.local_extractor(x))
         if self.fusion == "sum" and zg.shape != zl.shape:
             raise ValueError(
@@ -74,29 +90,41 @@ def dual_by_head(
     same_draws: bool = True,
     seed: int = 0,
 ) -> LightningModule:
-    """Make FENDA of any LightningModule by naming its head; wraps ``module`` in place and returns it.
+    """Turn any LightningModule into a FENDA model by naming its head; `module` is changed in place.
 
-    Before each step the *twin* (``module.local_extractor``, a private copy of the module without its head) runs the
-    same step on the same batch up to the head, which gives zl; then the user's own step runs, and where it reaches the
-    head with zg, the head gets both. So it does not matter how the step calls its layers. Parameter names of the
-    original stay. With ``fusion="concat"`` the head's first layer is replaced by a wider, freshly initialised one.
+    Before each step the *twin* (`module.local_extractor`, a private copy of the module without its head) runs the same
+    step on the same batch up to the head, which gives zl. Then the user's own step runs, and where it reaches the head
+    with zg, the head gets both. It therefore does not matter how the step calls its layers. Parameter names of the
+    original stay. With `fusion="concat"` the head's first layer is replaced by a wider, freshly initialised one.
 
     Args:
-        module: the user's module, with its layers made in ``__init__``.
-        head: dotted path of the submodule that makes predictions from features, such as ``"net.fc"``. The step must
-            call it exactly once; all that is not under it is the extractor.
-        local_extractor: another network as the local extractor. It gets the model's input: the first element of a tuple
-            or list batch, a tensor batch, or the entry of a dict named like one of ``twin.INPUT_KEYS``.
-        fusion: ``concat`` (the head begins with ``nn.Linear`` or a 1x1 convolution) or ``sum`` (any head).
-        order: whose features come first in the concatenation.
-        init: the twin starts as a copy of the extractor or is initialised anew (``reset_parameters`` of each layer).
-        local_features: width of a given ``local_extractor``; by default read off its last Linear or convolution.
-        same_draws: the twin sees the random draws (mixup, augmentation, dropout) that the user's own step then makes;
-            without it a step that augments would train the two extractors on different inputs.
-        seed: the address of the fresh initialisations.
+        module: The user's module, with its layers made in `__init__`.
+        head: Dotted path of the submodule that makes predictions from features, such as `"net.fc"`. The step must call
+            it exactly once. Everything outside it is the extractor.
+        local_extractor: Another network as the local extractor. Its input is the model's input: the first element of a
+            tuple or list batch, a tensor batch, or the entry of a dict named like one of `twin.INPUT_KEYS`. `None` uses
+            the twin.
+        fusion: `"concat"` (the head begins with `nn.Linear` or a 1x1 convolution) or `"sum"` (any head).
+        order: Features that come first in the concatenation.
+        init: Start of the twin: `"copy"` of the extractor's weights, or `"fresh"` (`reset_parameters` of each layer).
+        local_features: Width of a given `local_extractor`. `None` reads it from its last Linear layer or convolution.
+        same_draws: Give the twin the random draws (mixup, augmentation, dropout) that the user's step then makes.
+            Without it a step that augments would train the two extractors on different inputs.
+        seed: Address of the fresh initialisations.
+
+    Returns:
+        `module` itself.
 
     Raises:
-        ValueError: no such submodule; nothing outside the head; a head that cannot be widened; an unknown option.
+        ValueError: If there is no such submodule, nothing is outside the head, the head cannot be widened, or an option
+            is unknown.
+
+    Example:
+        >>> from fedlightning.models import TinyNet, Classifier
+        >>> from fedlightning.wrappers import dual_by_head
+        >>> module = dual_by_head(Classifier(TinyNet(), num_classes=1), head="net.fc2")
+        >>> sum(parameter.numel() for parameter in module.parameters())  # as in the paper
+        151
     """
     heads.check_choice("fusion", fusion, ("concat", "sum"))
     heads.check_choice("order", order, ("global_first", "local_first"))
@@ -138,19 +166,39 @@ def dual_by_head(
 
 
 def global_candidates(module: nn.Module, head: str) -> list[str]:
-    """Names of the parameters outside the head."""
+    """Return the names of the parameters outside the head.
+
+    Args:
+        module: Any module.
+        head: Path of its head.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers.dual import global_candidates
+        >>> global_candidates(MLP(4, [3], 2), head="fc2")
+        ['fc1.weight', 'fc1.bias']
+    """
     prefixes = heads.registered_names(module, module.get_submodule(head))
     return [name for name, _ in module.named_parameters() if not heads.within(name, prefixes)]
 
 
 def global_names(module: nn.Module) -> list[str]:
-    """The state_dict names of the global extractor: what FENDA shares.
+    """Return the `state_dict` names of the global extractor: the entries that FENDA shares.
 
-    After :func:`dual_by_head` this is everything of the user's module outside the head; for a :class:`DualExtractor`
-    anywhere in the module only its ``global_extractor``.
+    After `dual_by_head` this is everything of the user's module outside the head. For a `DualExtractor` anywhere in the
+    module it is only its `global_extractor`.
+
+    Args:
+        module: A module with a dual extractor.
 
     Raises:
-        ValueError: the module has neither.
+        ValueError: If the module has none.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.wrappers import DualExtractor, global_names
+        >>> global_names(DualExtractor(nn.Linear(4, 3), nn.Linear(4, 2), head=nn.Linear(5, 1)))
+        ['global_extractor.weight', 'global_extractor.bias']
     """
     names = list(module.state_dict())
     if isinstance(module, DualByHeadMixin):
@@ -170,13 +218,43 @@ def global_names(module: nn.Module) -> list[str]:
 
 
 def private_names(module: nn.Module) -> list[str]:
-    """The state_dict names that never leave the client: all but :func:`global_names`."""
+    """Return the `state_dict` names that never leave the client: all but `global_names`.
+
+    Args:
+        module: A module with a dual extractor.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.wrappers import DualExtractor, private_names
+        >>> private_names(DualExtractor(nn.Linear(4, 3), nn.Linear(4, 2), head=nn.Linear(5, 1)))
+        ['local_extractor.weight', 'local_extractor.bias', 'head.weight', 'head.bias']
+    """
     shared = set(global_names(module))
     return [name for name in module.state_dict() if name not in shared]
 
 
 def feature_taps(module: nn.Module) -> tuple[FeatureTap, FeatureTap]:
-    """Taps for zg and zl, in this order, not yet attached (``with zg_tap, zl_tap: ...``); for PerFCL's losses."""
+    """Return taps for zg and zl, in this order, for PerFCL's losses.
+
+    They are not attached yet: use `with zg_tap, zl_tap: ...`.
+
+    Args:
+        module: A module with a dual extractor.
+
+    Raises:
+        ValueError: If the module has none.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedlightning.wrappers import DualExtractor, feature_taps
+        >>> net = DualExtractor(nn.Linear(4, 3), nn.Linear(4, 2), head=nn.Linear(5, 1))
+        >>> zg, zl = feature_taps(net)
+        >>> with zg, zl:
+        ...     _ = net(torch.zeros(8, 4))
+        ...     print(zg.features.shape, zl.features.shape)
+        torch.Size([8, 3]) torch.Size([8, 2])
+    """
     if isinstance(module, DualByHeadMixin):
         if module.dual_is_twin:
             zl = FeatureTap(module, f"{LOCAL}.{module.dual_entry}")
@@ -190,5 +268,5 @@ def feature_taps(module: nn.Module) -> tuple[FeatureTap, FeatureTap]:
                 FeatureTap(module, f"{path}global_extractor", at="output"),
                 FeatureTap(module, f"{path}local_extractor", at="output"),
             )
-    global_names(module)  # raises the sentence
+    global_names(module)  # raises its error
     raise AssertionError("unreachable")

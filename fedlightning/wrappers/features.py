@@ -1,4 +1,4 @@
-"""Look at features inside a module that somebody else wrote."""
+"""Read features inside a module that somebody else wrote."""
 
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ from fedlightning.wrappers.mixing import user_class
 
 
 class FeatureTap:
-    """Catches what goes into (or comes out of) a named submodule in the current step, with its graph.
+    """A hook that keeps the input (or output) of a named submodule in the current step, with its autograd graph.
 
-    ``with FeatureTap(module, "net.fc") as tap: loss = module.training_step(batch, 0); z = tap.take()``
-
-    For MOON, FedProto and PerFCL: the input of the head is the representation. A tap holds tensors of one step only;
-    copies and pickles of a tapped module do not carry them.
+    Used by MOON, FedProto and PerFCL: the input of the head is the representation. A tap holds tensors of one step
+    only; copies and pickles of a tapped module do not carry them.
 
     Args:
-        module: any module.
-        name: dotted path of the submodule.
-        at: ``input`` (first positional argument of the submodule) or ``output``.
+        module: Any module.
+        name: Dotted path of the submodule.
+        at: `"input"` (first positional argument of the submodule) or `"output"`.
 
     Raises:
-        ValueError: no such submodule (the names there are follow).
+        ValueError: If there is no such submodule (the message lists the names) or `at` is unknown.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers import FeatureTap
+        >>> net = MLP(4, [3], 2)
+        >>> with FeatureTap(net, "fc2") as tap:
+        ...     logits = net(torch.zeros(5, 4))
+        ...     features = tap.take()
+        >>> features.shape
+        torch.Size([5, 3])
     """
 
     def __init__(self, module: nn.Module, name: str, at: Literal["input", "output"] = "input") -> None:
@@ -39,7 +48,11 @@ class FeatureTap:
         self._caught: list[tuple[Any, ...]] = []
 
     def attach(self) -> FeatureTap:
-        """Start to listen; once is enough."""
+        """Start to listen. A second call has no effect.
+
+        Raises:
+            RuntimeError: If the tap is a copy of another one, which has no submodule.
+        """
         if self._target is None:
             raise RuntimeError(f"This tap on {self._where} is a copy of another; make a new FeatureTap.")
         if self._handle is None:
@@ -48,27 +61,27 @@ class FeatureTap:
         return self
 
     def remove(self) -> None:
-        """Stop to listen and forget."""
+        """Stop to listen and forget the features."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
         self._caught.clear()
 
     def clear(self) -> None:
-        """Forget what was caught, before a new step."""
+        """Forget the features, before a new step."""
         self._caught.clear()
 
     @property
     def calls(self) -> int:
-        """How often the submodule has been called since the last ``clear`` or ``take``."""
+        """Number of calls of the submodule since the last `clear` or `take`."""
         return len(self._caught)
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """All positional inputs (or the output, as a tuple of one) of the one call of this step.
+        """All positional inputs of the one call of this step (or its output, as a tuple of one).
 
         Raises:
-            RuntimeError: the submodule was not called, or more than once.
+            RuntimeError: If the submodule was not called, or called more than once.
         """
         if len(self._caught) != 1:
             times = f"called {len(self._caught)} times" if self._caught else "not called"
@@ -81,10 +94,10 @@ class FeatureTap:
 
     @property
     def features(self) -> Tensor:
-        """The features (B, ...) of this step.
+        """The features of this step, shape `(batch, ...)`.
 
         Raises:
-            RuntimeError: no call or several; or the submodule got (gave) no tensor.
+            RuntimeError: If there was not exactly one call, or the submodule was not given (did not return) a tensor.
         """
         values = self.values
         if not values or not isinstance(values[0], Tensor):
@@ -93,7 +106,7 @@ class FeatureTap:
         return values[0]
 
     def take(self) -> Tensor:
-        """:attr:`features`, then ready for the next step."""
+        """Return `features` and clear the tap for the next step."""
         features = self.features
         self.clear()
         return features

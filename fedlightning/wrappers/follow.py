@@ -1,4 +1,4 @@
-"""Keep a copy of a module that trains beside it in step with what the module's own hooks do."""
+"""Keep a second copy of a module in step with what the hooks of the first one do."""
 
 from __future__ import annotations
 
@@ -7,16 +7,33 @@ import copy
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+SIMPLE = (bool, int, float, complex, str, bytes, type(None))
+"""Types of attributes that are copied as they are."""
+
 _INTERNALS = frozenset(vars(LightningModule())) | {"log", "log_dict", "loss_client", "loss_callbacks"}
 
 
 def follow(module: LightningModule, twin: LightningModule) -> None:
-    """Bring ``twin`` up to date with what ``module``'s hooks have set: Lightning calls hooks of the root module only.
+    """Copy to `twin` what the hooks of `module` have set. Lightning calls the hooks of the root module only.
 
-    Taken over are the modes (train, eval) of all submodules and, of the root, numbers, strings, tensors without
-    gradient, copies of plain collections, and whatever the twin does not have at all. Anything else stays the twin's
-    own: it may hold layers or metrics.
+    Copied are the modes (train, eval) of all submodules and, of the root, numbers, strings, tensors without gradient,
+    copies of plain collections, and every attribute that the twin does not have. Other attributes stay the twin's own:
+    they may hold layers or metrics.
+
+    Args:
+        module: The module whose hooks Lightning calls.
+        twin: A copy of it, possibly with other weights.
+
+    Example:
+        >>> from copy import deepcopy
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers.follow import follow
+        >>> module = Classifier(MLP(4, [3], 2), num_classes=2)
+        >>> twin = deepcopy(module)
+        >>> module.epochs_seen = 3
+        >>> follow(module, twin)
+        >>> twin.epochs_seen
+        3
     """
     modes = {name: child.training for name, child in module.named_modules()}
     for name, child in twin.named_modules():
@@ -32,5 +49,5 @@ def follow(module: LightningModule, twin: LightningModule) -> None:
         elif isinstance(value, Tensor):
             if not value.requires_grad:
                 own[name] = value
-        elif isinstance(value, _SIMPLE) or name not in own:
+        elif isinstance(value, SIMPLE) or name not in own:
             own[name] = value

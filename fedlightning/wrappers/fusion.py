@@ -1,4 +1,4 @@
-"""Where global and local features meet: the head of a dual extractor, and what waits for it during one step."""
+"""Where global and local features meet: the head of a dual extractor and the exchange that holds features for it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,41 @@ from fedlightning.wrappers.mixing import Mixin
 
 
 class HeadReachedError(BaseException):
-    """Carries the twin's features out of the user's step. Not an ``Exception``, which the step might catch."""
+    """Carries the twin's features out of the user's step. Not an `Exception`, which the step might catch.
+
+    Args:
+        features: The input of the twin's head.
+    """
 
     def __init__(self, features: Tensor) -> None:
         self.features = features
 
 
 class Exchange:
-    """Where zl waits for the head during one step. Copies and pickles of it are empty: no tensor outlives its step.
+    """The local features zl of one step, until the head takes them.
+
+    Copies and pickles are empty: no tensor outlives its step.
 
     Args:
-        head: the head's name; with ``owner``, the user's class, for messages.
-        fusion: ``concat`` or ``sum``.
-        order: ``global_first`` or ``local_first``.
-        dim: the dimension of the features.
+        head: Name of the head, for messages.
+        owner: Name of the user's class, for messages.
+        fusion: `"concat"` or `"sum"`.
+        order: `"global_first"` or `"local_first"`.
+        dim: Dimension of the features.
+
+    Attributes:
+        running: Whether a step is running.
+        zl: Local features of this step.
+        reached: Number of times the head was called in this step.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedlightning.wrappers.fusion import Exchange
+        >>> exchange = Exchange("fc2", "MLP", "concat", "global_first", dim=-1)
+        >>> exchange.running, exchange.zl = True, torch.ones(1, 3)
+        >>> exchange.fuse(nn.Linear(6, 2), torch.zeros(1, 3))
+        tensor([[0., 0., 0., 1., 1., 1.]])
     """
 
     running = False
@@ -39,11 +60,22 @@ class Exchange:
         return {name: value for name, value in vars(self).items() if name not in ("running", "zl", "reached")}
 
     def close(self) -> None:
-        """End of the step: forget."""
+        """Forget the features at the end of the step."""
         self.running, self.zl, self.reached = False, None, 0
 
     def fuse(self, layer: nn.Module, zg: Tensor) -> Tensor:
-        """What goes into the head for ``zg``: both features, the local ones flattened if that makes them fit."""
+        """Return the input of the head: global and local features together.
+
+        Local features are flattened if that makes them fit.
+
+        Args:
+            layer: The head, or its first layer.
+            zg: Global features, shape `(batch, features)`, or `(batch, channels, ...)` for a convolution.
+
+        Raises:
+            RuntimeError: If the head is called outside a step or twice in one step, if the local features are missing,
+                or if the shapes do not fit.
+        """
         where = f"the head `{self.head}` of {self.owner}"
         if not self.running:
             raise RuntimeError(
@@ -75,7 +107,7 @@ class Exchange:
 
 
 class FusedHeadMixin(Mixin):
-    """On the head (or its first layer): takes zg, fuses it with the waiting zl, and goes on as before."""
+    """On the head (or its first layer): fuses its input zg with the local features zl, then runs as before."""
 
     wraps = ("forward",)
     dual_exchange: Exchange
@@ -87,7 +119,17 @@ class FusedHeadMixin(Mixin):
 
 
 class Stop(nn.Module):
-    """In the place of the twin's head: ends the twin's step with the features that arrived."""
+    """In the place of the twin's head: ends the twin's step with the features that arrive.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.wrappers.fusion import HeadReachedError, Stop
+        >>> try:
+        ...     Stop()(torch.ones(2))
+        ... except HeadReachedError as reached:
+        ...     print(reached.features)
+        tensor([1., 1.])
+    """
 
     def forward(self, features: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         raise HeadReachedError(features)

@@ -1,4 +1,4 @@
-"""Find a network's head by name, and the layer in it where features arrive."""
+"""Find a network's head by name, and the layer in it that takes the features."""
 
 from __future__ import annotations
 
@@ -15,10 +15,20 @@ Convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def find_submodule(module: nn.Module, name: str) -> nn.Module:
-    """The submodule with dotted path ``name``.
+    """Return the submodule with dotted path `name`.
+
+    Args:
+        module: Any module.
+        name: The path, such as `"net.fc"`.
 
     Raises:
-        ValueError: there is none; the sentence lists the names there are, close matches first.
+        ValueError: If there is none. The message lists the existing names, close matches first.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers import find_submodule
+        >>> find_submodule(MLP(4, [3], 2), "fc1")
+        Linear(in_features=4, out_features=3, bias=True)
     """
     names = [found for found, _ in module.named_modules() if found]
     if name not in dict(module.named_modules(remove_duplicate=False)) or not name:
@@ -36,20 +46,43 @@ def find_submodule(module: nn.Module, name: str) -> nn.Module:
 
 
 def registered_names(module: nn.Module, child: nn.Module) -> list[str]:
-    """Every dotted path under which ``child`` is registered in ``module``."""
+    """Return every dotted path under which `child` is registered in `module`.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.wrappers.heads import registered_names
+        >>> shared = nn.Linear(2, 2)
+        >>> registered_names(nn.Sequential(shared, nn.ReLU(), shared), shared)
+        ['0', '2']
+    """
     return [name for name, found in module.named_modules(remove_duplicate=False) if found is child]
 
 
 def within(name: str, prefixes: list[str]) -> bool:
-    """Whether ``name`` is one of the module paths ``prefixes`` or lies under one of them."""
+    """Return True if `name` is one of the module paths `prefixes` or lies under one of them.
+
+    Example:
+        >>> from fedlightning.wrappers.heads import within
+        >>> within("fc1.weight", ["fc1"]), within("fc10.weight", ["fc1"])
+        (True, False)
+    """
     return any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
 
 
 def require_body(module: nn.Module, head: str) -> None:
-    """Refuse a head that holds all there is to train.
+    """Check that there are parameters outside the head.
+
+    Args:
+        module: Any module.
+        head: Path of its head.
 
     Raises:
-        ValueError: no parameter lies outside the head, so nothing is left to be an extractor.
+        ValueError: If all parameters are in the head, so that nothing is left to be an extractor.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers.heads import require_body
+        >>> require_body(MLP(4, [3], 2), head="fc2")
     """
     heads = registered_names(module, find_submodule(module, head))
     if all(within(name, heads) for name, _ in module.named_parameters(remove_duplicate=False)):
@@ -60,10 +93,22 @@ def require_body(module: nn.Module, head: str) -> None:
 
 
 def entry_layer(module: nn.Module, head: str) -> str:
-    """The path of the layer of ``head`` that the features meet first: its first layer with parameters.
+    """Return the path of the first layer with parameters in `head`: the one that takes the features.
+
+    Args:
+        module: Any module.
+        head: Path of its head.
 
     Raises:
-        ValueError: that layer is no ``nn.Linear`` and no 1x1 convolution, so it cannot be given a wider input.
+        ValueError: If it is neither a plain `nn.Linear` nor a 1x1 convolution, or its weight is tied to another layer:
+            its input cannot be widened.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers.heads import entry_layer
+        >>> entry_layer(nn.Sequential(MLP(4, [3], 2)), head="0")
+        '0.fc1'
     """
     root = find_submodule(module, head)
     name, layer = next(
@@ -95,17 +140,47 @@ def entry_layer(module: nn.Module, head: str) -> str:
 
 
 def width(layer: nn.Module) -> int:
-    """Number of features that a Linear or a convolution takes."""
+    """Return the number of features that a Linear layer or a convolution takes.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.wrappers.heads import width
+        >>> width(nn.Linear(3, 2)), width(nn.Conv2d(16, 32, 1))
+        (3, 16)
+    """
     return int(layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels)  # type: ignore[arg-type]
 
 
 def feature_dim(layer: nn.Module) -> int:
-    """The dimension along which features lie in the input of ``layer``: last for Linear, channels for a convolution."""
+    """Return the feature dimension in the input of `layer`: the last for Linear, the channels for a convolution.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.wrappers.heads import feature_dim
+        >>> feature_dim(nn.Linear(3, 2)), feature_dim(nn.Conv2d(16, 32, 1))
+        (-1, -3)
+    """
     return -1 - len(layer.kernel_size) if isinstance(layer, Convolution) else -1
 
 
 def widen(layer: nn.Module, features: int, seed: object) -> None:
-    """Give a Linear or 1x1 convolution ``features`` inputs, in place, freshly initialised under an addressed seed."""
+    """Give a Linear layer or 1x1 convolution `features` inputs, in place.
+
+    The whole layer is initialised anew under an addressed seed.
+
+    Args:
+        layer: The layer to change.
+        features: Its new number of inputs.
+        seed: Address of the initialisation.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.wrappers.heads import widen
+        >>> layer = nn.Linear(3, 2)
+        >>> widen(layer, 6, seed=0)
+        >>> layer.weight.shape
+        torch.Size([2, 6])
+    """
     assert isinstance(layer, (nn.Linear, *Convolution))
     old: Tensor = layer.weight
     shape = (old.shape[0], features, *old.shape[2:])
@@ -119,7 +194,16 @@ def widen(layer: nn.Module, features: int, seed: object) -> None:
 
 
 def output_width(extractor: nn.Module) -> int | None:
-    """How many features ``extractor`` gives, read off its last Linear or convolution; ``None`` when it has neither."""
+    """Return the number of features that `extractor` gives, or `None` if it is unknown.
+
+    It is read from the last Linear layer or convolution.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.wrappers.heads import output_width
+        >>> output_width(nn.Sequential(nn.Linear(4, 8), nn.ReLU()))
+        8
+    """
     for layer in reversed(list(extractor.modules())):
         if isinstance(layer, nn.Linear):
             return layer.out_features
@@ -129,25 +213,75 @@ def output_width(extractor: nn.Module) -> int | None:
 
 
 def flat(features: Tensor) -> Tensor:
-    """(B, ...) to (B, d)."""
+    """Return features of shape `(batch, ...)` as `(batch, features)`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.wrappers.heads import flat
+        >>> flat(torch.zeros(5, 3, 2, 2)).shape
+        torch.Size([5, 12])
+    """
     return features.flatten(1)
 
 
 def fuse(zg: Tensor, zl: Tensor, fusion: str, order: str, dim: int = -1) -> Tensor:
-    """Concatenate along ``dim`` (``order`` says which comes first) or add global and local features."""
+    """Concatenate (or add) global and local features.
+
+    Args:
+        zg: Global features.
+        zl: Local features.
+        fusion: `"concat"` or `"sum"`.
+        order: Features that come first in the concatenation, `"global_first"` or `"local_first"`.
+        dim: Dimension of the concatenation.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.wrappers.heads import fuse
+        >>> fuse(torch.zeros(1, 2), torch.ones(1, 2), "concat", "local_first")
+        tensor([[1., 1., 0., 0.]])
+    """
     if fusion == "sum":
         return zg + zl
     return torch.cat((zg, zl) if order == "global_first" else (zl, zg), dim)
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a misspelt option with the list of what there is."""
+    """Check that an option is one of the allowed values.
+
+    Args:
+        name: Name of the option.
+        value: Its value.
+        allowed: The allowed values.
+
+    Raises:
+        ValueError: If it is not. The message lists the allowed values.
+
+    Example:
+        >>> from fedlightning.wrappers.heads import check_choice
+        >>> check_choice("fusion", "add", ("concat", "sum"))
+        Traceback (most recent call last):
+        ValueError: fusion='add' is unknown; choose one of 'concat', 'sum'.
+    """
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, allowed))}.")
 
 
 def replace_everywhere(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put ``new`` under every name under which ``old`` is registered."""
+    """Put `new` under every name under which `old` is registered.
+
+    Args:
+        module: The module to change.
+        old: A submodule.
+        new: Its replacement.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.wrappers.heads import replace_everywhere
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        >>> replace_everywhere(net, net[1], nn.Tanh())
+        >>> net[1]
+        Tanh()
+    """
     for name in registered_names(module, old):
         parent, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(parent), attribute, new)

@@ -1,8 +1,8 @@
-"""APFL's mixture in the space of logits: h(x) = a * h_v(x) + (1 - a) * h_w(x).
+"""APFL's mixture of logits: h(x) = a * h_v(x) + (1 - a) * h_w(x).
 
 Deng, Kamani, Mahdavi, "Adaptive personalized federated learning", 2020, arXiv 2003.13461, in the form with mixed logits
-that FedTorch and FL4Health use; v is the personal model, w the module's own, shared one. It acts where a step predicts
-through ``self(x)``; :func:`uses_forward` tells.
+that FedTorch and FL4Health use. v is the personal model, w the module's own, which is shared. The mixture acts where a
+step predicts through `self(x)`; `uses_forward` tests that.
 """
 
 from __future__ import annotations
@@ -29,18 +29,30 @@ Branch = Literal["mixed", "own", "personal"]
 
 @dataclass
 class _Mode:
-    """Which branch ``forward`` takes now, and the tensor that stands for alpha (``None``: the buffer)."""
+    """The branch that `forward` takes now, and the tensor used as alpha (`None`: the buffer)."""
 
     branch: Branch = "mixed"
     detach_own: bool = False
     alpha: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy or a pickle takes the plain mixture
+        return {}  # copies and pickles use the plain mixture
 
 
 class MixerMixin(AddedParametersMixin):
-    """On a module whose ``forward`` is to mix its own output with that of ``personal_model``."""
+    """On a module whose `forward` mixes its own output with that of `personal_model`. Mixed in by `mix_logits`.
+
+    Attributes:
+        mixer_mode: The branch that `forward` takes now; see `mixer_branch`.
+        mixer_originals: Name of each added parameter to name of the parameter whose optimizer group it joins.
+
+    Example:
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers import MixerMixin, mix_logits
+        >>> module = mix_logits(Classifier(MLP(4, [3], 2), num_classes=2), MLP(4, [3], 2), alpha=0.25)
+        >>> isinstance(module, MixerMixin), module.personal_alpha
+        (True, tensor(0.2500))
+    """
 
     wraps = (*AddedParametersMixin.wraps, "forward")
     mixer_mode: _Mode
@@ -72,32 +84,34 @@ class MixerMixin(AddedParametersMixin):
         return _interpolate(getattr(self, ALPHA) if mode.alpha is None else mode.alpha, personal, own)
 
 
-class _QuietMixin(Mixin):
-    """On the personal LightningModule: it stands inside another one, which does the logging."""
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def log_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-
 def mix_logits(module: LightningModule, personal: nn.Module, alpha: float = 0.5) -> LightningModule:
-    """Make ``module`` (in place) predict ``alpha * personal(x) + (1 - alpha) * own(x)``; returns it.
+    """Make `module` predict `alpha * personal(x) + (1 - alpha) * own(x)`, in place.
 
-    ``personal`` becomes the submodule ``personal_model``, alpha the float32 buffer ``personal_alpha`` of shape (). The
-    output may be a tensor or a tuple, list or dict of tensors. Own parameters keep their names; the personal ones join
-    the param groups of their namesakes (with another architecture: of the module's first trainable parameter).
-    :func:`~fedlightning.wrappers.mixing.unmix` takes all of it away again.
+    `personal` becomes the submodule `personal_model`, alpha the float32 buffer `personal_alpha` of shape `()`. The
+    output may be a tensor or a tuple, list or dict of tensors. Own parameters keep their names. Personal parameters
+    join the optimizer groups of their namesakes (with another architecture: that of the module's first trainable
+    parameter). `fedlightning.wrappers.unmix` removes all of it.
 
     Args:
-        module: the user's module; w.
-        personal: v: a module of the same class or any network with the same output.
-        alpha: in [0, 1].
+        module: The user's module, w.
+        personal: v: a module of the same class, or any network with the same output.
+        alpha: Share of the personal model, in [0, 1].
+
+    Returns:
+        `module` itself.
 
     Raises:
-        ValueError: alpha outside [0, 1]; a mixer is there already, or a name is taken.
-        TypeError: the module has no ``forward``, so there is no output to mix.
+        ValueError: If alpha is outside [0, 1], the module mixes logits already, or a name is taken.
+        TypeError: If the module has no `forward`, so that there is no output to mix.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers import mix_logits, own_state_names
+        >>> own, personal, x = Classifier(MLP(4, [], 2), num_classes=2), MLP(4, [], 2), torch.ones(1, 4)
+        >>> expected = 0.75 * personal(x) + 0.25 * own(x)
+        >>> torch.allclose(mix_logits(own, personal, alpha=0.75)(x), expected)
+        True
     """
     owner = user_class(module).__name__
     if not 0 <= alpha <= 1:
@@ -125,13 +139,23 @@ def mix_logits(module: LightningModule, personal: nn.Module, alpha: float = 0.5)
 def mixer_branch(
     module: nn.Module, branch: Branch = "mixed", *, detach_own: bool = False, alpha: Tensor | None = None
 ) -> Iterator[None]:
-    """Choose what ``forward`` gives inside the block: the mixture, the module's own output, or the personal one.
+    """Select the output of `forward` inside the block: the mixture, the module's own output, or the personal one.
 
     Args:
-        module: a module from :func:`mix_logits`.
-        branch: ``own`` is APFL's step on w, ``mixed`` its step on v.
-        detach_own: run the own branch without gradients, so that only v and alpha get any.
-        alpha: a tensor in the place of the buffer, for instance one that requires gradients.
+        module: A module from `mix_logits`.
+        branch: `"own"` is APFL's step on w, `"mixed"` its step on v, `"personal"` the personal model alone.
+        detach_own: Run the own branch without gradients, so that only v and alpha get any.
+        alpha: Tensor used instead of the buffer, for instance one that requires gradients.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers import mix_logits, mixer_branch
+        >>> personal = MLP(4, [], 2)
+        >>> module = mix_logits(Classifier(MLP(4, [], 2), num_classes=2), personal)
+        >>> with mixer_branch(module, "personal"):
+        ...     bool((module(torch.ones(1, 4)) == personal(torch.ones(1, 4))).all())
+        True
     """
     previous = vars(_mixer(module))["mixer_mode"]
     vars(module)["mixer_mode"] = _Mode(branch, detach_own, alpha)
@@ -142,21 +166,30 @@ def mixer_branch(
 
 
 def personal_gradients(module: LightningModule, loss: Callable[[], Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Gradients of the mixture's loss for the personal model and for alpha, the own branch held fixed.
+    """Return gradients of the mixture's loss for the personal model and for alpha, with the own branch held fixed.
 
-    Nothing but the personal model's buffers changes: logs and metrics are muted, the own buffers restored, ``.grad``
-    untouched. dL/dalpha = <dL/dh, h_v - h_w>, the exact derivative.
+    Only the buffers of the personal model change: logs and metrics are muted, the own buffers are restored, and `.grad`
+    is not touched. dL/dalpha = <dL/dh, h_v - h_w> is the exact derivative.
 
     Args:
-        module: a module from :func:`mix_logits`.
-        loss: computes the loss, for instance ``lambda: module.training_step(batch, 0)`` (or a dict with ``"loss"``).
+        module: A module from `mix_logits`.
+        loss: Computes the loss, for instance `lambda: module.training_step(batch, 0)` (or a dict with `"loss"`).
 
     Returns:
-        (name within ``personal_model`` -> gradient, gradient of alpha with shape (), the detached loss). A parameter
-        that the loss does not depend on gets zeros.
+        Gradients by name within `personal_model`, the gradient of alpha with shape `()`, and the detached loss. A
+        parameter that the loss does not depend on gets zeros.
 
     Raises:
-        RuntimeError: the loss does not depend on the mixture.
+        RuntimeError: If the loss does not depend on the mixture.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers import mix_logits, personal_gradients
+        >>> module = mix_logits(Classifier(MLP(4, [], 2), num_classes=2), MLP(4, [], 2))
+        >>> gradients, _, _ = personal_gradients(module, lambda: module(torch.ones(1, 4)).sum())
+        >>> gradients["fc1.bias"]  # the loss is a sum, half of which is the personal model's
+        tensor([0.5000, 0.5000])
     """
     alpha = getattr(_mixer(module), ALPHA).detach().clone().requires_grad_()
     personal = {n: p for n, p in module.get_submodule(PERSONAL).named_parameters() if p.requires_grad}
@@ -180,32 +213,40 @@ def personal_gradients(module: LightningModule, loss: Callable[[], Tensor]) -> t
 
 
 def own_state_names(module: nn.Module) -> list[str]:
-    """The state_dict names of w, the part that travels: all but the personal model and alpha."""
+    """Return the `state_dict` names of w, the part that is sent: all but the personal model and alpha.
+
+    Args:
+        module: A module from `mix_logits`.
+
+    Example:
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers import mix_logits, own_state_names
+        >>> own_state_names(mix_logits(Classifier(MLP(4, [], 2), num_classes=2), MLP(4, [], 2)))
+        ['net.fc1.weight', 'net.fc1.bias']
+    """
     return [n for n in _mixer(module).state_dict() if n != ALPHA and not n.startswith(f"{PERSONAL}.")]
 
 
-class _ForwardCalled(BaseException):
-    """Ends the probe of :func:`uses_forward`; not an ``Exception``, which a step might catch."""
-
-
-class _SpyMixin(Mixin):
-    """Ends the step where ``forward`` is called."""
-
-    wraps = ("forward",)
-
-    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise _ForwardCalled
-
-
 def uses_forward(module: LightningModule, batch: Any) -> bool:
-    """Whether ``training_step`` predicts through ``self(x)``: tried on one batch, in a copy, without any trace.
+    """Return True if `training_step` predicts through `self(x)`.
 
-    The copy is muted and runs without gradients up to the first call of ``forward``; the module, the global generators
-    and the Trainer stay as they are. An error of the step before that call is passed on. ``batch`` must be on the
-    module's device.
+    This is tried on one batch, in a copy that is muted and runs without gradients up to the first call of `forward`.
+    The module, the global generators and the Trainer stay as they are. An error of the step before that call is passed
+    on.
+
+    Args:
+        module: Any LightningModule.
+        batch: A training batch on the module's device.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers import uses_forward
+        >>> uses_forward(Classifier(MLP(4, [3], 2), num_classes=2), (torch.zeros(1, 4), torch.zeros(1).long()))
+        True
     """
     probe = mix(deepcopy(module), _SpyMixin)
-    with suppress(RuntimeError):  # not attached to a Trainer: neither is the copy
+    with suppress(RuntimeError):  # raised by a module without a Trainer
         probe.trainer = module.trainer
     arguments = [batch, 0] if takes_index(probe.training_step) else [batch]
     try:
@@ -218,6 +259,29 @@ def uses_forward(module: LightningModule, batch: Any) -> bool:
     return False
 
 
+class _QuietMixin(Mixin):
+    """On a personal LightningModule: the module around it does the logging."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+class _ForwardCalled(BaseException):
+    """Ends the probe of `uses_forward`. Not an `Exception`, which a step might catch."""
+
+
+class _SpyMixin(Mixin):
+    """Ends the step where `forward` is called."""
+
+    wraps = ("forward",)
+
+    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise _ForwardCalled
+
+
 def _mixer(module: nn.Module) -> nn.Module:
     if not isinstance(module, MixerMixin):
         raise TypeError(f"{user_class(module).__name__} does not mix logits; call mix_logits(module, personal) first.")
@@ -225,7 +289,7 @@ def _mixer(module: nn.Module) -> nn.Module:
 
 
 def _interpolate(alpha: Tensor, personal: Any, own: Any) -> Any:
-    """Give alpha * personal + (1 - alpha) * own, leaf by leaf through tuples, lists and dicts."""
+    """Return alpha * personal + (1 - alpha) * own, leaf by leaf through tuples, lists and dicts."""
     if isinstance(own, Tensor) and isinstance(personal, Tensor):
         if own.shape != personal.shape:
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Wrap somebody else's module by swapping its class: it stays the user's LightningModule and learns something new.
+"""Wrap somebody else's module by replacing its class: the object stays the user's LightningModule and gains methods.
 
-An outer wrapper module breaks ``self.log``, patched methods break pickling; an instance whose ``__class__`` is a
-generated subclass ``(Mixin, UserClass)`` keeps hooks, hyper-parameters, logging, ``isinstance`` and parameter names.
+An outer wrapper module would break `self.log`, and patched methods would break pickling. An instance whose `__class__`
+is a generated subclass `(Mixin, UserClass)` keeps hooks, hyper-parameters, logging, `isinstance` and parameter names.
 """
 
 from __future__ import annotations
@@ -26,35 +26,72 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step", "forwa
 
 
 class Mixin(_MixinBase):
-    """What a wrapper adds to a module. Write no ``__init__``: set its state as attributes after :func:`mix`.
+    """Base of the classes that are mixed into a user's module.
 
-    ``wraps`` names methods of the user's class to be run through :meth:`around`. Each of them gets the user's own
-    signature, and one that the user has not written stays unwritten: Lightning reads both (does ``training_step`` take
-    ``batch_idx``? is there a ``validation_step``?), so do not override such a method with ``*args`` yourself.
+    A subclass has no `__init__`; set its state as attributes after `mix`. `wraps` names methods of the user's class
+    that run through `around`. Each of them keeps the user's signature, and a method that the user did not write stays
+    unwritten: Lightning reads both (does `training_step` take `batch_idx`? is there a `validation_step`?). For the same
+    reason a subclass must not override such a method with `*args` itself.
+
+    Attributes:
+        wraps: Names of the methods that run through `around`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers import Mixin, mix
+        >>> class ShapeMixin(Mixin):
+        ...     wraps = ("forward",)
+        ...     def around(self, name, call, args, kwargs):
+        ...         return tuple(call(*args, **kwargs).shape)
+        >>> net = mix(MLP(4, [3], 2), ShapeMixin)
+        >>> net(torch.zeros(5, 4)), isinstance(net, MLP)
+        ((5, 2), True)
     """
 
     wraps: ClassVar[tuple[str, ...]] = ()
 
     def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the wrapped method ``name``; ``call`` is the user's bound method (or the next wrapper's).
+        """Run the wrapped method `name`.
 
-        A subclass that overrides this names its base (``Base.around(self, ...)``): ``super()`` could be a stranger.
+        A subclass that overrides this calls its base by name (`Base.around(self, ...)`), because `super()` may be
+        another mixin.
+
+        Args:
+            name: Name of the method.
+            call: The user's bound method, or that of the next wrapper.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         return call(*args, **kwargs)
 
     def on_unmix(self) -> None:
-        """Take away what the wrapper added; raise a sentence when that is impossible. Called by :func:`unmix`."""
+        """Remove what the wrapper added, or raise an error if that is impossible. Called by `unmix`."""
 
 
 class AddedParametersMixin(Mixin):
-    """A wrapper that adds trainable parameters: each joins the optimizer group of its original."""
+    """A wrapper that adds trainable parameters: each one joins the optimizer group of its original.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers import AddedParametersMixin, mix
+        >>> class ScaleMixin(AddedParametersMixin):
+        ...     def added_parameters(self):
+        ...         return {**super().added_parameters(), "scale": "net.fc1.weight"}
+        >>> module = mix(Classifier(MLP(4, [], 2), num_classes=2), ScaleMixin)
+        >>> module.scale = nn.Parameter(torch.ones(1))
+        >>> any(p is module.scale for p in module.configure_optimizers().param_groups[0]["params"])
+        True
+    """
 
     wraps: ClassVar[tuple[str, ...]] = ("configure_optimizers",)
 
     def added_parameters(self) -> dict[str, str]:
-        """Name of an added parameter -> name of the parameter whose param group it joins.
+        """Return the name of each added parameter with the name of the parameter whose optimizer group it joins.
 
-        Cooperative: return ``{**super().added_parameters(), ...}``, so that several wrappers can stand on one module.
+        Return `{**super().added_parameters(), ...}`, so that several wrappers can be mixed into one module.
         """
         return {}
 
@@ -64,14 +101,30 @@ class AddedParametersMixin(Mixin):
 
 
 def mix(module: ModuleT, mixin: type) -> ModuleT:
-    """Swap the class of ``module`` (in place) for a subclass of ``mixin`` and its present class; returns ``module``.
+    """Replace the class of `module` (in place) by a subclass of `mixin` and its present class.
 
-    Equal (mixin, class) pairs give one and the same class object. Mixing in what is already there changes nothing.
-    Several mixins stack, the last one outermost. The instance can be deep-copied, and pickled when the user's class can
-    be imported by its name (not one defined inside a function).
+    Equal pairs of mixin and class give the same class object. A mixin that is already there changes nothing. Several
+    mixins stack, the last one outermost. The instance can be deep-copied, and it can be pickled if the user's class can
+    be imported by name (not if it is defined inside a function).
+
+    Args:
+        module: The module to change.
+        mixin: A subclass of `Mixin`.
+
+    Returns:
+        `module` itself.
 
     Raises:
-        TypeError: a method that ``mixin`` wraps was set on the instance itself, where no class can reach it.
+        TypeError: If a method that `mixin` wraps was set on the instance, where a class cannot wrap it.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers import Mixin, mix, user_class
+        >>> class MarkedMixin(Mixin):
+        ...     marked = True
+        >>> net = mix(MLP(4, [3], 2), MarkedMixin)
+        >>> net.marked, type(net).__name__, user_class(net).__name__
+        (True, 'Marked_MLP', 'MLP')
     """
     if mixin in mixins_of(module):
         return module
@@ -86,9 +139,21 @@ def mix(module: ModuleT, mixin: type) -> ModuleT:
 
 
 def unmix(module: ModuleT) -> ModuleT:
-    """Give ``module`` the user's class back (in place), after every mixin took away what it had added.
+    """Remove all mixins from `module` (in place), after each of them has removed what it added.
 
-    What is then saved is opened by ``UserClass.load_from_checkpoint``.
+    A checkpoint saved afterwards can be opened with `UserClass.load_from_checkpoint`.
+
+    Args:
+        module: A module, with mixins or without.
+
+    Returns:
+        `module` itself, with the user's class.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers import Mixin, mix, unmix
+        >>> type(unmix(mix(MLP(4, [3], 2), Mixin))) is MLP
+        True
     """
     for mixin in mixins_of(module):
         if issubclass(mixin, Mixin):
@@ -98,93 +163,62 @@ def unmix(module: ModuleT) -> ModuleT:
 
 
 def mixins_of(module: nn.Module | type) -> tuple[type, ...]:
-    """The mixins on a module (or on a generated class), outermost first; empty for a plain one."""
+    """Return the mixins of a module, outermost first; empty for a module without any.
+
+    Args:
+        module: A module or its class.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers import Mixin, mix, mixins_of
+        >>> mixins_of(mix(MLP(4, [3], 2), Mixin)) == (Mixin,), mixins_of(MLP)
+        (True, ())
+    """
     cls = module if isinstance(module, type) else type(module)
     return cast("tuple[type, ...]", getattr(cls, "__mixins__", ()))
 
 
 def user_class(module: nn.Module | type) -> type:
-    """The class that the user wrote, below all mixins."""
+    """Return the class that the user wrote, without mixins.
+
+    Args:
+        module: A module or its class.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers import Mixin, mix, user_class
+        >>> user_class(mix(MLP(4, [3], 2), Mixin)) is MLP
+        True
+    """
     cls = module if isinstance(module, type) else type(module)
     return cast(type, getattr(cls, "__user_class__", cls))
 
 
-_CLASSES: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
-
-
-def _mixed_class(mixin: type, base: type) -> type:
-    """The generated class for ``mixin`` over ``base``; cached for as long as anybody holds it."""
-    key = (mixin, base)
-    made = _CLASSES.get(key)
-    if made is None:
-        user = user_class(base)
-        name = f"{mixin.__name__.removesuffix('Mixin').lstrip('_')}_{base.__name__}"
-        namespace: dict[str, Any] = {
-            "__module__": user.__module__,
-            "__qualname__": name,
-            "__doc__": user.__doc__,
-            "__mixins__": (mixin, *mixins_of(base)),
-            "__user_class__": user,
-            "__reduce_ex__": _reduce_ex,
-        }
-        for method in getattr(mixin, "wraps", ()):
-            if _is_written(base, method):
-                namespace[method] = _wrapped(cast("type[Mixin]", mixin), base, method)
-        made = _CLASSES[key] = type(base)(name, (mixin, base), namespace)
-    return made
-
-
-def _is_written(base: type, name: str) -> bool:
-    """Whether ``base`` has its own ``name``, rather than Lightning's or torch's placeholder."""
-    root = LightningModule if issubclass(base, LightningModule) else nn.Module
-    return getattr(base, name, None) is not getattr(root, name, None)
-
-
-def _wrapped(mixin: type[Mixin], base: type, name: str) -> Callable[..., Any]:
-    """The method ``name`` of a generated class: the mixin's ``around`` over the method of ``base``."""
-    below = getattr(base, name)
-    written = getattr(below, "__wrapped__", below)  # Lightning unwraps one level, so point straight at the user's own
-
-    @functools.wraps(written)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mixin.around(self, name, functools.partial(below, self), args, kwargs)
-
-    return method
-
-
-def _reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """Pickle as (mixins, how the user's class is made, state): generated classes exist in no file to import from."""
-    user = user_class(self)
-    maker, arguments, *rest = cast(Any, user).__reduce_ex__(self, protocol)
-    arguments = tuple(user if argument is type(self) else argument for argument in arguments)
-    return (_rebuild, (mixins_of(self), maker, arguments), *rest)
-
-
-def _rebuild(mixins: tuple[type, ...], maker: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Inverse of :func:`_reduce_ex`; the state (attributes, parameters) is set by the unpickler afterwards."""
-    instance = maker(*arguments)
-    cls = user_class(instance)
-    for mixin in reversed(mixins):
-        cls = _mixed_class(mixin, cls)
-    object.__setattr__(instance, "__class__", cls)
-    return instance
-
-
 def adopt_parameters(module: nn.Module, optimizers: Any, original_of: Mapping[str, str]) -> Any:
-    """Put every trainable added parameter into the param group that holds its original.
+    """Add every trainable added parameter to the optimizer group that holds its original.
 
     Args:
-        module: the wrapped module, in which both names are looked up.
-        optimizers: what ``configure_optimizers`` returned, in any form that Lightning accepts: an optimizer, a list of
-            them, (optimizers, schedulers), a dict, a list of dicts, ``None``. Schedulers stay as they are.
-        original_of: name of an added parameter -> name of its original. A parameter that already is in some group
-            (``self.parameters()`` listed it) and a frozen one are left alone.
+        module: The wrapped module, in which both names are looked up.
+        optimizers: The return value of `configure_optimizers` in any form that Lightning accepts: an optimizer, a list
+            of them, (optimizers, schedulers), a dict, a list of dicts, `None`. Schedulers stay as they are.
+        original_of: Name of an added parameter to name of its original. A parameter that is in a group already
+            (`self.parameters()` listed it) and a frozen one are left alone.
 
     Returns:
-        ``optimizers``, its groups extended in place.
+        `optimizers`, with its groups extended in place.
 
     Raises:
-        ValueError: an added trainable parameter is in no group, and neither is its original: it would never train.
+        ValueError: If neither an added trainable parameter nor its original is in a group: it would never train.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedlightning.wrappers import adopt_parameters
+        >>> layer = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD([layer.weight], lr=0.1)
+        >>> _ = adopt_parameters(layer, optimizer, {"bias": "weight"})
+        >>> [tuple(parameter.shape) for parameter in optimizer.param_groups[0]["params"]]
+        [(1, 2), (1,)]
     """
     if optimizers is None:
         return None
@@ -209,8 +243,69 @@ def adopt_parameters(module: nn.Module, optimizers: Any, original_of: Mapping[st
     return optimizers
 
 
+_CLASSES: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
+
+
+def _mixed_class(mixin: type, base: type) -> type:
+    """Return the generated class for `mixin` over `base`, cached for as long as it is in use."""
+    key = (mixin, base)
+    made = _CLASSES.get(key)
+    if made is None:
+        user = user_class(base)
+        name = f"{mixin.__name__.removesuffix('Mixin').lstrip('_')}_{base.__name__}"
+        namespace: dict[str, Any] = {
+            "__module__": user.__module__,
+            "__qualname__": name,
+            "__doc__": user.__doc__,
+            "__mixins__": (mixin, *mixins_of(base)),
+            "__user_class__": user,
+            "__reduce_ex__": _reduce_ex,
+        }
+        for method in getattr(mixin, "wraps", ()):
+            if _is_written(base, method):
+                namespace[method] = _wrapped(cast("type[Mixin]", mixin), base, method)
+        made = _CLASSES[key] = type(base)(name, (mixin, base), namespace)
+    return made
+
+
+def _is_written(base: type, name: str) -> bool:
+    """Return True if `base` has its own method `name` rather than the placeholder of Lightning or torch."""
+    root = LightningModule if issubclass(base, LightningModule) else nn.Module
+    return getattr(base, name, None) is not getattr(root, name, None)
+
+
+def _wrapped(mixin: type[Mixin], base: type, name: str) -> Callable[..., Any]:
+    """Return the method `name` of a generated class: the mixin's `around` over the method of `base`."""
+    below = getattr(base, name)
+    written = getattr(below, "__wrapped__", below)  # Lightning unwraps one level, so point straight at the user's own
+
+    @functools.wraps(written)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.around(self, name, functools.partial(below, self), args, kwargs)
+
+    return method
+
+
+def _reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """Pickle as (mixins, constructor of the user's class, state), because generated classes cannot be imported."""
+    user = user_class(self)
+    maker, arguments, *rest = cast(Any, user).__reduce_ex__(self, protocol)
+    arguments = tuple(user if argument is type(self) else argument for argument in arguments)
+    return (_rebuild, (mixins_of(self), maker, arguments), *rest)
+
+
+def _rebuild(mixins: tuple[type, ...], maker: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Undo `_reduce_ex`; the unpickler sets the state (attributes, parameters) afterwards."""
+    instance = maker(*arguments)
+    cls = user_class(instance)
+    for mixin in reversed(mixins):
+        cls = _mixed_class(mixin, cls)
+    object.__setattr__(instance, "__class__", cls)
+    return instance
+
+
 def _optimizers_in(configured: Any) -> Iterable[Any]:
-    """Every optimizer in a return value of ``configure_optimizers``; schedulers and unknown things are passed over."""
+    """Yield every optimizer in a return value of `configure_optimizers`, leaving out schedulers and unknown objects."""
     if hasattr(configured, "param_groups"):
         yield configured
     elif isinstance(configured, Mapping):

@@ -1,4 +1,4 @@
-"""Run a module's step once more without leaving a trace: no log entries, no metric updates, no moved buffers."""
+"""Run a module's step once more without side effects: no log entries, no metric updates, no moved buffers."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 
-@dataclass
-class _Scratch:
-    """A spare copy of one metric, made on first use; ``original`` tells when the module got another metric."""
-
-    original: weakref.ref[nn.Module]
-    copy: nn.Module
-
-
-_SCRATCH: weakref.WeakKeyDictionary[nn.Module, dict[str, _Scratch]] = weakref.WeakKeyDictionary()
-
-
 @contextmanager
 def muted(module: nn.Module) -> Iterator[None]:
-    """Inside the block ``self.log`` and ``self.log_dict`` do nothing and torchmetrics in ``module`` do not change.
+    """Silence `self.log` and `self.log_dict` and protect the torchmetrics of `module` inside the block.
 
-    Works with and without a Trainer, and nested. Metrics registered as submodules are swapped for scratch copies, which
-    are made once per module and reset after every use. Not muted: metrics hidden in plain Python lists, and direct
-    calls such as ``self.logger.experiment.add_scalar``.
+    Works with and without a Trainer, and nested. Metrics registered as submodules are replaced by scratch copies, which
+    are made once per module and reset after every use. Not protected are metrics in plain Python lists and direct calls
+    such as `self.logger.experiment.add_scalar`.
+
+    Args:
+        module: The module whose steps are run in the block.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers import muted
+        >>> module = Classifier(MLP(4, [3], 2), num_classes=2)
+        >>> with muted(module):
+        ...     module.validation_step((torch.zeros(5, 4), torch.zeros(5, dtype=torch.long)), 0)
+        >>> module.val_metrics.update_called
+        False
     """
     spares = _SCRATCH.get(module)
     if spares is None:
@@ -58,13 +60,23 @@ def muted(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen_buffers(module: nn.Module, only: Callable[[str], bool] | None = None) -> Iterator[None]:
-    """Every buffer (BatchNorm statistics, counters) is after the block what it was before, bit for bit.
+    """Restore every buffer (BatchNorm statistics, counters) after the block, bit for bit.
 
-    The block works on clones and the original tensors are put back, so a backward pass may still come afterwards.
+    The block works on clones and the original tensors are put back, so a backward pass may still follow.
 
     Args:
-        module: the module whose buffers are kept.
-        only: a test on the dotted name of a buffer; ``None`` keeps all.
+        module: The module whose buffers are kept.
+        only: A test on the dotted name of a buffer. `None` keeps all.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedlightning.wrappers import frozen_buffers
+        >>> norm = nn.BatchNorm1d(2)
+        >>> with frozen_buffers(norm):
+        ...     _ = norm(torch.ones(3, 2))
+        >>> norm.running_mean, norm.num_batches_tracked
+        (tensor([0., 0.]), tensor(0))
     """
     undo: list[Callable[[], None]] = []
     clones: dict[int, torch.Tensor] = {}
@@ -79,8 +91,19 @@ def frozen_buffers(module: nn.Module, only: Callable[[str], bool] | None = None)
             restore()
 
 
+@dataclass
+class _Scratch:
+    """A spare copy of one metric, made on first use. `original` shows when the module has got another metric."""
+
+    original: weakref.ref[nn.Module]
+    copy: nn.Module
+
+
+_SCRATCH: weakref.WeakKeyDictionary[nn.Module, dict[str, _Scratch]] = weakref.WeakKeyDictionary()
+
+
 def _metrics(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost metrics and metric collections under every name they are registered by."""
+    """Return the outermost metrics and metric collections under every name they are registered by."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in module.named_modules(remove_duplicate=False):
         if name and isinstance(child, (Metric, MetricCollection)):
@@ -90,7 +113,7 @@ def _metrics(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _spare(spares: dict[str, _Scratch], name: str, metric: nn.Module) -> nn.Module:
-    """The scratch copy of ``metric`` on its device; a metric with two names has one scratch copy."""
+    """Return the scratch copy of `metric` on its device; a metric with two names has one scratch copy."""
     for spare in spares.values():
         if spare.original() is metric:
             break
@@ -109,14 +132,14 @@ def _device(metric: nn.Module) -> torch.device | None:
 
 
 def _swap(owner: nn.Module, name: str, replacement: Any, undo: list[Callable[[], None]]) -> None:
-    """Register ``replacement`` under ``name`` and note how to go back."""
+    """Register `replacement` under `name` and append the way back to `undo`."""
     original = getattr(owner, name)
     undo.append(lambda: setattr(owner, name, original))
     setattr(owner, name, replacement)
 
 
 def _shadow(module: LightningModule, name: str, undo: list[Callable[[], None]]) -> None:
-    """Hide a method behind :func:`_nothing` on the instance; an attribute that stood there comes back afterwards."""
+    """Hide a method behind `_nothing` on the instance; an attribute that was there comes back afterwards."""
     if name in vars(module):
         _swap(module, name, _nothing, undo)
     else:
@@ -125,4 +148,4 @@ def _shadow(module: LightningModule, name: str, undo: list[Callable[[], None]]) 
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What ``self.log`` is inside :func:`muted`."""
+    """Do nothing, in the place of `self.log` inside `muted`."""

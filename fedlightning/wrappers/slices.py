@@ -1,4 +1,4 @@
-"""Entries of which only some rows and columns are held: taking them out, and averaging them back in."""
+"""Arithmetic on sub-model states: take some rows and columns of each entry, and average them back in."""
 
 from __future__ import annotations
 
@@ -10,23 +10,60 @@ from torch import Tensor
 from fedlightning.tensors import State
 
 Slices = dict[str, tuple[Tensor | None, ...]]
-"""Per state entry and dimension the kept indices; ``None``: all."""
+"""For each state entry and dimension the kept indices; `None` keeps all."""
 
 
 def mesh(index: tuple[Tensor | None, ...], shape: torch.Size) -> tuple[Tensor, ...]:
-    """An open mesh: indexing with it picks the kept indices of every dimension."""
+    """Return an open mesh: indexing with it selects the kept indices of every dimension.
+
+    Args:
+        index: Kept indices of each dimension; `None` keeps all.
+        shape: Shape of the tensor to be indexed.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.wrappers.slices import mesh
+        >>> table = torch.arange(6).view(2, 3)
+        >>> table[mesh((None, torch.tensor([0, 2])), table.shape)]
+        tensor([[0, 2],
+                [3, 5]])
+    """
     chosen = [torch.arange(size) if kept is None else kept for kept, size in zip(index, shape, strict=True)]
     return tuple(part.view([-1 if d == k else 1 for k in range(len(shape))]) for d, part in enumerate(chosen))
 
 
 def take(state: Mapping[str, Tensor], slices: Slices) -> State:
-    """The sub-model's entries of a full state."""
+    """Return the sub-model's entries of a full state.
+
+    Args:
+        state: The full state.
+        slices: Kept indices; entries without any are taken whole.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.wrappers.slices import take
+        >>> state = {"weight": torch.arange(6).view(2, 3), "bias": torch.ones(2)}
+        >>> {name: tuple(value.shape) for name, value in take(state, {"weight": (None, torch.arange(2))}).items()}
+        {'weight': (2, 2), 'bias': (2,)}
+    """
     return {n: value[mesh(slices[n], value.shape)] if n in slices else value for n, value in state.items()}
 
 
 class ElementMean:
-    r"""Weighted mean of states that each hold a part of the entries: :math:`\sum_i n_i w_i / \sum_i n_i` per element,
-    over those that hold it. Accumulated in float64; what is identical everywhere stays exactly what it is.
+    r"""Weighted mean of states that each hold a part of the entries: :math:`\sum_i n_i w_i / \sum_i n_i` per element.
+
+    Each element is averaged over the states that hold it, accumulated in float64. An element that is identical in all
+    of them stays exactly as it is.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.wrappers.slices import ElementMean
+        >>> full = {"w": torch.zeros(3)}
+        >>> mean = ElementMean()
+        >>> mean.add({"w": torch.tensor([1.0, 1.0])}, full, {"w": (torch.tensor([0, 1]),)}, weight=1)
+        >>> mean.add({"w": torch.tensor([4.0])}, full, {"w": (torch.tensor([0]),)}, weight=2)
+        >>> mean.result(full)["w"]
+        tensor([3., 1., 0.])
     """
 
     def __init__(self) -> None:
@@ -34,7 +71,14 @@ class ElementMean:
         self._integers: State = {}
 
     def add(self, state: Mapping[str, Tensor], like: Mapping[str, Tensor], slices: Slices, weight: float) -> None:
-        """Fold in the sub-model ``state``, whose entries are ``slices`` of entries shaped as in ``like``."""
+        """Add a sub-model to the mean.
+
+        Args:
+            state: The sub-model's state.
+            like: A full state, for the shapes.
+            slices: The indices in the full entries that `state` holds.
+            weight: Its weight. A weight of zero adds nothing.
+        """
         for name, value in state.items() if weight > 0 else ():
             if not value.is_floating_point():
                 self._integers.setdefault(name, value)
@@ -52,7 +96,14 @@ class ElementMean:
             weights[at] += weight
 
     def result(self, old: Mapping[str, Tensor]) -> State:
-        """The mean; elements that nobody held are ``old``'s. Integer entries are the first state's."""
+        """Return the mean.
+
+        Args:
+            old: Full state with the values of elements that no added state holds.
+
+        Returns:
+            A full state. Integer entries are those of the first state added.
+        """
         mean: State = dict(self._integers)
         for name, (total, weights, first, same) in self._sums.items():
             kept = torch.where(weights > 0, first, old[name])

@@ -1,12 +1,12 @@
 """Sub-models: the same network with fewer units per hidden layer, cut out of a larger one.
 
-A *cut* says of one layer whose units arrive at it and whose leave it. From the cuts and a choice of units per layer
-follow the kept indices of every state entry (:func:`entry_slices`) and the smaller module (:func:`shrink`); ``slices``
-holds the arithmetic on their states. Which units are kept is the caller's choice:
-:func:`first_units` (HeteroFL), or others of the same form (a rolling window, a random choice).
+A *cut* names, for one layer, the layers whose units arrive at it and leave it. The cuts and a choice of units per layer
+determine the kept indices of every state entry (`entry_slices`) and the smaller module (`shrink`); `slices` holds the
+arithmetic on their states. The caller chooses the units: `first_units` (HeteroFL), or another function of the same form
+(a rolling window, a random choice).
 
-For plain chains of linear and convolutional layers with normalisation, and residual sums of them. Whether a module is
-one is not believed but tried, in ``submodel_check``.
+This works for plain chains of linear and convolutional layers with normalisation, and residual sums of them.
+`submodel_check.verify` tests that a module is one.
 """
 
 from __future__ import annotations
@@ -28,19 +28,25 @@ from fedlightning.wrappers.mixing import Mixin, mix, user_class
 from fedlightning.wrappers.slices import Slices, mesh
 
 Units = Callable[[str, int], Tensor]
-"""(path of a layer, its number of units) -> the units to keep, as indices."""
+"""A function from the path of a layer and its number of units to the indices of the units to keep."""
 
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How one layer is cut.
+    """The units that arrive at one layer and leave it.
 
     Attributes:
-        path: of the layer.
-        arriving, leaving: path of the layer whose units they are; ``None``: all stay (inputs of the network, classes).
-        block: consecutive inputs that belong to one arriving unit (a flattened feature map).
+        path: Path of the layer.
+        arriving: Path of the layer whose units are its inputs. `None`: all stay (inputs of the network).
+        leaving: Path of the layer whose units are its outputs. `None`: all stay (the classes).
+        block: Consecutive inputs that belong to one arriving unit (a flattened feature map).
+
+    Example:
+        >>> from fedlightning.wrappers.submodel import Cut
+        >>> Cut("fc2", arriving="fc1", leaving=None)
+        Cut(path='fc2', arriving='fc1', leaving=None, block=1)
     """
 
     path: str
@@ -50,29 +56,56 @@ class Cut:
 
 
 class SubmodelMixin(Mixin):
-    """On a cut module: marks that its layers are not those its class makes, so that exports keep the whole module."""
+    """On a cut module: its layers differ from those that its class makes, so exports keep the whole module.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers import mixins_of
+        >>> from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink
+        >>> net = MLP(4, [6], 2)
+        >>> [mixin.__name__ for mixin in mixins_of(shrink(net, entry_slices(net, plan_cuts(net), first_units(0.5))))]
+        ['SubmodelMixin']
+    """
 
 
 def first_units(rate: float) -> Units:
-    """The first ``ceil(rate * width)`` units of every layer."""
+    """Return the choice of the first `ceil(rate * width)` units of every layer.
+
+    Args:
+        rate: Share of the units to keep, in (0, 1].
+
+    Example:
+        >>> from fedlightning.wrappers.submodel import first_units
+        >>> first_units(0.5)("fc1", 5)
+        tensor([0, 1, 2])
+    """
     return lambda path, width: torch.arange(math.ceil(rate * width))
 
 
 def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
-    """The cuts of a chain of layers in the order in which they are registered.
+    """Return the cuts of a chain of layers, in the order in which they are registered.
 
     The inputs of the first layer and the outputs of the head are never cut.
 
     Args:
-        module: any module; it does not change.
-        head: path of the layer that gives the outputs; ``None``: the last layer.
+        module: Any module. It does not change.
+        head: Path of the layer that gives the outputs. `None` takes the last layer.
 
     Raises:
-        ValueError: a layer that cannot be cut, or whose inputs come from no layer before it.
+        ValueError: If a layer cannot be cut, or its inputs come from no layer before it.
+
+    Example:
+        >>> from fedlightning.models import DigitsCNN
+        >>> from fedlightning.wrappers.submodel import plan_cuts
+        >>> for cut in plan_cuts(DigitsCNN()):
+        ...     print(cut)
+        Cut(path='conv1', arriving=None, leaving='conv1', block=1)
+        Cut(path='conv2', arriving='conv1', leaving='conv2', block=1)
+        Cut(path='fc', arriving='conv2', leaving=None, block=4)
     """
     name, owner = head if head is not None else ordered_layers(module)[-1].name, user_class(module).__name__
     last = find_submodule(module, name)
-    widths: dict[str, int] = {}  # of the layers so far
+    widths: dict[str, int] = {}  # units of each layer so far
     cuts: list[Cut] = []
     for path, layer in module.named_modules():
         if isinstance(layer, NORMS) and not parametrize.is_parametrized(layer):
@@ -104,37 +137,20 @@ def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
     return [Cut(c.path, c.arriving and leaving[c.arriving], c.leaving and leaving[c.leaving], c.block) for c in cuts]
 
 
-def _source(widths: dict[str, int], wanted: int, flattens: bool = False) -> tuple[str | None, int]:
-    """Which earlier layer's units are ``wanted`` numbers: the nearest of that width, or a flattened convolution."""
-    nearest = next(reversed(widths))
-    if flattens and wanted % widths[nearest] == 0:
-        return nearest, wanted // widths[nearest]
-    return next((path for path in reversed(widths) if widths[path] == wanted), None), 1
-
-
-def _width(norm: nn.Module, path: str, owner: str) -> int:
-    if isinstance(norm, nn.GroupNorm | _NormBase):
-        return int(norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features)
-    shape: tuple[int, ...] = norm.normalized_shape  # type: ignore[assignment]
-    if len(shape) != 1:
-        raise ValueError(f"`{path}` of {owner} normalises over {shape}, not over channels alone: it cannot be cut.")
-    return shape[0]
-
-
-def _sizes(layer: nn.Module, path: str, owner: str) -> tuple[int, int]:
-    if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
-    inputs, outputs, groups = int(layer.in_channels), int(layer.out_channels), int(layer.groups)  # type: ignore[arg-type]
-    if groups > 1 and not groups == inputs == outputs:
-        raise ValueError(f"`{path}` of {owner} is a convolution in {groups} groups; only depthwise ones can be cut.")
-    return inputs, outputs
-
-
 def entry_slices(module: nn.Module, cuts: list[Cut], units: Units) -> Slices:
-    """The kept indices of every state entry that is cut; entries that stay whole are left out.
+    """Return the kept indices of every state entry that is cut; entries that stay whole are left out.
 
     Args:
-        module: the full module; cuts: from :func:`plan_cuts`; units: which units to keep.
+        module: The full module.
+        cuts: Cuts from `plan_cuts`.
+        units: The units to keep.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts
+        >>> net = MLP(4, [6], 2)
+        >>> list(entry_slices(net, plan_cuts(net), first_units(0.5)))
+        ['fc1.weight', 'fc1.bias', 'fc2.weight']
     """
     found: Slices = {}
     widths = {path: layer.weight.shape[0] for path, layer in module.named_modules() if _is_layer(layer)}
@@ -157,13 +173,24 @@ def entry_slices(module: nn.Module, cuts: list[Cut], units: Units) -> Slices:
     return found
 
 
-def _is_layer(layer: nn.Module) -> bool:
-    return isinstance(layer, (nn.Linear, *Convolution))
-
-
 def shrink(module: LightningModule, slices: Slices) -> LightningModule:
-    """Cut ``module`` in place: every layer keeps its kept units only. Returns it."""
-    made: dict[int, Tensor] = {}  # a tied parameter stays tied
+    """Cut `module` in place, so that every layer holds its kept units only.
+
+    Args:
+        module: The full module.
+        slices: Kept indices from `entry_slices`.
+
+    Returns:
+        `module` itself.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink
+        >>> net = MLP(4, [6], 2)
+        >>> shrink(net, entry_slices(net, plan_cuts(net), first_units(0.5))).fc2
+        Linear(in_features=3, out_features=2, bias=True)
+    """
+    made: dict[int, Tensor] = {}  # by id, so that tied parameters stay tied
     for name, index in slices.items():
         path, _, attribute = name.rpartition(".")
         layer = module.get_submodule(path)
@@ -176,8 +203,38 @@ def shrink(module: LightningModule, slices: Slices) -> LightningModule:
     return mix(module, SubmodelMixin) if slices else module
 
 
+def _source(widths: dict[str, int], inputs: int, flattens: bool = False) -> tuple[str | None, int]:
+    """Return the nearest earlier layer that gives `inputs` numbers, and the inputs per unit of a flattened one."""
+    nearest = next(reversed(widths))
+    if flattens and inputs % widths[nearest] == 0:
+        return nearest, inputs // widths[nearest]
+    return next((path for path in reversed(widths) if widths[path] == inputs), None), 1
+
+
+def _width(norm: nn.Module, path: str, owner: str) -> int:
+    if isinstance(norm, nn.GroupNorm | _NormBase):
+        return int(norm.num_channels if isinstance(norm, nn.GroupNorm) else norm.num_features)
+    shape: tuple[int, ...] = norm.normalized_shape  # type: ignore[assignment]
+    if len(shape) != 1:
+        raise ValueError(f"`{path}` of {owner} normalises over {shape}, not over channels alone: it cannot be cut.")
+    return shape[0]
+
+
+def _sizes(layer: nn.Module, path: str, owner: str) -> tuple[int, int]:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features
+    inputs, outputs, groups = int(layer.in_channels), int(layer.out_channels), int(layer.groups)  # type: ignore[arg-type]
+    if groups > 1 and not groups == inputs == outputs:
+        raise ValueError(f"`{path}` of {owner} is a convolution in {groups} groups; only depthwise ones can be cut.")
+    return inputs, outputs
+
+
+def _is_layer(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Linear, *Convolution))
+
+
 def _tell_sizes(layer: nn.Module, index: tuple[Tensor | None, ...]) -> None:
-    """Bring a cut layer's own record of its sizes up to date."""
+    """Update the attributes in which a cut layer records its sizes."""
     names = {0: ("out_features", "out_channels", "num_features", "num_channels"), 1: ("in_features", "in_channels")}
     depthwise = getattr(layer, "groups", 1) > 1
     for dimension, kept in enumerate(index[:2]):

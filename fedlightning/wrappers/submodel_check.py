@@ -1,4 +1,4 @@
-"""Whether a module has sub-models: not believed but tried."""
+"""Check a sub-model by running it beside the full model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,27 @@ from fedlightning.wrappers.submodel import NORMS, Cut, Units, entry_slices, shri
 
 
 def verify(module: LightningModule, cuts: list[Cut], units: Units, run: Callable[[LightningModule], Tensor]) -> None:
-    """Try whether the sub-model computes what the full model does when all but the kept units are silent.
+    """Check that the sub-model computes what the full model does when all but the kept units are silent.
 
-    Both are copies with random weights and without normalisation; ``module`` stays as it is.
+    Both are copies with random weights and without normalisation. `module` stays as it is.
 
     Args:
-        module: the full module; cuts, units: as for :func:`entry_slices`.
-        run: gives the loss of one batch.
+        module: The full module.
+        cuts: As for `entry_slices`.
+        units: As for `entry_slices`.
+        run: Returns the loss of one batch.
 
     Raises:
-        ValueError: the sub-model does not run, or computes something else (concatenated features, attention heads ...).
+        ValueError: If the sub-model does not run, or computes something else (concatenated features, attention heads
+            ...).
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers.submodel import first_units, plan_cuts
+        >>> from fedlightning.wrappers.submodel_check import verify
+        >>> module = Classifier(MLP(4, [6], 2), num_classes=2)
+        >>> verify(module, plan_cuts(module), first_units(0.5), lambda net: net(torch.ones(1, 4)).sum())
     """
     full, owner = copy.deepcopy(module).eval(), user_class(module).__name__
     slices = entry_slices(full, cuts, units)
@@ -45,11 +56,11 @@ def verify(module: LightningModule, cuts: list[Cut], units: Units, run: Callable
                 if isinstance(layer, NORMS):
                     parent, _, child = path.rpartition(".")
                     setattr(model.get_submodule(parent), child, nn.Identity())
-        wanted = run(full)
+        expected = run(full)
         try:
             with muted(small):
                 found = run(small)
         except Exception as error:
             raise ValueError(f"A sub-model of {owner} does not run: {error}. {way_out}.") from error
-    if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-4):
         raise ValueError(f"A sub-model of {owner} does not compute what its units do in the full model. {way_out}.")

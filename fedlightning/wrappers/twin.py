@@ -1,4 +1,4 @@
-"""The machinery of :func:`~fedlightning.wrappers.dual.dual_by_head`: a headless twin that runs the user's own step."""
+"""The machinery of `dual_by_head`: a copy of the user's module without its head, which runs the user's own step."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from fedlightning.seeding import isolated
 from fedlightning.wrappers import heads
+from fedlightning.wrappers.follow import SIMPLE
 from fedlightning.wrappers.fusion import Exchange, HeadReachedError, Stop
 from fedlightning.wrappers.mixing import STEPS, AddedParametersMixin, Mixin, mix, unmix, user_class
 
@@ -33,10 +34,27 @@ INPUT_KEYS = (
     "features",
     "data",
 )
+"""Names under which `first_input` looks for the model's input in a batch that is a mapping."""
 
 
 class DualByHeadMixin(AddedParametersMixin):
-    """On the user's module: fetches zl before the outermost step or forward, then lets it run."""
+    """On the user's module: computes the local features zl before the outermost step or forward, then runs it.
+
+    Mixed in by `fedlightning.wrappers.dual_by_head`.
+
+    Attributes:
+        dual_exchange: Holds zl during a step.
+        dual_originals: Name of each added parameter to name of the parameter whose optimizer group it joins.
+        dual_entry: Path of the layer that takes the features.
+        dual_same_draws: Whether the twin and the user's step make the same random draws.
+
+    Example:
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers import DualByHeadMixin, dual_by_head
+        >>> module = dual_by_head(Classifier(MLP(4, [3], 2), num_classes=2), head="net.fc2")
+        >>> isinstance(module, DualByHeadMixin), module.dual_is_twin
+        (True, True)
+    """
 
     wraps = (*AddedParametersMixin.wraps, *STEPS)
     dual_exchange: Exchange
@@ -93,22 +111,34 @@ class DualByHeadMixin(AddedParametersMixin):
 
 
 class TwinMixin(Mixin):
-    """On the twin: what speaks to the Trainer does nothing, the module itself does it.
+    """On the twin: methods that act on the Trainer do nothing, because the module itself calls them.
 
-    The twin's hooks are never called, for Lightning calls those of the root module only.
+    Lightning calls the hooks of the root module only, so the twin's hooks never run.
+
+    Example:
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers.twin import make_twin
+        >>> twin = make_twin(Classifier(MLP(4, [3], 2), num_classes=2), "net.fc2", "net.fc2", fresh=False, seed=0)
+        >>> twin.log("train_loss", 1.0)  # no Trainer is needed
     """
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     log = log_dict = print = toggle_optimizer = untoggle_optimizer = manual_backward = _nothing
 
 
 class NoMetric(nn.Module):
-    """In the place of the twin's metrics: answers every call and every attribute with nothing."""
+    """In the place of the twin's metrics: every call returns `None` and every attribute is the object itself.
+
+    Example:
+        >>> from fedlightning.wrappers.twin import NoMetric
+        >>> NoMetric().compute() is None
+        True
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name.startswith("_") else self
@@ -118,7 +148,22 @@ class NoMetric(nn.Module):
 
 
 def make_twin(module: LightningModule, head: str, entry: str, *, fresh: bool, seed: object) -> LightningModule:
-    """A copy of ``module`` that ends at ``entry``, without the head's parameters and without metrics."""
+    """Return a copy of `module` that ends at `entry`, without the head's parameters and without metrics.
+
+    Args:
+        module: The user's module.
+        head: Path of the head.
+        entry: Path of the head's first layer, or of the head itself.
+        fresh: Initialise the twin anew instead of copying the weights.
+        seed: Address of that initialisation.
+
+    Example:
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers.twin import make_twin
+        >>> twin = make_twin(Classifier(MLP(4, [3], 2), num_classes=2), "net.fc2", "net.fc2", fresh=False, seed=0)
+        >>> [name for name, _ in twin.named_parameters()]
+        ['net.fc1.weight', 'net.fc1.bias']
+    """
     twin = unmix(deepcopy(module))
     for name, child in list(twin.named_modules(remove_duplicate=False)):
         if name and isinstance(child, (Metric, MetricCollection)):
@@ -148,7 +193,21 @@ def _initialise(twin: nn.Module, seed: object) -> None:
 
 
 def first_input(batch: Any, owner: str) -> Tensor:
-    """The model's input in a batch: the tensor, the first element, or the first of ``INPUT_KEYS`` in a dict."""
+    """Return the model's input in a batch: the tensor, the first element, or the first of `INPUT_KEYS` in a mapping.
+
+    Args:
+        batch: A batch in any of these forms, also nested.
+        owner: Name of the user's class, for messages.
+
+    Raises:
+        ValueError: If no input is found.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.wrappers.twin import first_input
+        >>> first_input({"label": torch.ones(2), "image": torch.zeros(2, 3)}, owner="Net").shape
+        torch.Size([2, 3])
+    """
     while not isinstance(batch, Tensor):
         if isinstance(batch, Mapping):
             key = next((key for key in INPUT_KEYS if key in batch), None)
@@ -167,15 +226,14 @@ def first_input(batch: Any, owner: str) -> Tensor:
     return batch
 
 
-_SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 _INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "log", "log_dict"}
 
 
 def _follow(module: nn.Module, twin: nn.Module) -> None:
-    """Bring the twin's plain attributes up to date: what the module's hooks have set, no hook of the twin has.
+    """Copy to the twin what the module's hooks have set; the twin's own hooks never run.
 
-    Numbers, strings and tensors are taken over, and all that came after the twin was made; anything else of the twin's
-    own may hold layers.
+    Copied are numbers, strings, tensors and everything that was added after the twin was made. Other attributes stay
+    the twin's own: they may hold layers.
     """
     target, own = vars(twin), vars(twin)["twin_attributes"]
     for name, value in vars(module).items():
@@ -184,14 +242,14 @@ def _follow(module: nn.Module, twin: nn.Module) -> None:
         if isinstance(value, Tensor):
             follow = not value.requires_grad
         else:
-            follow = name not in own or isinstance(value, _SIMPLE)
+            follow = name not in own or isinstance(value, SIMPLE)
         if follow:
             target[name] = value
 
 
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
-    """Put every global generator back, so that what runs next draws the same numbers."""
+    """Restore every global generator after the block, so that the code after it draws the same numbers."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):

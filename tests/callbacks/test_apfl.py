@@ -14,6 +14,7 @@ from fedlightning.callbacks import APFL, FedAvg, FedProx, Local
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import module_state
 from tests.callbacks.common import SIZES, batches
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NetStyle,
     NormNet,
@@ -28,6 +29,20 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "APFL": Case(APFL(), neutral=APFL(alpha=0.0, adaptive=False)),
+    "APFL logits": Case(APFL(mix="logits"), neutral=APFL(alpha=0.0, adaptive=False, mix="logits")),
+}
+KEPT = {
+    "APFL": Kept("APFL", client=("alpha", "v")),
+    "APFL keep": Kept(
+        "APFL",
+        client=("alpha", "optimizer", "rates", "v"),
+        options={"mix": "logits"},
+        arguments={"optimizer_state": "keep"},
+    ),
+}
 
 MIXES = ["params", "logits"]
 

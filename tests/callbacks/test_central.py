@@ -6,7 +6,19 @@ import pytest
 
 from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedPer, FedProx
 from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
 from tests.helpers import Toy, federate, global_state, same, spied, toy_data
+
+CASES = {
+    "Central": Case(
+        Central(),
+        skip={
+            "one_client": "its batches are addressed as the pooled client's",
+            "nan_client": "it trains on everybody's samples, so nobody can be left out",
+        },
+    )
+}
+KEPT = {"Central": Kept("Central", phases=())}
 
 
 def test_every_client_is_scored_with_the_one_model(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from fedlightning.callbacks import Ditto, FedBN, FedPer, FedProx, Local
 from fedlightning.tensors import distance, module_state
 from tests.callbacks.common import MAKES, SIZES, A, B, absent_clients_rest, batches, cut_and_resumed, deployed, descend
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -24,6 +25,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"Ditto": Case(Ditto(), neutral=Ditto(lam=0.0))}
+KEPT = {"Ditto": Kept("Ditto", client=("model",), phases=("fit", "personal"))}
 
 # -- (a) the server's trajectory -------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from fedlightning.callbacks import FedALA, FedAvg, FedPer, FedProx
 from fedlightning.hooks import Job
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import HEAD, MAKES, SIZES, deployed
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -23,6 +24,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"FedALA": Case(FedALA(num_layers=2))}
+KEPT = {"FedALA": Kept("FedALA", client=("W", "th"))}
 
 
 def without_head(state):

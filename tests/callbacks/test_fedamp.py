@@ -9,6 +9,7 @@ import torch
 
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAMP, FedPer, FedProx, HeurFedAMP, Local
 from fedlightning.tensors import module_state, select
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -21,6 +22,16 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "FedAMP": Case(FedAMP(sigma=1.0), neutral=FedAMP(lam=0.0)),
+    "FedAMP own": Case(FedAMP(sigma=1.0, start="own"), neutral=FedAMP(lam=0.0, start="own")),
+    "HeurFedAMP": Case(HeurFedAMP(alpha=10.0), neutral=HeurFedAMP(lam=0.0)),
+}
+KEPT = {
+    "FedAMP": Kept("FedAMP", server=("models",), client=("w",)),
+    "HeurFedAMP": Kept("HeurFedAMP", server=("models",), client=("w",)),
+}
 
 A = [[1.0, 2.0, 0.5], [2.0, 1.0, 1.0], [0.5, 0.5, 2.0]]
 B = [[1.0, 0.0, -1.0], [1.2, 0.1, -0.8], [-3.0, 2.0, 4.0]]

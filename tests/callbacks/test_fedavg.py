@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import FedAvg, FedProx, FedSGD
 from fedlightning.tensors import module_state, select
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     PiecesStyle,
@@ -25,6 +26,13 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "FedAvg": Case(FedAvg()),
+    "FedAvg uniform": Case(FedAvg(weighting="uniform")),
+    "FedSGD": Case(FedSGD(), arguments={"local_steps": 1}),
+}
+KEPT = {"FedAvg": Kept("FedAvg"), "FedSGD": Kept("FedSGD")}
 
 SIZES = (24, 40, 16)
 

@@ -9,7 +9,11 @@ import torch
 
 from fedlightning.callbacks import FedAdam, FedAvgM, FedPer, FedProx
 from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, differs, federate, global_state, mean_of, same, spied, toy_data
+
+CASES = {"FedAvgM": Case(FedAvgM(), neutral=FedAvgM(beta=0.0))}
+KEPT = {"FedAvgM": Kept("FedAvgM", server=("vel",))}
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 

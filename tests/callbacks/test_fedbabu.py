@@ -11,6 +11,7 @@ from torch import nn
 from fedlightning.callbacks import FedAvg, FedBABU, FedBN, GlobalCheckpoint, LocalAdaptation
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import HEAD, MAKES, SIZES, AdamWDecay, batches, deployed, descend
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Toy,
@@ -24,6 +25,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"FedBABU": Case(FedBABU(head=["head"], epochs=1), neutral=FedBABU(head=[], epochs=0))}
+KEPT = {"FedBABU": Kept("FedBABU", client=("model",), phases=("adapt", "fit"))}
 
 
 class NormHead(Toy):

@@ -11,6 +11,7 @@ from fedlightning.callbacks import FedAdam, FedFomo, FedPer, FedProx, Local
 from fedlightning.callbacks.fedfomo import first_order_weights, score
 from fedlightning.hooks import Job
 from fedlightning.tensors import module_state
+from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -24,6 +25,15 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "FedFomo": Case(FedFomo(num_models=2)),
+    "FedFomo start": Case(FedFomo(num_models=2, epsilon=0.0, baseline="start"), skip=NO_PLAIN_FORM),
+}
+KEPT = {
+    "FedFomo": Kept("FedFomo", server=("P", "models"), client=("own",)),
+    "FedFomo start": Kept("FedFomo", server=("P", "models"), client=("own", "start"), options={"baseline": "start"}),
+}
 
 A = [[1.0, 2.0, 0.5], [2.0, 1.0, 1.0], [0.5, 0.5, 2.0], [1.0, 1.0, 1.0]]
 B = [[1.0, 0.0, -1.0], [1.2, 0.1, -0.8], [-3.0, 2.0, 4.0], [1.1, 0.0, -0.9]]

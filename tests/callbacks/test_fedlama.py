@@ -13,6 +13,7 @@ from fedlightning.callbacks import FedAvg, FedLAMA, FedPer, FedProx, GlobalCheck
 from fedlightning.callbacks.fedlama import less_critical
 from fedlightning.tensors import module_state
 from tests.callbacks.common import MAKES, SIZES, A, B, deployed
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -28,6 +29,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"FedLAMA": Case(FedLAMA()), "FedLAMA slow": Case(FedLAMA(phi=2, tau=2))}
+KEPT = {"FedLAMA": Kept("FedLAMA", server=("averaged", "d", "participants", "seen", "tau"))}
 
 
 class Three(Toy):

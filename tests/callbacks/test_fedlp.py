@@ -9,7 +9,11 @@ from torch import nn
 from fedlightning.callbacks import FedAdam, FedAvg, FedLP, FedPer
 from fedlightning.layers import partition
 from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, federate, global_state, same, spied, toy_data
+
+CASES = {"FedLP": Case(FedLP(q=0.5), neutral=FedLP(q=1.0))}
+KEPT = {"FedLP": Kept("FedLP")}
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 

@@ -11,6 +11,7 @@ from fedlightning.callbacks import FedAvg, FedAvgM, FedNova, FedPer, FedProx
 from fedlightning.callbacks.fednova import count_step
 from fedlightning.hooks import Phase
 from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -25,6 +26,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"FedNova": Case(FedNova())}
+KEPT = {"FedNova": Kept("FedNova", client=("a",))}
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 

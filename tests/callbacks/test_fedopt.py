@@ -7,10 +7,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fedlightning.callbacks import FedAdam
+from fedlightning.callbacks import FedAdagrad, FedAdam, FedYogi
 from fedlightning.callbacks.fedopt import FedOpt
 from fedlightning.tensors import module_state
+from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import NormNet, Toy, federate, global_state, mean_of, same, spied, toy_data
+
+CASES = {
+    "FedAdam": Case(FedAdam(), skip=NO_PLAIN_FORM),
+    "FedYogi": Case(FedYogi(), skip=NO_PLAIN_FORM),
+    "FedAdagrad": Case(FedAdagrad(), skip=NO_PLAIN_FORM),
+}
+KEPT = {
+    "FedAdagrad": Kept("FedAdagrad", server=("m", "step", "v")),
+    "FedAdam": Kept("FedAdam", server=("m", "step", "v")),
+    "FedYogi": Kept("FedYogi", server=("m", "step", "v")),
+}
 
 
 def sequence(rounds=30, start=2.0, answer=0.1, **options):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fedlightning.callbacks import FedProto, Local, LocalCheckpoint
 from fedlightning.callbacks.shared.prototypes import fill_head, pack, unpack
 from fedlightning.tensors import module_state
+from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -27,6 +28,13 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "FedProto": Case(FedProto(head="head"), neutral=FedProto(lam=0.0, head="head")),
+    "FedProto nearest": Case(FedProto(head="head", predictor="nearest", weighting="samples"), skip=NO_PLAIN_FORM),
+    "FedProto during": Case(FedProto(head="head", proto_pass="during"), skip=NO_PLAIN_FORM),
+}
+KEPT = {"FedProto": Kept("FedProto", server=("classes", "prototypes"), client=("classes",), options={"head": "net.3"})}
 
 PROTOS = [lambda: Toy("sgd", lr=0.2), lambda: NormNet("momentum")]
 

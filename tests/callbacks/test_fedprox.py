@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from fedlightning.callbacks import FedPer, FedProx
 from fedlightning.tensors import distance, module_state
 from tests.callbacks.common import MAKES, batches, descend
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -24,6 +25,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"FedProx": Case(FedProx(mu=0.1), neutral=FedProx(mu=0.0))}
+KEPT = {"FedProx": Kept("FedProx")}
 
 A = [[1.0, 2.0, 0.8], [1.5, 0.8, 1.0]]
 B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]

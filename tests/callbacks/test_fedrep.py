@@ -11,6 +11,7 @@ from fedlightning.callbacks import FedAvg, FedPer, FedProx, FedRep
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import clone, module_state, select
 from tests.callbacks.common import HEAD, MAKES, SIZES, MomentumDecay, absent_clients_rest, batches, deployed, descend
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Toy,
@@ -24,6 +25,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"FedRep": Case(FedRep(personal=["head"], head_epochs=2), neutral=FedRep(personal=[]))}
+KEPT = {"FedRep": Kept("FedRep", phases=("fit", "head"))}
 
 BODY = {"net.0.weight", "net.0.bias"}
 NORM = {f"net.1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}

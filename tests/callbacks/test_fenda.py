@@ -10,6 +10,7 @@ from torch import nn
 from fedlightning.callbacks import FENDA, FedPer, GlobalCheckpoint, Local, LocalCheckpoint
 from fedlightning.tensors import module_state, select
 from fedlightning.wrappers import DualExtractor
+from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import (
     NetStyle,
     NormNet,
@@ -25,6 +26,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"FENDA": Case(FENDA(head="head"), skip=NO_PLAIN_FORM)}
+KEPT = {"FENDA": Kept("FENDA", options={"head": "net.3"})}
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 U = {"net.0.weight", "net.0.bias"}

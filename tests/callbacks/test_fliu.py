@@ -8,6 +8,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from fedlightning.callbacks import FLIU, FedAvg, FedPer, Local
 from fedlightning.tensors import module_state, select, subtract
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Toy,
@@ -19,6 +20,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"FLIU": Case(FLIU()), "FLIU fixed": Case(FLIU(gamma=0.5))}
+KEPT = {"FLIU": Kept("FLIU", client=("theta",))}
 
 NAMES = ("0", "1", "2")
 

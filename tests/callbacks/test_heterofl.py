@@ -13,6 +13,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import MOON, SCAFFOLD, FedAdam, FedAvg, FedPer, FedProx, HeteroFL, LocalCheckpoint, PLayerFL
 from fedlightning.tensors import module_state
 from tests.callbacks.test_fedproto import class_data
+from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -26,6 +27,20 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "HeteroFL": Case(
+        HeteroFL(head="head"),
+        neutral=HeteroFL(rates=[1.0], masked_loss=False, head="head"),
+        skip={"identical_clients": "its clients differ in width"},
+    ),
+    "HeteroFL one width": Case(HeteroFL(rates=[0.5], head="head"), skip=NO_PLAIN_FORM),
+    "HeteroFL dynamic": Case(
+        HeteroFL(dynamic=True, static_bn=False, head="head"),
+        skip={**NO_PLAIN_FORM, "identical_clients": "its clients differ in width"},
+    ),
+}
+KEPT = {"HeteroFL": Kept("HeteroFL", options={"head": "net.3"})}
 
 PLAIN = {"scaler": False, "masked_loss": False, "static_bn": False}
 SIZES = {"0": 24, "1": 40, "2": 16}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from fedlightning.callbacks import HeurpFedLA, PFedLA
+from fedlightning.callbacks import HeurpFedLA, pFedLA
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import SIZES
+from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, differs, federate, same, spied, toy_data
+
+CASES = {"HeurpFedLA": Case(HeurpFedLA())}
+KEPT = {"HeurpFedLA": Kept("HeurpFedLA", server=("models", "psi"), client=("theta",))}
 
 LAYERS = (("net.0.weight", "net.0.bias"), ("net.3.weight", "net.3.bias"))
 
@@ -35,7 +39,7 @@ def test_kept_layers_are_not_sent_and_stay_as_trained(make):
 
 def test_keeping_no_layer_is_pfedla():
     module, data = Toy("sgd"), toy_data()
-    runs = [federate(module, data, [callback], max_rounds=1) for callback in (PFedLA(), HeurpFedLA(keep_layers=0))]
+    runs = [federate(module, data, [callback], max_rounds=1) for callback in (pFedLA(), HeurpFedLA(keep_layers=0))]
     for run, key in zip(runs, ("PFedLA", "HeurpFedLA"), strict=True):
         same(run.server.state[key]["models"]["1"], runs[0].server.state["PFedLA"]["models"]["1"])
     thbar = module_state(runs[1].module("0"))

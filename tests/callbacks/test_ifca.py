@@ -12,6 +12,7 @@ from fedlightning.callbacks import IFCA, SCAFFOLD, FedAdam, FedAvg, FedPer, FedP
 from fedlightning.callbacks.ifca import centre
 from fedlightning.callbacks.shared.server_models import another_start
 from fedlightning.tensors import module_state
+from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -27,6 +28,16 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "IFCA": Case(IFCA(), neutral=IFCA(num_clusters=1)),
+    "IFCA option 1": Case(IFCA(option=1), skip=NO_PLAIN_FORM),
+    "HypCluster": Case(HypCluster(), neutral=HypCluster(num_clusters=1)),
+}
+KEPT = {
+    "HypCluster": Kept("HypCluster", server=("clusters",), models=("global", "centre 1")),
+    "IFCA": Kept("IFCA", server=("clusters",), models=("global", "centre 1")),
+}
 
 NAMES = ("0", "1", "2")
 

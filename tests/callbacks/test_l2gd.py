@@ -10,6 +10,7 @@ import torch
 from fedlightning.callbacks import L2GD, FedPer
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -23,6 +24,11 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "L2GD": Case(L2GD(), skip={"one_client": "the coin decides how many steps there are"}, arguments={"local_steps": 1})
+}
+KEPT = {"L2GD": Kept("L2GD", server=("m",), client=("lr", "x"))}
 
 A = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0], [0.5, 0.5, 2.0]]
 B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5], [0.0, 1.0, 1.0]]

@@ -7,6 +7,7 @@ import pytest
 from fedlightning.callbacks import FedAvg, FedPer, FedProx, LGFedAvg, Local
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import SIZES, absent_clients_rest, cut_and_resumed
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Toy,
@@ -18,6 +19,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"LGFedAvg": Case(LGFedAvg(shared=["head"]))}
+KEPT = {"LGFedAvg": Kept("LGFedAvg", options={"num_layers": 1})}
 
 HEAD = {"net.3.weight", "net.3.bias"}
 NORM = {f"net.1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}

@@ -10,6 +10,7 @@ from fedlightning.callbacks import FLIU, FedProx, GlobalCheckpoint, LocalAdaptat
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import HEAD, MAKES, SIZES, MomentumDecay, batches, cut_and_resumed, deployed, descend
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Toy,
@@ -22,6 +23,14 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "LocalAdaptation": Case(LocalAdaptation(), neutral=LocalAdaptation(epochs=0)),
+    "LocalAdaptation head": Case(
+        LocalAdaptation(part="head", head=["head"], keep_if_better=True), neutral=LocalAdaptation(epochs=0)
+    ),
+}
+KEPT = {"LocalAdaptation": Kept("LocalAdaptation", client=("model",), phases=("adapt", "fit"))}
 
 
 @pytest.mark.parametrize("make", MAKES)

@@ -17,6 +17,7 @@ from fedlightning.models import SmallTransformer
 from fedlightning.seeding import isolated
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import unmix
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     FEATURES,
     NormNet,
@@ -31,6 +32,14 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+ADAPTERS = {"one_client": "it equals plain training of adapters, which is compared below"}
+CASES = {
+    "FedIT": Case(FedIT(), skip=ADAPTERS),
+    "FedIT head": Case(FedIT(r=2, head=["head"]), skip=ADAPTERS, arguments={"full": True}),
+    "FFALoRA": Case(FFALoRA(), skip=ADAPTERS),
+}
+KEPT = {"FFALoRA": Kept("FFALoRA"), "FedIT": Kept("FedIT")}
 
 BOTH = pytest.mark.parametrize("algorithm", [FedIT, FFALoRA])
 LAYERS = {"net.0": (8, FEATURES), "net.3": (3, 8)}

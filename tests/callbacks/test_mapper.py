@@ -23,6 +23,7 @@ from tests.callbacks.common import (
     cut_and_resumed,
     deployed,
 )
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -37,6 +38,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"MAPPER": Case(MAPPER(), neutral=MAPPER(grid=[0.0]))}
+KEPT = {"MAPPER": Kept("MAPPER", client=("lam", "model"), phases=("fit", "local-0.25", "local-0.5", "local-0.75"))}
 
 
 @pytest.mark.parametrize("make", MAKES)

@@ -14,6 +14,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import MOON, FedAvg, FedPer, FedProx
 from fedlightning.callbacks.shared.representations import contrastive_loss, labels_of
 from fedlightning.tensors import clone, module_state
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NetStyle,
     NormNet,
@@ -27,6 +28,9 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"MOON": Case(MOON(head="head"), neutral=MOON(mu=0.0))}
+KEPT = {"MOON": Kept("MOON", client=("previous",), options={"head": "net.3"})}
 
 
 def brute(z, g, p, temperature):

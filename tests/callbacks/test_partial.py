@@ -10,6 +10,7 @@ from fedlightning.callbacks import FedAvg, FedBN, FedPer, FedProx, Local
 from fedlightning.callbacks.partial import batch_norm_names
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import SIZES, batches, descend
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     PiecesStyle,
@@ -24,6 +25,13 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "FedPer": Case(FedPer(personal=["head"])),
+    "FedBN": Case(FedBN(), arguments={"full": True}),
+    "Local": Case(Local(), skip={"one_client": "its optimizers go on from round to round"}),
+}
+KEPT = {"FedBN": Kept("FedBN"), "FedPer": Kept("FedPer"), "Local": Kept("Local")}
 
 HEAD = {"net.3.weight", "net.3.bias"}
 BODY = {"net.0.weight", "net.0.bias"}

@@ -14,7 +14,15 @@ from fedlightning.callbacks import FedAvg, FedProx, PerFedAvg
 from fedlightning.callbacks.per_fedavg import hessian_times
 from fedlightning.hooks import Phase
 from fedlightning.tensors import clone, module_state
+from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, differs, federate, global_state, same, spied, toy_data
+
+CASES = {
+    "PerFedAvg": Case(PerFedAvg(alpha=0.1), neutral=PerFedAvg(alpha=0.0)),
+    "PerFedAvg FO": Case(PerFedAvg(alpha=0.1, variant="FO"), neutral=PerFedAvg(alpha=0.0, variant="FO")),
+    "PerFedAvg exact": Case(PerFedAvg(alpha=0.1, variant="exact"), neutral=PerFedAvg(alpha=0.0, variant="exact")),
+}
+KEPT = {"PerFedAvg": Kept("PerFedAvg")}
 
 VARIANTS = ["exact", "HF", "FO"]
 MATRIX = torch.tensor([[2.0, 0.3, 0.1], [0.3, 1.0, -0.2], [0.1, -0.2, 1.5]], dtype=torch.float64)

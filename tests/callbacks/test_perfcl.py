@@ -13,7 +13,11 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import FENDA, PerFCL
 from fedlightning.tensors import clone, module_state
 from fedlightning.wrappers import DualExtractor, global_names
+from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, close, differs, federate, same, spied, toy_data
+
+CASES = {"PerFCL": Case(PerFCL(head="head", init="fresh"), skip=NO_PLAIN_FORM)}
+KEPT = {"PerFCL": Kept("PerFCL", client=("previous",), options={"head": "net.3"})}
 
 
 class Dual(Toy):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedlightning.callbacks import FedAdam, FedAvg, FedBN, Local, PFedLA
+from fedlightning.callbacks import FedAdam, FedAvg, FedBN, Local, pFedLA
 from fedlightning.callbacks.hypernetwork import HyperNetwork
 from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -23,11 +24,14 @@ from tests.helpers import (
     toy_data,
 )
 
+CASES = {"pFedLA": Case(pFedLA()), "pFedLA relu": Case(pFedLA(hn_lr=0.1, normalise="relu"))}
+KEPT = {"pFedLA": Kept("PFedLA", server=("models", "psi"))}
+
 NAMES = ("0", "1", "2")
 LAYERS = (("net.0.weight", "net.0.bias"), ("net.3.weight", "net.3.bias"))
 
 
-class Fixed(PFedLA):
+class Fixed(pFedLA):
     """Weights that are given: ``eye`` (all on itself) or ``even``."""
 
     def __init__(self, kind="even"):
@@ -48,8 +52,8 @@ def floats(state):
 
 @pytest.mark.parametrize("normalise", ["softmax", "relu"])
 def test_rows_are_shares(normalise):
-    trainer = federate(NormNet("sgd"), toy_data(), [PFedLA(normalise=normalise, hn_lr=5.0)], max_rounds=3)
-    callback = trainer.server.callbacks.find(PFedLA)
+    trainer = federate(NormNet("sgd"), toy_data(), [pFedLA(normalise=normalise, hn_lr=5.0)], max_rounds=3)
+    callback = trainer.server.callbacks.find(pFedLA)
     seen = []
     for client in NAMES:
         alpha = callback.weights(trainer.server, client)
@@ -90,16 +94,16 @@ def test_even_weights_are_uniform_fedavg(make):
 
 def test_identical_models_give_the_same_whatever_the_weights():
     module = NormNet("sgd")
-    _, spy = spied(module, toy_data(), [PFedLA()], max_rounds=1)
+    _, spy = spied(module, toy_data(), [pFedLA()], max_rounds=1)
     for message in spy.messages[:3]:
         same(message.state, module_state(module))
 
 
 def test_without_a_rate_the_weights_stay_and_with_one_all_of_the_hypernetwork_moves():
     for rate in (0.0, 5e-3):
-        trainer = federate(Toy("sgd"), toy_data(), [PFedLA(hn_lr=rate)], max_rounds=2)
+        trainer = federate(Toy("sgd"), toy_data(), [pFedLA(hn_lr=rate)], max_rounds=2)
         server = trainer.server
-        callback = server.callbacks.find(PFedLA)
+        callback = server.callbacks.find(pFedLA)
         for client in NAMES:
             start = module_state(callback.network(server, client))
             now = server.state["PFedLA"]["psi"][client]
@@ -112,8 +116,8 @@ def test_without_a_rate_the_weights_stay_and_with_one_all_of_the_hypernetwork_mo
 @pytest.mark.parametrize("normalise", ["softmax", "relu"])
 def test_the_gradient_of_the_hypernetwork_by_finite_differences(normalise):
     """d <thbar(psi), D> / d psi, with <thbar, D> summed here entry by entry."""
-    trainer, _spy = spied(Toy("sgd"), toy_data(), [PFedLA(normalise=normalise)], max_rounds=3)
-    server, callback = trainer.server, trainer.server.callbacks.find(PFedLA)
+    trainer, _spy = spied(Toy("sgd"), toy_data(), [pFedLA(normalise=normalise)], max_rounds=3)
+    server, callback = trainer.server, trainer.server.callbacks.find(pFedLA)
     models = callback.models(server)
     draw = torch.Generator().manual_seed(0)
     thbar = callback.personalised(server, "1", models)
@@ -150,7 +154,7 @@ def test_the_gradient_of_the_hypernetwork_by_finite_differences(normalise):
 
 def test_the_step_is_added_and_its_change_is_against_what_was_sent():
     """psi <- psi + eta J'D with D = what came back - thbar as it went down, not the old theta."""
-    callback = PFedLA(hn_lr=0.05)
+    callback = pFedLA(hn_lr=0.05)
     trainer, spy = spied(Toy("sgd"), toy_data(), [callback], max_rounds=3)
     server, models = trainer.server, {c: u.state for c, u in spy.of_round(1).items()}
     sent = {message.client: message.state for message in spy.messages if message.round == 2}
@@ -175,7 +179,7 @@ def loss_of(client, w):
 
 
 def test_a_plus_step_lowers_the_loss_and_a_minus_step_raises_it():
-    callback = PFedLA(hn_lr=1e-3)
+    callback = pFedLA(hn_lr=1e-3)
     trainer, _spy = spied(Quadratic(lr=0.1), quadratic_data(A, B), [callback], max_rounds=2)
     server = trainer.server
     models = callback.models(server)
@@ -196,7 +200,7 @@ def test_the_hypernetwork_learns_who_helps():
     """Clients 0 and 1 are alike, 2 is not: they learn to hear less of it, and it to hear nothing of them."""
     total, alpha = {}, {}
     for rate in (0.0, 0.2):
-        callback = PFedLA(hn_lr=rate)
+        callback = pFedLA(hn_lr=rate)
         trainer = federate(Quadratic(lr=0.1), quadratic_data(A, B), [callback], max_rounds=12)
         alpha[rate] = [callback.weights(trainer.server, client)[0] for client in NAMES]
         total[rate] = sum(loss_of(client, module_state(trainer.module(client))["w"]) for client in NAMES)
@@ -207,7 +211,7 @@ def test_the_hypernetwork_learns_who_helps():
 
 
 def test_statistics_go_with_their_layer_and_integers_are_the_clients_own():
-    callback = PFedLA()
+    callback = pFedLA()
     trainer, spy = spied(NormNet("sgd"), toy_data(), [callback], max_rounds=1)
     sent = spy.of_round(0)
     for i, client in enumerate(NAMES):
@@ -220,7 +224,7 @@ def test_statistics_go_with_their_layer_and_integers_are_the_clients_own():
 
 
 def test_absent_clients_keep_model_and_hypernetwork():
-    callback = PFedLA()
+    callback = pFedLA()
     _trainer, spy = spied(Toy("sgd"), toy_data(), [callback], max_rounds=4, participation=1)
     for number in range(1, 4):
         before, after = (spy.states[n]["PFedLA"] for n in (number - 1, number))
@@ -233,27 +237,27 @@ def test_absent_clients_keep_model_and_hypernetwork():
 def test_the_wire():
     module = NormNet("sgd")
     size = sum(value.numel() * value.element_size() for value in module_state(module).values())
-    trainer = federate(module, toy_data(), [PFedLA()], max_rounds=2)
+    trainer = federate(module, toy_data(), [pFedLA()], max_rounds=2)
     assert trainer.server.bytes_up == trainer.server.bytes_down == 6 * size
     with pytest.raises(ValueError, match="no global model"):
         trainer.module()
 
 
 def test_what_others_keep_local_stays_local():
-    _trainer, spy = spied(NormNet("sgd"), toy_data(), [FedBN(), PFedLA()], max_rounds=2)
+    _trainer, spy = spied(NormNet("sgd"), toy_data(), [FedBN(), pFedLA()], max_rounds=2)
     for item in (*spy.messages, *spy.updates):
         assert not any(name.startswith("net.1.") for name in item.state)
 
 
 def test_a_server_optimizer_is_refused():
-    with pytest.raises(ValueError, match=r"FedAdam works on the one model.*PFedLA keeps several"):
-        make_trainer(None, [FedAdam(), PFedLA()]).fit(Toy(), datamodule=toy_data())
+    with pytest.raises(ValueError, match=r"FedAdam works on the one model.*pFedLA keeps several"):
+        make_trainer(None, [FedAdam(), pFedLA()]).fit(Toy(), datamodule=toy_data())
 
 
 @pytest.mark.parametrize("options", [{"hn_lr": -0.1}, {"embedding": 0}, {"hidden": 0}, {"normalise": "max"}])
 def test_senseless_settings_are_refused(options):
-    with pytest.raises(ValueError, match=f"PFedLA got .*{next(iter(options))}="):
-        PFedLA(**options)
+    with pytest.raises(ValueError, match=f"pFedLA got .*{next(iter(options))}="):
+        pFedLA(**options)
 
 
 def test_the_mean_helper_is_what_even_weights_give():

@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import FedAvg, FedPer, PFedMe
+from fedlightning.callbacks import FedAvg, FedPer, pFedMe
 from fedlightning.tensors import module_state
 from tests.callbacks.common import A, B, batches
+from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -26,6 +27,12 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "pFedMe": Case(pFedMe(), skip=NO_PLAIN_FORM),
+    "pFedMe all": Case(pFedMe(all_clients=True, server_lr=0.5), skip=NO_PLAIN_FORM),
+}
+KEPT = {"pFedMe": Kept("PFedMe", client=("theta",))}
 
 EXACT = {"lam": 2.0, "inner_steps": 60, "personal_lr": 0.3}
 
@@ -43,7 +50,7 @@ def thetas(records):
 
 def test_exact_proximal_points_of_quadratics():
     """(a): theta = (A + lam I)^-1 (A b + lam w), and w_i = w - eta lam (w - theta), the gradient of the envelope."""
-    _, spy = spied(started(lr=0.1), quadratic_data(A, B), [PFedMe(**EXACT)], max_rounds=2)
+    _, spy = spied(started(lr=0.1), quadratic_data(A, B), [pFedMe(**EXACT)], max_rounds=2)
     w = torch.full((3,), 0.5, dtype=torch.float64)
     for number in range(2):
         for client, update in spy.of_round(number).items():
@@ -61,7 +68,7 @@ def test_the_inner_and_outer_steps_by_hand():
     """K = 3 on a net, two epochs: theta is warm from batch to batch, and starts at w^t in every visit."""
     module, data = Toy("sgd", lr=0.05), toy_data()
     options = {"lam": 5.0, "inner_steps": 3, "personal_lr": 0.1}
-    _, spy = spied(module, data, [PFedMe(**options)], max_rounds=2, local_epochs=2)
+    _, spy = spied(module, data, [pFedMe(**options)], max_rounds=2, local_epochs=2)
     for number, start in enumerate((module.state_dict(), spy.rounds[0])):
         for client, update in spy.of_round(number).items():
             theta, w = copy.deepcopy(module), {name: value.clone() for name, value in start.items()}
@@ -80,7 +87,7 @@ def test_the_inner_and_outer_steps_by_hand():
 
 def test_at_eta_lam_one_w_is_the_last_theta():
     """(b)"""
-    _, spy = spied(Toy("sgd", lr=0.2), toy_data(), [PFedMe(lam=5.0)], max_rounds=1)
+    _, spy = spied(Toy("sgd", lr=0.2), toy_data(), [pFedMe(lam=5.0)], max_rounds=1)
     for client, update in spy.of_round(0).items():
         close(update.state, thetas(spy.records[0])[client], atol=1e-6)
 
@@ -88,7 +95,7 @@ def test_at_eta_lam_one_w_is_the_last_theta():
 def test_without_an_outer_rate_w_stays_and_theta_moves():
     """(d)"""
     module = Toy("sgd", lr=0.0)
-    _, spy = spied(module, toy_data(), [PFedMe()], max_rounds=2)
+    _, spy = spied(module, toy_data(), [pFedMe()], max_rounds=2)
     same(spy.rounds[-1], module_state(module))
     assert all(differs(theta, module_state(module)) for theta in thetas(spy.records[-1]).values())
 
@@ -98,7 +105,7 @@ def test_a_huge_lam_holds_theta_at_w():
     gaps = []
     for lam in (2.0, 20.0, 2000.0):
         options = {"lam": lam, "inner_steps": 60, "personal_lr": 1.0 / (lam + 3.0)}
-        _, spy = spied(started(lr=0.1 / lam), quadratic_data(A, B), [PFedMe(**options)], max_rounds=1)
+        _, spy = spied(started(lr=0.1 / lam), quadratic_data(A, B), [pFedMe(**options)], max_rounds=1)
         gaps.append(max(float((theta["w"] - 0.5).abs().max()) for theta in thetas(spy.records[0]).values()))
     assert gaps[0] > gaps[1] > gaps[2]
     assert gaps[2] < 5e-3
@@ -108,7 +115,7 @@ def test_a_huge_lam_holds_theta_at_w():
 def test_the_servers_rate(rate):
     """(c): b = 0 is a frozen server, b = 1 the plain uniform mean; buffers are averaged."""
     module, data = NormNet("sgd", lr=0.05), toy_data()
-    trainer, spy = spied(module, data, [PFedMe(server_rate=rate)], max_rounds=1)
+    trainer, spy = spied(module, data, [pFedMe(server_lr=rate)], max_rounds=1)
     mean, start = mean_of(spy.of_round(0), dict.fromkeys("012", 1.0)), module_state(module)
     for name, value in mean.items():
         trainable = "running" not in name
@@ -118,7 +125,7 @@ def test_the_servers_rate(rate):
 
 def test_the_personal_model_is_theta_and_not_an_alias_of_w():
     """The defect of the published code: its personal accuracy is that of w_i."""
-    trainer, spy = spied(NormNet("sgd", lr=0.02), toy_data(), [PFedMe()], max_rounds=2)
+    trainer, spy = spied(NormNet("sgd", lr=0.02), toy_data(), [pFedMe()], max_rounds=2)
     for client, theta in thetas(spy.records[-1]).items():
         same(module_state(trainer.client(client).module), theta)
         assert differs(theta, spy.of_round(1)[client].state)
@@ -127,7 +134,7 @@ def test_the_personal_model_is_theta_and_not_an_alias_of_w():
 
 def test_theta_has_its_own_statistics_and_leaves_those_of_w_alone():
     module, data = NormNet("sgd", lr=0.0), toy_data()
-    _, spy = spied(module, data, [PFedMe(personal_lr=0.1)], max_rounds=1, local_epochs=2)
+    _, spy = spied(module, data, [pFedMe(personal_lr=0.1)], max_rounds=1, local_epochs=2)
     _, plain = spied(module, data, [FedAvg("uniform")], max_rounds=1, local_epochs=2)
     for client, update in spy.of_round(0).items():
         same(update.state, plain.of_round(0)[client].state)
@@ -137,7 +144,7 @@ def test_theta_has_its_own_statistics_and_leaves_those_of_w_alone():
 
 
 def test_theta_never_travels_and_an_absent_client_keeps_it():
-    trainer, spy = spied(Toy("sgd", lr=0.02), toy_data((24, 40, 16, 8)), [PFedMe()], max_rounds=4, participation=2)
+    trainer, spy = spied(Toy("sgd", lr=0.02), toy_data((24, 40, 16, 8)), [pFedMe()], max_rounds=4, participation=2)
     names = set(global_state(trainer))
     for update in spy.updates:
         assert set(update.state) == names
@@ -151,7 +158,7 @@ def test_theta_never_travels_and_an_absent_client_keeps_it():
 
 
 def test_a_newcomer_deploys_w():
-    trainer, spy = spied(Toy("sgd", lr=0.02), toy_data((24, 40, 16)), [PFedMe()], max_rounds=1, participation=1)
+    trainer, spy = spied(Toy("sgd", lr=0.02), toy_data((24, 40, 16)), [pFedMe()], max_rounds=1, participation=1)
     absent = [client for client in "012" if client not in spy.of_round(0)]
     assert len(absent) == 2
     same(module_state(trainer.client(absent[0]).module), global_state(trainer))
@@ -160,8 +167,8 @@ def test_a_newcomer_deploys_w():
 def test_everybody_may_compute_while_the_sampled_send():
     """The paper's plan: the server's trajectory is that of the sampled clients, every theta moves every round."""
     module, data = Toy("sgd", lr=0.02), toy_data((24, 40, 16))
-    trainer, spy = spied(module, data, [PFedMe(all_clients=True)], max_rounds=3, participation=1)
-    rest, _ = spied(module, data, [PFedMe()], max_rounds=3, participation=1)
+    trainer, spy = spied(module, data, [pFedMe(all_clients=True)], max_rounds=3, participation=1)
+    rest, _ = spied(module, data, [pFedMe()], max_rounds=3, participation=1)
     same(global_state(trainer), global_state(rest))
     for number in range(3):
         assert sum(bool(update.state) for update in spy.of_round(number).values()) == 1
@@ -176,7 +183,7 @@ def test_theta_fits_better_than_w():
     x, y = data.tensors["0"]["train"]
     for shift, client in enumerate("012"):
         data.tensors[client]["train"] = (x, (y + shift) % 3)
-    trainer = federate(Toy("sgd", lr=0.05), data, [PFedMe(lam=2.0, personal_lr=0.2)], max_rounds=6, local_epochs=2)
+    trainer = federate(Toy("sgd", lr=0.05), data, [pFedMe(lam=2.0, personal_lr=0.2)], max_rounds=6, local_epochs=2)
 
     def loss(module, client):
         return F.cross_entropy(module(x), data.tensors[client]["train"][1]).item()
@@ -187,7 +194,7 @@ def test_theta_fits_better_than_w():
 
 def test_private_layers_take_part():
     module = Toy("sgd", lr=0.02)
-    trainer = federate(module, toy_data(), [FedPer(personal=["net.3"]), PFedMe()], max_rounds=2)
+    trainer = federate(module, toy_data(), [FedPer(personal=["net.3"]), pFedMe()], max_rounds=2)
     start = module_state(module)
     same({"h": global_state(trainer)["net.3.weight"]}, {"h": start["net.3.weight"]})
     assert differs(module_state(trainer.client("0").module), start)
@@ -195,19 +202,19 @@ def test_private_layers_take_part():
 
 def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match=r"lr \* lam = 3 of its way.*below 0\.133 in Toy"):
-        federate(Toy("sgd", lr=0.2), toy_data(), [PFedMe(lam=15.0)])
-    with pytest.warns(UserWarning, match="PFedMe's w takes plain SGD steps; Toy's Adam"):
-        federate(Toy("adam", lr=0.01), toy_data(), [PFedMe()], max_rounds=1)
+        federate(Toy("sgd", lr=0.2), toy_data(), [pFedMe(lam=15.0)])
+    with pytest.warns(UserWarning, match="pFedMe's w takes plain SGD steps; Toy's Adam"):
+        federate(Toy("adam", lr=0.01), toy_data(), [pFedMe()], max_rounds=1)
     with pytest.raises(ValueError, match=r"theta diverges unless .* personal_lr below 0\.133"):
-        PFedMe(lam=15.0, personal_lr=0.2)
-    for options in ({"lam": 0.0}, {"inner_steps": 0}, {"server_rate": -1.0}):
-        with pytest.raises(ValueError, match=f"PFedMe got .*{next(iter(options))}="):
-            PFedMe(**options)
+        pFedMe(lam=15.0, personal_lr=0.2)
+    for options in ({"lam": 0.0}, {"inner_steps": 0}, {"server_lr": -1.0}):
+        with pytest.raises(ValueError, match=f"pFedMe got .*{next(iter(options))}="):
+            pFedMe(**options)
 
     class Other(FederatedCallback):
         def server_step(self, server, old, reduced):
             return reduced
 
-    federate(Toy("sgd", lr=0.01), toy_data([8]), [PFedMe(), Other()], max_rounds=1)
+    federate(Toy("sgd", lr=0.01), toy_data([8]), [pFedMe(), Other()], max_rounds=1)
     with pytest.raises(ValueError, match="PFedMe and Other both claim 'server_step'"):
-        federate(Toy("sgd", lr=0.01), toy_data([8]), [PFedMe(server_rate=2.0), Other()], max_rounds=1)
+        federate(Toy("sgd", lr=0.01), toy_data([8]), [pFedMe(server_lr=2.0), Other()], max_rounds=1)

@@ -26,6 +26,7 @@ from fedlightning.callbacks import (
 from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import SIZES, batches
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NetStyle,
     Toy,
@@ -40,6 +41,12 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {"PLayerFL": Case(PLayerFL(threshold=1.1)), "PLayerFLRandom": Case(PLayerFLRandom(threshold=1.1))}
+KEPT = {
+    "PLayerFL": Kept("PLayerFL", server=("clients", "layers", "order", "personal", "split")),
+    "PLayerFLRandom": Kept("PLayerFLRandom", server=("clients", "layers", "order", "personal", "split")),
+}
 
 LAYERS = ["net.first", "net.second", "net.third", "net.head"]
 

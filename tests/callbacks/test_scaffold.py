@@ -12,6 +12,7 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedPer
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import batches
+from tests.conformance.case import Case, Kept
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -24,6 +25,12 @@ from tests.helpers import (
     spied,
     toy_data,
 )
+
+CASES = {
+    "SCAFFOLD": Case(SCAFFOLD()),
+    "SCAFFOLD option 1": Case(SCAFFOLD(option=1, server_lr=0.9), neutral=SCAFFOLD(option=1)),
+}
+KEPT = {"SCAFFOLD": Kept("SCAFFOLD", server=("c",), client=("c",))}
 
 A = [[1.0, 2.0, 1.5], [2.0, 1.0, 2.0]]
 B = [[1.0, -1.0, 2.0], [-2.0, 3.0, 0.5]]

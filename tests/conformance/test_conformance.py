@@ -1,6 +1,7 @@
-"""Every registered algorithm passes every check; a check is left out only with its reason in ``cases.py``.
+"""Every registered algorithm passes every check; a check is left out only with its reason, in the algorithm's tests.
 
-The first case of each class runs always; further variants of it are slow tests (``make test-all``).
+The cases are the `CASES` of the modules in `tests/callbacks`. The first case of each class runs always; further variants
+of it are slow tests (``make test-all``).
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import copy
 
 import pytest
 
-from fedlightning.catalogue import list_algorithms
+from fedlightning.catalogue import ALGORITHMS
 from fedlightning.testing import CHECKS, check_algorithm
-from tests.conformance.cases import CASES, Case
+from tests.conformance.case import Case, collect, missing
 
+CASES: dict[str, Case] = collect("CASES")
 FIRST = {type(case.algorithm): name for name, case in reversed(CASES.items())}
 PAIRS = [
     pytest.param(
@@ -33,5 +35,13 @@ def test_conformance(case: Case, check: str) -> None:
 
 
 def test_every_registered_algorithm_is_here() -> None:
-    checked = {type(case.algorithm).__name__ for case in CASES.values()}
-    assert set(list_algorithms()) - checked == set()
+    without = missing([row.name for row in ALGORITHMS], CASES)
+    assert not without, (
+        f"The conformance suite does not know {', '.join(without)}. "
+        "Add CASES = {'Name': Case(Name())} to the algorithm's module in tests/callbacks."
+    )
+
+
+def test_cases_are_named_after_their_class() -> None:
+    for name, case in CASES.items():
+        assert type(case.algorithm).__name__ == name.partition(" ")[0]

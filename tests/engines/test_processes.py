@@ -42,7 +42,7 @@ from fedlightning.testing.toys import ToyData
 from fedlightning.testing.toys import federate as federate_toy
 from fedlightning.trainer import FederatedTrainer
 from fedlightning.visit.runner import LocalRunner
-from tests.conformance.cases import CASES
+from tests.conformance.case import collect
 from tests.engines.users import Holding, Interrupt, Noise, Trouble, TwoVisits, Unsendable, Work
 from tests.helpers import NormNet, PiecesStyle, Toy, make_trainer, same, toy_data
 
@@ -67,6 +67,7 @@ RUNS: dict[str, Any] = {
     ),
 }
 
+CASES = collect("CASES")
 LONGER = ("keep", "checkpoints")
 
 

@@ -259,6 +259,16 @@ class Loud(Toy):
         return loss
 
 
+class Editing(Toy):
+    """Edits a loss in place after it was logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * 1.0
+        self.log("before", loss, on_epoch=True)
+        loss += 1.0
+        return loss
+
+
 class Skipping(Toy):
     """Skips batches of less than eight samples, and leaves a layer out of its loss."""
 
@@ -270,7 +280,7 @@ class Skipping(Toy):
         return super().training_step(batch, batch_idx) if len(batch[1]) == 8 else None
 
 
-@pytest.mark.parametrize("module", [Nested(), Loud(), Skipping()])
+@pytest.mark.parametrize("module", [Nested(), Loud(), Editing(), Skipping()])
 def test_what_a_step_may_do(module: Any) -> None:
     assert_equal(pair(module))
 

@@ -1,1 +1,1 @@
-"""Clients trained and scored in stacks: the parts of the engine ``vectorized``."""
+"""Training and evaluation of clients in stacks: the parts of the engine `vectorized`."""

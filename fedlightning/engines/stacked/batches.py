@@ -1,8 +1,8 @@
 """Batches of many clients at once, each from its own loader in its own addressed order.
 
-Where a client's loader does nothing but pick rows of tensors that lie in memory, the rows of all clients are gathered by
-one ``index_select``, without asking the loaders. Other loaders are iterated one by one and their batches stacked.
-Clients whose next batches are alike for several turns are asked once for all of them.
+Where a client's loader only picks rows of tensors in memory, the rows of all clients are gathered by one
+`index_select`, without asking the loaders. Other loaders are iterated one by one and their batches stacked. Clients
+whose next batches have the same shape for several turns are asked once for all of these turns.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fedlightning.engines.stacked.stack import join_tree, split_tree
 from fedlightning.seeding import address, seed_all
 
 Shape = tuple[Any, ...]
-"""What batches must have in common to be stepped together. Its first entry is the number of samples."""
+"""A key: clients with equal keys can step together. Its first entry is the number of samples."""
 
 
 Seed = Callable[[int], tuple[object, ...]]
-"""The address of the randomness of an epoch, given its number."""
+"""Function that returns the address of the randomness of an epoch, given its number."""
 
 
 class Source(Protocol):
@@ -36,25 +36,29 @@ class Source(Protocol):
     generator: torch.Generator
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin the epoch of that number."""
+        """Begin an epoch."""
 
     def peek(self) -> Shape:
-        """The shape of the next batch, which is there."""
+        """Return the shape of the next batch, which must exist."""
 
     def ahead(self) -> int:
-        """How many batches of that shape come next in the epoch, as far as is known."""
+        """Return the number of batches of that shape that come next in the epoch, as far as is known."""
 
     def advance(self, batches: int) -> None:
-        """So many batches have been used."""
+        """Note that so many batches have been used."""
 
 
 class ResidentSource:
-    """Rows of tensors in memory.
+    """Batches that are rows of tensors in memory.
 
     Args:
-        tensors: the data, ``(n, ...)`` each; held: the client's rows of them, or ``None`` for all.
-        sampler: gives the order; batch_size, count: samples in a batch, batches in an epoch.
-        seed: of the generator; draws_seed: whether iterating the loader would draw a number from it.
+        tensors: The data, `(n, ...)` each.
+        held: The client's rows of them. `None`: all.
+        sampler: Gives the order of the rows. `None`: their own order.
+        batch_size: Samples in a batch.
+        count: Batches in an epoch.
+        seed: Seed of the generator.
+        draws_seed: Whether iterating the loader would draw a number from the generator.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class ResidentSource:
 
     @property
     def generator(self) -> torch.Generator:
-        """Of the steps of this epoch. Made when it is asked for: most steps draw nothing."""
+        """Generator of the steps of this epoch, made on first access: most steps draw nothing."""
         if self._generator is None:
             self._generator = torch.Generator().manual_seed(address(*self._seed(self._epoch)))
             if self._draws_seed and self._epoch > 0:  # Lightning makes the first epoch's iterator before it is seeded
@@ -104,7 +108,7 @@ class ResidentSource:
         return max(self._whole - self._next, 1)
 
     def rows(self, batches: int) -> Tensor:
-        """The rows of the next ``batches``, one after another."""
+        """Return the rows of the next `batches`, one after another."""
         start = self._next * self.batch_size
         return self._order[start : start + batches * self.batch_size]
 
@@ -113,11 +117,12 @@ class ResidentSource:
 
 
 class LoaderSource:
-    """A loader that is iterated, with global generators of the client's own.
+    """Batches of any loader, iterated with global generators of the client's own.
 
     Args:
-        loader: any loader; convert: brings a batch to the right precision and through the module's transfer hooks.
-        seed: of the global generators.
+        loader: The loader.
+        convert: Brings a batch to the right precision and through the module's transfer hooks.
+        seed: Seed of the global generators.
     """
 
     def __init__(self, loader: Any, convert: Callable[[Any], Any], seed: Seed) -> None:
@@ -147,7 +152,7 @@ class LoaderSource:
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """A block in which the global generators are the client's."""
+        """Within the block, the global generators are the client's."""
         before = random.getstate(), np.random.get_state(), torch.get_rng_state()
         random.setstate(self._others[0])
         np.random.set_state(self._others[1])
@@ -170,7 +175,7 @@ class LoaderSource:
         return 1
 
     def batch(self) -> Any:
-        """The next batch."""
+        """Return the next batch."""
         return self._fetch()
 
     def advance(self, batches: int) -> None:
@@ -178,9 +183,14 @@ class LoaderSource:
 
 
 def resident(loader: Any, count: int, seed: Seed) -> ResidentSource | None:
-    """The loader as rows in memory, where that is all it is; else ``None``.
+    """Return a loader as rows in memory, or `None` if it is more than that.
 
     Exact types only: a subclass may do anything.
+
+    Args:
+        loader: The loader.
+        count: Batches in an epoch.
+        seed: Seed of the generator.
     """
     if type(loader) is not DataLoader or loader.num_workers or type(loader.batch_sampler) is not BatchSampler:
         return None
@@ -204,20 +214,33 @@ def resident(loader: Any, count: int, seed: Seed) -> ResidentSource | None:
 
 
 BLOCK = 2**20
-"""Bytes of gathered rows that are not worth a call for each client in each turn."""
+"""Bytes of gathered rows below which a call for each client in each turn costs more than the copy."""
 
 
 class Gatherer:
-    """Stacks the next batches of clients, re-using its memory from step to step."""
+    """Stacks the next batches of clients, and reuses its memory from step to step.
+
+    Args:
+        device: Device of the stack.
+        convert: Brings a stacked batch to the right precision.
+    """
 
     def __init__(self, device: torch.device, convert: Any) -> None:
         self.device, self._convert = device, convert
         self._room: dict[tuple[Any, ...], Tensor] = {}
 
     def batches(self, sources: Sequence[Any], turns: int) -> Generator[Any, None, None]:
-        """The next ``turns`` batches of each source, stacked ``(len(sources), batch, ...)``, one turn after another.
+        """Yield the next batches of all sources, stacked, one turn after another.
 
-        A batch is overwritten by the next one. The sources advance when the iterator is closed, by what has been taken.
+        A batch is overwritten by the next one. When the iterator is closed, the sources advance by the turns that were
+        taken.
+
+        Args:
+            sources: Sources of the clients, whose next batches have the same shape.
+            turns: Number of turns.
+
+        Yields:
+            Batches `(len(sources), batch, ...)`.
         """
         resident = all(type(source) is ResidentSource for source in sources)
         taken = 0
@@ -231,12 +254,12 @@ class Gatherer:
 
     @staticmethod
     def one(batch: Any, place: int) -> Any:
-        """A stacked batch of the client at ``place`` alone."""
+        """Return a stacked batch of the client at `place` alone."""
         tensors, skeleton = split_tree(batch)
         return join_tree(skeleton, [tensor[place : place + 1] for tensor in tensors])
 
     def _loaded(self, sources: Sequence[LoaderSource]) -> Iterator[Any]:
-        """A single turn: loaders do not tell what comes after it."""
+        """Stack the batches of one turn; loaders do not tell what comes after it."""
         parts = [split_tree(source.batch()) for source in sources]
         stacked = [torch.stack(group).to(self.device) for group in zip(*(part[0] for part in parts), strict=True)]
         yield join_tree(parts[0][1], stacked)

@@ -1,7 +1,7 @@
-"""Gradient-form terms of algorithms on a stack: ``correct_gradient``, mapped over the clients.
+"""Gradient corrections of algorithms on a stack: `correct_gradient`, mapped over the clients.
 
 A callback writes its correction for one client. Where its payload and state are tensors, they are stacked and the
-correction is mapped; where it looks at something that cannot be stacked (the client's id, plain values that differ from
+correction is mapped. Where it reads something that cannot be stacked (the client's id, plain values that differ from
 client to client), it is called for one client after another, with the same result.
 """
 
@@ -20,11 +20,11 @@ from fedlightning.visit.client import Client
 
 
 class _PerClientError(Exception):
-    """The correction looked at what only a single client has."""
+    """The correction reads what only a single client has."""
 
 
 class _StackContext:
-    """What a mapped correction sees: a :class:`~fedlightning.hooks.GradientContext` without what is nobody's."""
+    """The :class:`~fedlightning.hooks.GradientContext` of a mapped correction, without what only one client has."""
 
     def __init__(self, anchor: Mapping[str, Tensor], payload: Any, state: Any, lr: Any, phase: str) -> None:
         self.anchor, self.payload, self.state, self.lr, self.phase = anchor, payload, state, lr, phase
@@ -37,8 +37,11 @@ class Correction:
     """One callback's correction for the clients of a stack.
 
     Args:
-        callback: has a gradient-form term; clients: in the order of the stack's rows; names: the parameters that train.
-        phase: the phase's name; device: of the stack.
+        callback: Callback with a gradient correction.
+        clients: Clients in the order of the stack's rows.
+        names: Names of the parameters that train.
+        phase: Name of the phase.
+        device: Device of the stack.
     """
 
     def __init__(
@@ -70,17 +73,20 @@ class Correction:
         found: Mapping[str, Tensor],
         rates: Mapping[str, Sequence[float]],
     ) -> dict[str, Tensor]:
-        """Corrected gradients.
+        """Return corrected gradients.
 
         Args:
-            rows, numbers: which clients; parameters, found: stacked values and gradients ``(n, ...)`` by name.
-            rates: per name the learning rates of these clients.
+            rows: Rows of the clients in the stack.
+            numbers: The same as numbers.
+            parameters: By name, stacked values `(n, ...)`.
+            found: By name, stacked gradients `(n, ...)`.
+            rates: By name, the learning rates of these clients.
         """
         if self._stacked is not None:
             try:
                 return self._mapped(rows, parameters, found, rates)
             except (_PerClientError, RuntimeError, TypeError):
-                self._stacked = None  # cannot be mapped; an error of its own will come again below
+                self._stacked = None  # cannot be mapped; an error of the correction itself is raised again below
         return self._one_by_one(numbers, parameters, found, rates)
 
     def _mapped(
@@ -144,7 +150,7 @@ class Correction:
 
 
 def stack_trees(trees: Sequence[Any], device: torch.device) -> tuple[list[Tensor], Any] | None:
-    """Trees of tensors and plain values as one tree of stacked tensors; ``None`` where they are not alike."""
+    """Return trees of tensors and plain values as one tree of stacked tensors; `None` if they are not alike."""
     parts = [split_tree(tree) for tree in trees]
     leaves, skeleton = parts[0]
     for others, form in parts[1:]:
@@ -154,7 +160,7 @@ def stack_trees(trees: Sequence[Any], device: torch.device) -> tuple[list[Tensor
 
 
 def _stack(group: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The tensors on a client axis; a view where all clients hold one and the same."""
+    """Stack tensors on a client axis; where all clients hold the same tensor, the result is a view of it."""
     if all(tensor is group[0] for tensor in group):
         return group[0].to(device).expand(len(group), *group[0].shape)
     return torch.stack(list(group)).to(device)

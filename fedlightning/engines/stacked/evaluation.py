@@ -1,9 +1,9 @@
 """Scores of many modules of one class at once: their evaluation steps are taken together, as one stack of clients.
 
-Which modules: any whose step ``vmap`` can carry out and whose other evaluation hooks are at most those around an epoch.
-The first two of a class are scored both ways; where the scores differ, or anything else speaks against it, modules of the
-class are scored one after another, as in every other engine. That is decided once for each class, and once more for one
-model that all clients share.
+Modules qualify if `vmap` can run their step and if their other evaluation hooks are at most those around an epoch. The
+first two modules of a class are scored both ways. Where the scores differ, or anything else speaks against it, modules
+of the class are scored one after another, as in every other engine. That is decided once for each class, and once more
+for one model that all clients share.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchmetrics import Metric
 
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.engines.stacked.scoring.clients import Feed, hooks_of, scores_of
-from fedlightning.engines.stacked.scoring.models import Look, Models
+from fedlightning.engines.stacked.scoring.models import Models, Signature
 from fedlightning.engines.stacked.scoring.sources import (
     Iterated,
     Rows,
@@ -38,6 +38,7 @@ from fedlightning.engines.stacked.scoring.sources import (
 from fedlightning.engines.stacked.scoring.step import ScoringStep
 from fedlightning.engines.stacked.scoring.sums import Sums
 from fedlightning.engines.stacked.scoring.values import NotStacked
+from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.evaluation import refusal
 from fedlightning.visit.fast.hooks import of_module
@@ -46,31 +47,32 @@ from fedlightning.visit.runner import LocalRunner
 
 Answer = TypeVar("Answer")
 Kind = tuple[type, bool, str]
-"""A class, whether it is tested (or validated), and whether its models are ``own`` or ``shared``."""
+"""A class, whether it is tested (or validated), and whether its models are `own` or `shared`."""
 ALIKE = 1e-2
-"""Scores of the same module may differ by so much, relative and absolute, when both ways are compared: far more than
-rounding does, far less than what a misunderstanding does."""
+"""Tolerance, relative and absolute, between the scores of both ways: far above rounding, far below a misreading."""
 HELD = 2**28
-"""Bytes that may be kept for metrics until they are fed."""
+"""Limit of the step outputs that are kept until metrics are updated, in bytes."""
 ARITHMETIC = {"own": 2**23, "shared": 2**26}
-"""Floating-point operations of a client's step on a CPU from which on a stack loses more than the calls it saves: with
-``own`` models it reads all their weights at once, with a ``shared`` one it has larger activations than fit into a cache.
-Not measured in seconds: a run that is resumed must decide as before."""
+"""Floating-point operations of a client's step on a CPU above which stacking costs more than the calls it saves.
+
+With `own` models it reads all their weights at once; with a `shared` one its activations are larger than a cache. Not
+measured in seconds, because a resumed run must decide as before.
+"""
 TOGETHER = 2**28
-"""Such operations in a step of a stack."""
+"""Limit of floating-point operations in a step of a stack."""
 REFUSED = frozenset(
     ("setup", "teardown", "configure_model", "on_before_batch_transfer", "transfer_batch_to_device",
      "on_after_batch_transfer", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start",
      "on_test_batch_end")
 )  # fmt: skip
-"""Hooks that are left to one client after another."""
+"""Hooks of modules that are scored one by one."""
 
 
 class StackedEvaluation:
-    """Carries out scoring tasks.
+    """Carries out scoring tasks for many clients at once.
 
     Args:
-        runner: has the scorer that everything must agree with.
+        runner: Its scorer is what the results must agree with.
     """
 
     def __init__(self, runner: LocalRunner) -> None:
@@ -78,21 +80,23 @@ class StackedEvaluation:
         self._decided: dict[Kind, int] = {}  # how many take a step together at most; 0: scored one by one
 
     def answers(self, scorings: Sequence[Scoring[Answer]], size: int, own: bool) -> Iterator[Answer]:
-        """The answers of scoring tasks, in their order.
+        """Yield the answers of scoring tasks, in their order.
 
         Args:
-            scorings: of tasks; size: how many modules are scored at once, at most.
-            own: whether each task opens a client's own model. Once it is known that these are scored one by one, they are
-                opened so as well: models that wait for others are no longer near the processor.
+            scorings: The tasks in progress.
+            size: Largest number of modules that are scored at once.
+            own: Whether each task opens a client's own model. Once it is known that such models are scored one by one,
+                they are
+                also opened one by one, because models that wait for others are evicted from the processor's cache.
         """
         known = [at_most for (_, _, whose), at_most in self._decided.items() if whose == "own"]
         if own and known and not any(known):
             yield from (score_in_turn(self._runner, scoring) for scoring in scorings)
             return
         found: list[list[Scores]] = [[] for _ in scorings]
-        wanted = ((place, one) for place, scoring in enumerate(scorings) for one in next(scoring))
+        requests = ((place, one) for place, scoring in enumerate(scorings) for one in next(scoring))
         try:
-            while chunk := list(islice(wanted, size)):
+            while chunk := list(islice(requests, size)):
                 for (place, _), scores in zip(chunk, self.scores([one for _, one in chunk]), strict=True):
                     found[place].append(scores)
             for scoring, scores_of_it in zip(scorings, found, strict=True):
@@ -101,26 +105,28 @@ class StackedEvaluation:
             for scoring in scorings:
                 scoring.close()
 
-    def scores(self, wanted: Sequence[ScoreRequest]) -> list[Scores]:
-        """The scores of each, together where that is possible."""
+    def scores(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
+        """Return the scores of each request; requests are carried out together where that is possible."""
         groups: dict[Any, list[int]] = {}
-        looks: dict[int, Look] = {}
-        often = Counter(id(one.module) for one in wanted)
-        for place, one in enumerate(wanted):
+        signatures: dict[int, Signature] = {}
+        often = Counter(id(one.module) for one in requests)
+        for place, one in enumerate(requests):
             whose = ("own", "shared") if often[id(one.module)] > 1 else ("own",)
-            groups.setdefault(self._group(one, whose, looks) or place, []).append(place)
+            groups.setdefault(self._group(one, whose, signatures) or place, []).append(place)
         found: dict[int, Scores] = {}
         for key, places in groups.items():
-            members = [wanted[place] for place in places]
+            members = [requests[place] for place in places]
             if isinstance(key, int) or len(members) == 1:
                 scored = [score_one(self._runner, member) for member in members]
             else:
-                scored = self._together(key[:2], members, [looks[id(member.module)] for member in members])
+                scored = self._together(key[:2], members, [signatures[id(member.module)] for member in members])
             found.update(zip(places, scored, strict=True))
-        return [found[place] for place in range(len(wanted))]
+        return [found[place] for place in range(len(requests))]
 
-    def _group(self, one: ScoreRequest, whose: Iterable[str], looks: dict[int, Look]) -> tuple[Any, ...] | None:
-        """What it must have in common with others to be scored with them; ``None`` if it can be scored only alone."""
+    def _group(
+        self, one: ScoreRequest, whose: Iterable[str], signatures: dict[int, Signature]
+    ) -> tuple[Any, ...] | None:
+        """Return a key: requests with equal keys can be scored together. `None`: the request must be scored alone."""
         kind, scorer = type(one.module), self._runner.scorer
         steps = of_module(kind)
         testing = one.split == "test" and "test_step" in steps
@@ -130,39 +136,40 @@ class StackedEvaluation:
         unfit = fast_refusals.of_loader(one.loader, self._limit(testing)) is not None
         if not scorer.fast or unfit or not can_iterate_together(one.loader):
             return None
-        look = looks.get(id(one.module))
-        if look is None:
-            look = looks[id(one.module)] = Look(self._runner.blueprint.convert(one.module))
-        return None if look.likeness is None else (kind, testing, look.likeness)
+        signature = signatures.get(id(one.module))
+        if signature is None:
+            signature = signatures[id(one.module)] = Signature(self._runner.blueprint.convert(one.module))
+        return None if signature.key is None else (kind, testing, signature.key)
 
     def _limit(self, testing: bool) -> Any:
-        base = self._runner.blueprint.trainer
-        return base.limit_test_batches if testing else base.limit_val_batches
+        return names_of(testing).limit(self._runner.blueprint.trainer)
 
     def _together(
-        self, kind: tuple[type, bool], members: Sequence[ScoreRequest], looks: Sequence[Look]
+        self, kind: tuple[type, bool], members: Sequence[ScoreRequest], signatures: Sequence[Signature]
     ) -> list[Scores]:
-        """The members' scores: of a stack if their class can be scored so, else one by one."""
-        second = next((place for place, look in enumerate(looks) if look is not looks[0]), None)
+        """Score the members in one stack if their class allows it, else one by one."""
+        second = next((place for place, signature in enumerate(signatures) if signature is not signatures[0]), None)
         key = (*kind, "shared" if second is None else "own")
         if key not in self._decided:
             self._decided[key] = self._agrees((members[0], members[second or 1]), key)
         if self._decided[key]:
             rewind = rewinding(one.loader for one in members)
             try:
-                return self._stacked(members, looks, kind[1], self._decided[key])
+                return self._stacked(members, signatures, kind[1], self._decided[key])
             except (Exception, NotStacked):  # what the user's code raises here, it raises again when scored alone
                 self._decided[key] = 0
                 rewind()
-                for look in looks:
-                    for child in look.module.modules():
+                for signature in signatures:
+                    for child in signature.module.modules():
                         if isinstance(child, Metric):
                             child.reset()
         return [score_one(self._runner, member) for member in members]
 
     def _agrees(self, members: Sequence[ScoreRequest], kind: Kind) -> int:
-        """How many modules of a class may take a step together: 0 unless copies of the members have the same scores one
-        by one and in a stack, and a stack is worth while. It leaves no trace: a run that is resumed decides once more.
+        """Return the number of modules that can be evaluated as one stack, or 0 if they must be scored one by one.
+
+        It is 0 if copies of the members have other scores in a stack than alone, or if a stack does not pay. Nothing is
+        changed, so a resumed run can decide once more.
         """
         for one in members:
             if REFUSED & of_module(type(one.module)):
@@ -171,9 +178,9 @@ class StackedEvaluation:
                 return 0
         rewind = rewinding(one.loader for one in members)
         try:
-            looks = {id(module): Look(copy.deepcopy(module)) for module in (one.module for one in members)}
-            apart = [looks[id(one.module)] for one in members]
-            copies = [replace(one, module=look.module) for one, look in zip(members, apart, strict=True)]
+            signatures = {id(module): Signature(copy.deepcopy(module)) for module in (one.module for one in members)}
+            apart = [signatures[id(one.module)] for one in members]
+            copies = [replace(one, module=signature.module) for one, signature in zip(members, apart, strict=True)]
             stacked = self._stacked(copies, apart, kind[1], len(copies))
             with FlopCounterMode(display=False) as counter:
                 alone = [score_one(self._runner, one) for one in copies]
@@ -190,26 +197,30 @@ class StackedEvaluation:
             rewind()
 
     def _stacked(
-        self, members: Sequence[ScoreRequest], looks: Sequence[Look], testing: bool, at_most: int
+        self, members: Sequence[ScoreRequest], signatures: Sequence[Signature], testing: bool, at_most: int
     ) -> list[Scores]:
-        """The members' scores; raises where they cannot be had together. ``at_most`` so many take a step together."""
+        """Score the members in one stack; `at_most` so many take a step together.
+
+        Raises:
+            NotStacked: If they cannot be scored together.
+        """
         limit, device = self._limit(testing), self._runner.blueprint.device
         mode = self._runner.settings.trainer_arguments.get("inference_mode", True)
         found: list[Scores] = []
         drawn = generator_states(device)
         try:
-            models = Models(looks, device)
+            models = Models(signatures, device)
             with torch.inference_mode() if mode else torch.no_grad(), without_warnings():
                 sources = [
                     source_of(one.loader, fast_refusals.num_batches(one.loader, limit), one.seed) for one in members
                 ]
                 sums, feeds = self._steps(models, sources, testing, at_most)
                 models.check()
-                hooks = hooks_of(type(looks[0].module), testing)
-                for look, feed, logged in zip(looks, feeds, sums.values(), strict=True):
+                hooks = hooks_of(type(signatures[0].module), testing)
+                for signature, feed, logged in zip(signatures, feeds, sums.values(), strict=True):
                     own = bool(feed or hooks.before or hooks.after)
                     # without metrics, only numbers are logged
-                    scores = scores_of(look.module, hooks, feed, logged, sums.metrics, device) if own else logged
+                    scores = scores_of(signature.module, hooks, feed, logged, sums.metrics, device) if own else logged
                     found.append(cast(Scores, scores))
             if not same_states(drawn, generator_states(device)):
                 raise NotStacked("random numbers are drawn")
@@ -220,10 +231,9 @@ class StackedEvaluation:
     def _steps(
         self, stack: Models, sources: Sequence[Rows | Iterated], testing: bool, at_most: int
     ) -> tuple[Sums, list[Feed]]:
-        """Take all steps. What was logged, and what is left to feed to each client's metrics."""
+        """Take all steps. Return what was logged, and for each client what its metrics must be updated with."""
         precision, device = self._runner.blueprint.precision, self._runner.blueprint.device
-        context = precision.test_step_context if testing else precision.val_step_context
-        step = ScoringStep(stack.lender, testing, context, stack.names, stack.shared)
+        step = ScoringStep(stack.template, names_of(testing), precision, stack.names, stack.shared)
         sums, held = Sums(len(sources)), 0
         feeds: list[Feed] = [[] for _ in sources]
         with stack.on_device(), step.attached():
@@ -247,7 +257,7 @@ class StackedEvaluation:
 
 
 def alike(found: Scores, expected: Scores) -> bool:
-    """Whether two sets of scores differ by rounding at most."""
+    """Return True if two sets of scores differ by rounding at most."""
     if list(found) != list(expected):
         return False
     pairs = [(found[name], expected[name]) for name in found]

@@ -1,9 +1,9 @@
 """One phase of local training for a stack of clients: every client takes exactly the steps it would take alone.
 
-Clients are independent, so only the order of a client's own steps matters. In each turn those whose next batches have the
-same shape step together, the smaller batches first: ragged last batches are got out of the way, and the full batches of
-all clients meet again. A client that is done leaves; the stack is ordered by work, so those that go on are a slice of it.
-Nothing is padded. Who steps together is settled for as many turns as it stays the same.
+Clients are independent, so only the order of a client's own steps matters. In each turn those whose next batches have
+the same shape step together, the smaller batches first: after the ragged last batches, the full batches of all clients
+meet again. A client that is done leaves. The stack is ordered by work, so the clients that continue are a slice of it.
+Nothing is padded. The group of clients that step together is determined for as many turns as it stays the same.
 
 On a CPU no more clients step together than a core's cache has room for: one part of them takes all its turns, then the
 next. A model so large that this is one client is stepped without a map, by the kernels of a single model.
@@ -31,22 +31,30 @@ from fedlightning.engines.stacked.trainees import Trainee
 from fedlightning.hooks import FederatedCallback
 
 CACHE = 2**24
-"""Bytes that a step on a CPU may go through: with many more they come from memory, and a model that takes as much alone
-gains nothing from company. With fewer the calls of a step cost more than what caches save."""
+"""Bytes that a step on a CPU may touch.
+
+With many more they come from memory, and a model that needs as much alone gains nothing from a stack. With fewer, the
+calls of a step cost more than caches save.
+"""
 
 
 class StackedFit:
     """Trains the clients of a stack through one phase, in place.
 
     Args:
-        module: of one of the clients, lends its code; stack: the clients' tensors.
-        trainees: the clients, in the order of the rows.
-        step: the module's step on the stack.
-        optimizer: as ``configure_optimizers`` made it for ``module``: says which parameters it moves, in which groups.
-        callbacks: all federated callbacks, of which some work inside a fit.
-        correctors: callbacks whose gradient-form terms act in this phase; phase: its name.
-        gatherer: stacks batches; clip_value, clip_algorithm: gradient clipping.
-        bytes_of_step: what a step takes for each client; 0: not known.
+        module: Module of one of the clients; its code runs.
+        stack: The clients' tensors.
+        trainees: The clients, in the order of the rows.
+        step: The module's step on the stack.
+        optimizer: Optimizer that `configure_optimizers` made for `module`: the parameters that it moves, in their
+            groups.
+        callbacks: All federated callbacks; some work inside a fit.
+        correctors: Callbacks whose gradient corrections act in this phase.
+        phase: Name of the phase.
+        gatherer: Stacks batches.
+        clip_value: `gradient_clip_val`.
+        clip_algorithm: `gradient_clip_algorithm`.
+        bytes_of_step: Memory of a step for each client. 0 if it is not known.
     """
 
     def __init__(
@@ -90,7 +98,7 @@ class StackedFit:
         self._views: dict[tuple[int, int], tuple[list[Tensor], dict[str, Tensor]]] = {}
 
     def run(self) -> None:
-        """Train everybody to the end of the phase; what came of it is in the trainees."""
+        """Train all clients to the end of the phase. The results are in the trainees."""
         for row, trainee in enumerate(self.trainees):
             self._guarded_start(row, trainee)
         with self.step.attached():
@@ -117,7 +125,7 @@ class StackedFit:
         self._failed = True
 
     def _next(self) -> tuple[list[int], int, int] | None:
-        """Who steps next, the samples in each one's batch, and for how many turns; ``None`` when all are done."""
+        """Return the clients that step next, the samples in their batches, and their turns; `None` if all are done."""
         groups: dict[Any, list[int]] = {}
         for row, trainee in enumerate(self.trainees):
             if trainee.done:
@@ -139,7 +147,7 @@ class StackedFit:
         return numbers, key[0][0], turns
 
     def _run(self, numbers: list[int], size: int, turns: int) -> None:
-        """Take these clients through turns that are alike; stop where one of them fails or a step first looks around."""
+        """Take clients through turns of the same shape; stop where one fails or a step first reads its position."""
         trainees = [self.trainees[number] for number in numbers]
         looked, taken = self.step.watch.looked, 0
         with closing(self.gatherer.batches([trainee.source for trainee in trainees], turns)) as batches:
@@ -168,7 +176,7 @@ class StackedFit:
                 self._guarded_start(number, trainee)
 
     def _try(self, numbers: list[int], batch: Any, size: int, turn: int) -> None:
-        """Step; if that raises, one by one, so that only the client whose data are bad fails."""
+        """Take a step. If it raises, repeat it client by client, so that only the one whose data are bad fails."""
         kept = {name: self.stack.tensors[name][numbers] for name in self.stack.buffers}
         try:
             self._take_step(numbers, batch, size, turn)
@@ -189,7 +197,7 @@ class StackedFit:
         place = self.trainees[numbers[0]].place(turn)
         draws = [self.trainees[number].source.generator for number in numbers] if self.step.draws else []
         result: StepResult = self.step(tensors, batch, place, draws)
-        self.logs.add(numbers, result.logged, self.step.log_options, size)
+        self.logs.add(numbers, result.logged, self.step.log_calls, size)
         if not isinstance(rows, slice):
             for name, value in zip(self.stack.buffers, tensors[len(self.stack.parameters) :], strict=True):
                 put(self.stack.tensors[name], rows, value)
@@ -222,7 +230,7 @@ class StackedFit:
         found: dict[str, Tensor],
         settings: Sequence[Settings],
     ) -> dict[str, Tensor]:
-        """Gradients after the gradient-form terms of all callbacks."""
+        """Return the gradients after the corrections of all callbacks."""
         rates = {name: self._rates_of(settings[self.group_of[name]], numbers) for name in found}
         values = {name: training[name].detach() for name in found}
         for correction in self.corrections:
@@ -230,7 +238,7 @@ class StackedFit:
         return found
 
     def _settle(self, found: Mapping[str, Tensor]) -> None:
-        """Once, when the first gradients are there and the optimizer has no state yet: lay the parameters out like them."""
+        """Lay the parameters out like their first gradients, before the optimizer has any state."""
         self._settled = True
         for name, gradient in found.items():
             self.optimizer.parameters[name] = self.stack.tensors[name] = laid_out_like(
@@ -239,7 +247,7 @@ class StackedFit:
         self._views.clear()
 
     def _tensors(self, rows: Rows) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The step's tensors, and those among them that train: leaves over the stack's memory where rows are a slice."""
+        """Return the step's tensors, and those that train: views of the stack where the rows are a slice."""
         key = (rows.start, rows.stop) if isinstance(rows, slice) else None
         if key is not None and key in self._views:
             return self._views[key]
@@ -254,7 +262,7 @@ class StackedFit:
         return tensors, training
 
     def _settings(self, numbers: Sequence[int]) -> list[Settings]:
-        """Per parameter group what the optimizer says now: once if all clients share it."""
+        """Return the optimizer's settings by parameter group: one mapping if all clients share it, else one each."""
         if self.shared_recipe:
             return list(self.trainees[0].recipe.optimizer.param_groups)
         each = [self.trainees[number].recipe.optimizer.param_groups for number in numbers]
@@ -262,13 +270,13 @@ class StackedFit:
 
     @staticmethod
     def _rates_of(settings: Settings, numbers: Sequence[int]) -> list[float]:
-        """The learning rate of each of these clients."""
+        """Return the learning rate of each of these clients."""
         if isinstance(settings, Mapping):
             return [float(settings["lr"])] * len(numbers)
         return [float(group["lr"]) for group in settings]
 
     def _count(self, rows: Rows, found: Mapping[str, Tensor], settings: Sequence[Settings]) -> None:
-        """Note a step and its learning rates."""
+        """Count a step and add up its learning rates."""
         self._steps[rows] += 1
         for index, of_group in enumerate(settings):
             names = tuple(name for name in found if self.group_of[name] == index)

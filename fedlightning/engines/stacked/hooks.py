@@ -1,4 +1,4 @@
-"""What a callback does inside a fit, on a stack of clients: the counterpart of its Lightning hooks."""
+"""Work of a callback inside a fit, on a stack of clients: the counterpart of its Lightning hooks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ class Turn:
     """A step that some clients of a stack take together.
 
     Attributes:
-        numbers: their rows, ascending; batch: their batches, stacked; place: where these are in the clients' work.
-        settings: per parameter group what the optimizer says now, for all of them or for each.
-        parameters, gradients: stacked, by name, before any correction; a parameter that no loss reaches has no gradient.
+        numbers: Their rows, ascending.
+        batch: Their batches, stacked.
+        place: Position of these batches in the clients' work.
+        settings: The optimizer's settings per parameter group, for all of them or for each.
+        parameters: By name, stacked values.
+        gradients: By name, stacked gradients before any correction. A parameter that no loss reaches has none.
     """
 
     numbers: Sequence[int]
@@ -37,21 +40,21 @@ class Turn:
         return [list(self.numbers).index(number) for number in chosen]
 
     def batch_of(self, chosen: Sequence[int]) -> Any:
-        """The batches of some of these clients."""
+        """Return the batches of some of these clients."""
         if len(chosen) == len(self.numbers):
             return self.batch
         tensors, skeleton = split_tree(self.batch)
         return join_tree(skeleton, [tensor[self._places(chosen)] for tensor in tensors])
 
     def settings_of(self, group: int, chosen: Sequence[int]) -> Settings:
-        """A parameter group as some of these clients have it."""
+        """Return the settings of a parameter group for some of these clients."""
         settings = self.settings[group]
         if isinstance(settings, Mapping) or len(chosen) == len(self.numbers):
             return settings
         return [settings[place] for place in self._places(chosen)]
 
     def rates(self, group: int, chosen: Sequence[int]) -> list[float]:
-        """Learning rates of a group, of some of these clients."""
+        """Return the learning rates of a parameter group for some of these clients."""
         settings = self.settings_of(group, chosen)
         return [float(one["lr"]) for one in ([settings] * len(chosen) if isinstance(settings, Mapping) else settings)]
 
@@ -68,7 +71,7 @@ class Stackable(Protocol):
         """Whether the callback, with its options, can work on a stack."""
 
     def stack_hooks(self, fit: StackedFit) -> StackHooks:
-        """Return what the callback does in one phase of a stack."""
+        """Return the callback's work in one phase of a stack."""
 
 
 def stackable(callback: object) -> TypeGuard[Stackable]:
@@ -77,13 +80,13 @@ def stackable(callback: object) -> TypeGuard[Stackable]:
 
 
 class StackHooks:
-    """Base: nothing. One object lives for one phase of one stack."""
+    """Base class that does nothing. One object serves one phase of one stack."""
 
     def before_step(self, turn: Turn) -> None:
-        """The clients' gradients are there and nothing has moved yet."""
+        """Act when the clients' gradients are there and no parameter has moved yet."""
 
     def after_step(self, turn: Turn) -> None:
-        """The clients' optimizers have stepped."""
+        """Act after the clients' optimizers have stepped."""
 
     def finish(self) -> None:
-        """The phase is over; the visits go on one by one."""
+        """Act when the phase is over; the visits continue one by one."""

@@ -1,10 +1,10 @@
 """Linear layers, convolutions and losses of a whole stack, by the kernels that are fast for it.
 
-Under :func:`torch.func.vmap` a loss such as cross entropy is taken apart into many small operations, a linear layer becomes
-a batched product in whatever layout comes along, and a convolution gets a group for each client. Within
-:class:`StackKernels` these functions step out of the map, work on the stacked tensors ``(clients, batch, ...)``, and step
-back in. Values and gradients are those of the plain functions up to the rounding of sums in another order. What a rule does
-not cover is left to ``vmap``.
+Under :func:`torch.func.vmap` a loss such as cross entropy is decomposed into many small operations, a linear layer
+becomes a batched product in an arbitrary layout, and a convolution gets a group for each client. Within
+:class:`StackKernels` these functions step out of the map, work on the stacked tensors `(clients, batch, ...)`, and step
+back in. Values and gradients are those of the plain functions up to the rounding of sums in another order. Cases
+without a rule are left to `vmap`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,28 @@ from fedlightning.engines.stacked.map import on_stack
 REGISTER = 16
 """Single-precision numbers in a CPU's widest register. Kernels fill registers along the last axis of their result."""
 LARGE = 2**22
-"""Multiplications in a client's convolution from which on a CPU does one client after another. Measured: with 2.4 million
-the map takes half the time of that, with 6 million twice the time."""
+"""Multiplications in a client's convolution above which a CPU does one client after another.
+
+Measured: with 2.4 million the map takes half the time of that, with 6 million twice the time.
+"""
 
 
 def padding(length: int) -> float:
-    """How much longer an axis of ``length`` is when it is filled up to whole registers: 1 is best."""
+    """Return the factor by which an axis grows when it is filled up to whole registers: 1 is best."""
     return -(-length // REGISTER) * REGISTER / max(length, 1)
 
 
 class StackLinear(torch.autograd.Function):
-    """``x @ weight^T + bias`` for ``x (clients, m, in)``, ``weight (clients, out, in)``, ``bias (clients, out)`` or ``None``.
+    """`x @ weight^T + bias` for a stack.
 
-    On a CPU the result lies in memory as ``(clients, out, m)`` where that fills registers better. The gradient of the
-    weight is taken in the weight's own layout, which for few outputs is four times as fast as autograd's transposed one.
+    On a CPU the result lies in memory as `(clients, out, m)` where that fills registers better. The gradient of the
+    weight is taken in the weight's own layout, which for few outputs is four times as fast as autograd's transposed
+    one.
+
+    Shapes:
+        x: `(clients, m, in)`.
+        weight: `(clients, out, in)`.
+        bias: `(clients, out)`, or `None`.
     """
 
     @staticmethod
@@ -60,7 +68,7 @@ class StackLinear(torch.autograd.Function):
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """Rule of :func:`torch.nn.functional.linear`. Not under autocast, whose casts an own backward would have to repeat."""
+    """Apply :func:`torch.nn.functional.linear`; not under autocast, whose casts a backward would have to repeat."""
     alike = input.dtype == weight.dtype and (bias is None or bias.dtype == input.dtype)
     if input.dim() < 2 or not alike or torch.is_autocast_enabled(input.device.type):
         return None
@@ -81,13 +89,19 @@ def class_loss(
     reduction: str,
     **options: Any,
 ) -> Tensor | None:
-    """Rule of :func:`~torch.nn.functional.cross_entropy` and :func:`~torch.nn.functional.nll_loss` for class numbers.
+    """Apply a loss for class numbers: cross entropy or negative log-likelihood.
 
-    ``function`` gives every sample's loss, natively; a client's mean divides by the weights of its samples that count.
+    `function` gives every sample's loss, natively. The mean of a client divides by the weights of its samples that
+    count.
 
     Args:
-        function: the loss; input: per client ``(batch, classes, ...)``; target: class numbers ``(batch, ...)``.
-        weight, ignore_index, reduction, options: as ``function`` has them.
+        function: The loss.
+        input: Per client `(batch, classes, ...)`.
+        target: Class numbers `(batch, ...)`.
+        weight: As `function` has it.
+        ignore_index: As `function` has it.
+        reduction: As `function` has it.
+        options: Other options of `function`.
     """
     plain = reduction in ("none", "mean", "sum") and not target.is_floating_point()
     if input.dim() < 2 or not plain or torch.is_autocast_enabled(input.device.type):
@@ -117,7 +131,7 @@ def class_loss(
 
 
 def narrow(x: Tensor, axis: int) -> bool:
-    """Whether rows along the last axis are so short that a sweep over all rows at once is better than one for each."""
+    """Return True if rows along the last axis are so short that one sweep over all rows is faster than one for each."""
     return axis in (x.dim() - 1, -1) and x.device.type == "cpu" and x.shape[-1] < REGISTER
 
 
@@ -131,7 +145,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """Rule of :func:`torch.nn.functional.cross_entropy`; probabilities as targets are left to ``vmap``."""
+    """Apply :func:`torch.nn.functional.cross_entropy`; probabilities as targets are left to `vmap`."""
     if size_average is not None or reduce is not None:
         return None
     return class_loss(F.cross_entropy, input, target, weight, ignore_index, reduction, label_smoothing=label_smoothing)
@@ -146,7 +160,7 @@ def nll_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor | None:
-    """Rule of :func:`torch.nn.functional.nll_loss`."""
+    """Apply :func:`torch.nn.functional.nll_loss`."""
     if size_average is not None or reduce is not None:
         return None
     return class_loss(F.nll_loss, input, target, weight, ignore_index, reduction)
@@ -161,7 +175,7 @@ def binary_cross_entropy_with_logits(
     reduction: str = "mean",
     pos_weight: Tensor | None = None,
 ) -> Tensor | None:
-    """Rule of :func:`torch.nn.functional.binary_cross_entropy_with_logits` without weights."""
+    """Apply :func:`torch.nn.functional.binary_cross_entropy_with_logits` without weights."""
     if any(option is not None for option in (weight, size_average, reduce, pos_weight)):
         return None
     if reduction not in ("none", "mean", "sum") or torch.is_autocast_enabled(input.device.type):
@@ -177,7 +191,7 @@ def binary_cross_entropy_with_logits(
 
 
 def log_softmax(input: Tensor, dim: int | None = None, *_: Any, **options: Any) -> Tensor | None:
-    """Rule of :func:`torch.nn.functional.log_softmax` for few classes: all rows of a client in one sweep."""
+    """Apply :func:`torch.nn.functional.log_softmax` for few classes: all rows of a client in one sweep."""
     if dim is None or input.dim() != 2 or not narrow(input, dim) or options.get("dtype") is not None:
         return None
     return torch.log_softmax(input.t(), 0).t()
@@ -192,7 +206,10 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    """Rule of :func:`torch.nn.functional.embedding` with padding: torch's map keeps its gradient out for the first only."""
+    """Apply :func:`torch.nn.functional.embedding` with padding.
+
+    Under torch's own map, the padding row would get no gradient for the first client only.
+    """
     if padding_idx is None or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     found = F.embedding(input, weight)
@@ -200,9 +217,9 @@ def embedding(
 
 
 def convolution(function: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
-    """Rule of :func:`torch.nn.functional.conv2d` and its like, where they are large: one client after another.
+    """Return the rule of :func:`torch.nn.functional.conv2d` and its like: if they are large, one client after another.
 
-    A map makes one convolution of it with a group for each client, for which the kernels of a CPU are not made.
+    A map would make one convolution of them with a group for each client, for which the kernels of a CPU are not made.
     """
 
     def rule(input: Tensor, weight: Tensor, bias: Tensor | None = None, *others: Any, **options: Any) -> Tensor | None:
@@ -229,10 +246,11 @@ RULES: dict[Callable[..., Any], Callable[..., Tensor | None]] = {
     F.binary_cross_entropy_with_logits: binary_cross_entropy_with_logits,
     F.log_softmax: log_softmax,
 }
+"""By function of torch, its rule: returns the result on the whole stack, or `None` to leave the case to `vmap`."""
 
 
 class StackKernels(TorchFunctionMode):
-    """A block in which the functions of ``RULES`` work on the whole stack of a ``vmap`` at once."""
+    """Context in which the functions of :data:`RULES` work on the whole stack of a `vmap` at once."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,9 +1,9 @@
-"""Into the map over clients, and out of it: what :func:`torch.func.vmap` does, without what it costs for a small step.
+"""The map over clients: what :func:`torch.func.vmap` does, without its cost for a small step.
 
-A stacked step of a small model is mostly the calls around it. ``torch.func.vmap`` takes its arguments apart as trees, which
-is a third of them, and the public way for a function to leave a running ``vmap`` (``torch.autograd.Function.vmap``) takes
+A stacked step of a small model is mostly the calls around it. `torch.func.vmap` takes its arguments apart as trees,
+which is a third of them; the public way for a function to leave a running `vmap` (`torch.autograd.Function.vmap`) takes
 another third. The two functions here use the few private parts of torch that both are made of, and nothing else in the
-package does. Where torch no longer has these parts, the first falls back on ``torch.func.vmap`` and the second declines.
+package does. Where torch no longer has these parts, the first falls back on `torch.func.vmap` and the second declines.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ complete = all(hasattr(_PARTS, name) for name in _NAMES)
 
 
 def over_clients(function: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """``function`` of every client at once.
+    """Apply a function to every client at once.
 
     Args:
-        function: of one client's tensors; tensors: of all clients, ``(clients, ...)`` each.
+        function: Takes one client's tensors and returns tensors.
+        tensors: Tensors of all clients, `(clients, ...)` each.
 
     Returns:
-        What it returned, ``(clients, ...)`` each.
+        The results of `function`, `(clients, ...)` each.
 
     Raises:
-        RuntimeError: it draws random numbers, looks at values, or does what else no map can.
+        RuntimeError: If `function` draws random numbers, reads values, or does anything else that no map can.
     """
     if not complete:
         return list(vmap(lambda *own: tuple(function(list(own))), randomness="error")(*tensors))
@@ -53,15 +54,17 @@ def over_clients(function: Callable[[list[Tensor]], list[Tensor]], tensors: Sequ
 def on_stack(
     function: Callable[..., Tensor | None], mapped: Sequence[Tensor], shared: Sequence[Tensor] = ()
 ) -> Tensor | None:
-    """Step out of the running map, call ``function`` with stacked tensors, and step back in with its result.
+    """Step out of the running map, call `function` with stacked tensors, and step back in with its result.
 
     Args:
-        function: takes ``mapped`` as stacks ``(clients, ...)`` and ``shared`` as they are; returns a stack or ``None``.
-        mapped: tensors that differ from client to client; shared: tensors that must not.
+        function: Takes `mapped` as stacks `(clients, ...)` and `shared` unchanged; returns a stack or `None`.
+        mapped: Tensors that differ from client to client.
+        shared: Tensors that must not differ.
 
     Returns:
-        A tensor of one client within the map; ``None`` where there is not exactly one map, where tensors are not mapped
-        as they should be, or where ``function`` returns ``None``.
+        A tensor of one client within the map. `None` where there is not exactly one map, where tensors are not mapped
+            as
+        they should be, or where `function` returns `None`.
     """
     layer = _PARTS.peek_interpreter_stack() if complete else None
     if layer is None or layer.level() != 1 or layer.key() != _PARTS.TransformType.Vmap:
@@ -79,5 +82,5 @@ def on_stack(
 
 @cache
 def _load() -> None:
-    """``torch.func.vmap`` loads the decompositions of its operations when it is first used."""
+    """Load the decompositions of operations, as `torch.func.vmap` does when it is first used."""
     vmap(torch.neg)(torch.zeros(1))

@@ -1,9 +1,9 @@
 """SGD, Adam and AdamW on a stack of clients.
 
-These rules treat every number of a parameter alone, so on a client axis they are what they are without one. What may
-differ from client to client is the learning rate (a schedule over epochs of unequal length) and the number of steps
-taken (momentum, bias correction): they become columns, one number for each row. The arithmetic is that of
-``torch.optim``, operation for operation.
+These rules treat every number of a parameter alone, so they are the same with a client axis as without. What may differ
+from client to client is the learning rate (a schedule over epochs of unequal length) and the number of steps taken
+(momentum, bias correction): these become columns, one number for each row. The arithmetic is that of `torch.optim`,
+operation for operation.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fedlightning.engines.stacked.stack import Rows, column, put, take
 from fedlightning.visit.fast.step import hooks_of
 
 Settings = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""What ``optimizer.param_groups`` holds for a parameter at that moment: one for all clients in a step, or one each."""
+"""A group of `optimizer.param_groups` at the moment of a step: one for all clients, or one for each."""
 
 
 def refuse(optimizer: Optimizer) -> str | None:
-    """Why this optimizer cannot work on a stack; ``None`` if it can."""
+    """Return the reason why an optimizer cannot work on a stack, or `None` if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in RULES:
         return (
@@ -44,7 +44,13 @@ class StackedOptimizer(ABC):
     """The state of one optimizer for all clients of a stack.
 
     Args:
-        parameters: the stacked parameters ``(size, ...)``, by name; size: how many clients.
+        parameters: By name, the stacked parameters `(size, ...)`.
+        size: Number of clients.
+
+    Attributes:
+        parameters: By name, the stacked parameters.
+        state: By name of the parameter and of the buffer, a stacked tensor.
+        steps: By name, the steps that each client has taken, where a rule counts them.
     """
 
     def __init__(self, parameters: dict[str, Tensor], size: int) -> None:
@@ -53,11 +59,13 @@ class StackedOptimizer(ABC):
         self.steps = {name: np.zeros(size, dtype=np.int64) for name in parameters}
 
     def step(self, name: str, rows: Rows, gradient: Tensor, groups: Settings) -> None:
-        """Move one parameter of some clients. To be called under ``torch.no_grad``.
+        """Move one parameter of some clients. Call it under `torch.no_grad`.
 
         Args:
-            name: the parameter; rows: the clients.
-            gradient: ``(n, ...)``; groups: the parameter's group, for all of these clients or as each has it.
+            name: Name of the parameter.
+            rows: Rows of the clients.
+            gradient: Their gradients `(n, ...)`.
+            groups: The parameter's group, for all of these clients or for each.
         """
         whole = self.parameters[name]
         parameter = whole if rows == slice(0, len(whole)) else take(whole, rows)
@@ -68,10 +76,10 @@ class StackedOptimizer(ABC):
 
     @abstractmethod
     def rule(self, name: str, rows: Rows, parameter: Tensor, gradient: Tensor, groups: Settings) -> None:
-        """Edit ``parameter`` in place; where the number of steps matters, :meth:`counted` is called once."""
+        """Edit `parameter` in place. A rule that needs the number of steps calls :meth:`counted` once."""
 
     def counted(self, name: str, rows: Rows, groups: Settings) -> list[tuple[Mapping[str, Any], int]]:
-        """Count a step. Per client: its group and its number of steps; a single pair where all are alike."""
+        """Count a step. Return each client's group and number of steps; a single pair where all are equal."""
         self.steps[name][rows] += 1
         steps = self.steps[name][rows]
         if isinstance(groups, Mapping):
@@ -81,7 +89,7 @@ class StackedOptimizer(ABC):
         return list(zip(groups, steps.tolist(), strict=True))
 
     def buffer(self, name: str, key: str, rows: Rows) -> Tensor:
-        """A part of the state, zero at first."""
+        """Return rows of a part of the state, which starts at zero."""
         own = self.state.setdefault(name, {})
         if key not in own:
             own[key] = torch.zeros_like(self.parameters[name])
@@ -89,19 +97,19 @@ class StackedOptimizer(ABC):
 
 
 def first_of(groups: Settings) -> Mapping[str, Any]:
-    """The group of the first client: what no schedule changes is alike in all of them."""
+    """Return the group of the first client. Values that no schedule changes are equal in all groups."""
     return groups if isinstance(groups, Mapping) else groups[0]
 
 
 def per_row(groups: Settings, key: str, like: Tensor) -> float | Tensor:
-    """A setting of the group: a number, or a column where clients differ."""
+    """Return a setting of a group: a number, or a column where clients differ."""
     if isinstance(groups, Mapping):
         return float(groups[key])
     return column([float(group[key]) for group in groups], like)
 
 
 class StackedSGD(StackedOptimizer):
-    """:class:`torch.optim.SGD`, with momentum, dampening, Nesterov and weight decay."""
+    """:class:`torch.optim.SGD` on a stack, with momentum, dampening, Nesterov and weight decay."""
 
     def rule(self, name: str, rows: Rows, parameter: Tensor, gradient: Tensor, groups: Settings) -> None:
         decay, lr = per_row(groups, "weight_decay", parameter), per_row(groups, "lr", parameter)
@@ -134,7 +142,7 @@ class StackedSGD(StackedOptimizer):
 
 
 class StackedAdam(StackedOptimizer):
-    """:class:`torch.optim.Adam` and, with decoupled weight decay, :class:`torch.optim.AdamW`; also AMSGrad."""
+    """:class:`torch.optim.Adam` on a stack, also with AMSGrad and with decoupled weight decay."""
 
     decoupled = False
 
@@ -167,7 +175,7 @@ class StackedAdam(StackedOptimizer):
 
 
 class StackedAdamW(StackedAdam):
-    """:class:`torch.optim.AdamW`."""
+    """:class:`torch.optim.AdamW` on a stack."""
 
     decoupled = True
 

@@ -1,4 +1,4 @@
-"""What a stack needs to know of a module before it trains: its optimizer, its batches, how many clients fit into memory."""
+"""Preparation of a stack: the optimizer of a module, its schedules, and the number of clients that fit into memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from fedlightning.engines.stacked.trainees import Recipe
 from fedlightning.hooks import Phase
 
 SHARE_OF_MEMORY = 8
-"""A stack may take one part in so many of the memory that is free."""
+"""A stack may use one part in so many of the free memory."""
 MOST_CLIENTS = 256
-"""More do not make a step cheaper for each client."""
+"""Limit of the clients in a stack. More do not make a step cheaper for each client."""
 
 
 class Clock:
-    """What ``configure_optimizers`` may ask of ``self.trainer``: the work that a client is going to do.
+    """Stand-in for `self.trainer` in `configure_optimizers`: the work that a client is going to do.
 
-    Everything else that a Lightning Trainer has is not there in a stack, and asking for it is an ``AttributeError``.
+    Any other attribute of a Lightning Trainer raises `AttributeError`.
 
     Args:
-        epochs, steps: of the visit, one of them; batches: in an epoch.
+        epochs: Epochs of the visit. `None` if it is counted in steps.
+        steps: Optimizer steps of the visit. `None` if it is counted in epochs.
+        batches: Batches in an epoch.
 
     Attributes:
-        looked: whether it was asked; if not, what was made is the same for all clients.
+        looked: Whether an attribute was read. If not, the optimizer is the same for all clients.
     """
 
     def __init__(self, epochs: int | None, steps: int | None, batches: int) -> None:
@@ -55,17 +57,21 @@ class Clock:
 
 @contextmanager
 def quietly_attached(module: LightningModule, clock: Clock) -> Iterator[None]:
-    """A block in which ``clock`` is the module's trainer, and nothing is warned of."""
+    """Within the block, `clock` is the module's trainer, and warnings are ignored."""
     with attached(module, clock), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def configure(module: LightningModule, settings: LocalSettings, phase: Phase, round: int, clock: Clock) -> Recipe:
-    """The optimizer and schedulers that the module makes for a client, with the round's decay of learning rates.
+    """Return the optimizer and schedulers that a module makes for a client, with the round's decay of learning rates.
 
     Args:
-        module: the client's module; settings, phase, round: they decay the rates; clock: the work to come.
+        module: The client's module.
+        settings: Settings of local training: the decay per round.
+        phase: Phase of the visit: its own factor.
+        round: Round of the visit.
+        clock: The work to come.
     """
     with quietly_attached(module, clock):
         configured = module.configure_optimizers()
@@ -75,7 +81,7 @@ def configure(module: LightningModule, settings: LocalSettings, phase: Phase, ro
 
 
 def schedules_in(configured: Any) -> list[tuple[Any, str, int]]:
-    """The schedulers in any of the forms that ``configure_optimizers`` may return: (scheduler, interval, frequency)."""
+    """Return the schedulers in any result of `configure_optimizers`, as (scheduler, interval, frequency)."""
     if isinstance(configured, Mapping):
         return _schedule(configured["lr_scheduler"]) if "lr_scheduler" in configured else []
     if isinstance(configured, list | tuple):
@@ -92,7 +98,7 @@ def _schedule(item: Any) -> list[tuple[Any, str, int]]:
 
 
 def decay(recipe: Recipe, factor: float) -> None:
-    """Multiply every learning rate of a recipe, as a visit does in other engines."""
+    """Multiply every learning rate of a recipe by a factor, as a visit does in other engines."""
     if factor == 1.0:
         return
     for group in recipe.optimizer.param_groups:
@@ -108,20 +114,22 @@ def decay(recipe: Recipe, factor: float) -> None:
 
 
 def chunk_size(bytes_of_client: int, bytes_of_step: int, device: torch.device) -> int:
-    """How many clients train together by default: as many as a share of the free memory holds.
+    """Return the default number of clients that train together: as many as a share of the free memory holds.
 
     A step costs some 0.5 ms of calls whatever the size of the stack, so larger stacks are cheaper for each client until
     the arithmetic is all that is left.
 
     Args:
-        bytes_of_client, bytes_of_step: what a client takes for its visit and for a step; device: of the stack.
+        bytes_of_client: Memory of a client for its visit.
+        bytes_of_step: Memory of a client for a step.
+        device: Device of the stack.
     """
     room = free_memory(device) // SHARE_OF_MEMORY
     return max(1, min(MOST_CLIENTS, room // max(bytes_of_client + bytes_of_step, 1)))
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on ``device``; 4 GiB where the system does not tell."""
+    """Return the free bytes of a device; 4 GiB where the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

@@ -20,7 +20,7 @@ class _Noise(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing to keep: there is no gradient."""
+        """Keep nothing, since there is no gradient."""
 
     @staticmethod
     def vmap(
@@ -36,10 +36,14 @@ class _Noise(torch.autograd.Function):
 
 
 class ClientDraws(TorchFunctionMode):
-    """Within the block, dropout draws from one generator for each client of the step.
+    """Context in which dropout draws from one generator for each client of the step.
 
-    On the CPU the numbers are those that ``torch.nn.functional.dropout`` draws from the same generator. Other random
-    functions are left to ``vmap``, which refuses them.
+    On the CPU the numbers are those that `torch.nn.functional.dropout` draws from the same generator. Other random
+    functions are left to `vmap`, which refuses them.
+
+    Attributes:
+        generators: The clients' generators.
+        row: A tensor of the map, through which dropout learns that it is mapped.
     """
 
     def __init__(self) -> None:
@@ -48,7 +52,7 @@ class ClientDraws(TorchFunctionMode):
         self.row: Tensor | None = None
 
     def noise(self, shape: torch.Size, p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Masks ``(clients, *shape)``: 0 with probability ``p``, else ``1 / (1 - p)``."""
+        """Return masks `(clients, *shape)`: 0 with probability `p`, else `1 / (1 - p)`."""
         drawn = torch.empty((len(self.generators), *shape), dtype=dtype)
         for mask, generator in zip(drawn, self.generators, strict=True):
             mask.bernoulli_(1 - p, generator=generator)

@@ -1,4 +1,4 @@
-"""Many clients' models as one: every parameter and buffer with a leading client axis."""
+"""The models of many clients as one: every parameter and buffer with a leading client axis."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from torch import Tensor, nn
 from fedlightning.tensors import State
 
 Rows = slice | list[int]
-"""Which clients of a stack: a slice where they lie side by side (views are taken), else their numbers (copies)."""
+"""Clients of a stack: a slice where they are adjacent (views are taken), else their numbers (copies)."""
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Parameters and buffers of ``module``, each once. A tied parameter goes by the last of its names."""
+    """Return parameters and buffers of a module, each once. A tied parameter goes by the last of its names."""
     last = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
     return {last[id(p)]: p for p in module.parameters()}, dict(module.named_buffers())
 
 
 class Stack:
-    """The parameters and buffers of several clients' modules of one architecture.
+    """Parameters and buffers of several clients' modules of one architecture.
 
     Args:
-        module: one of them; size: how many; device: where the stack lies.
+        module: One of the modules.
+        size: Number of clients.
+        device: Device of the stack.
+
+    Attributes:
+        parameters: Names of the parameters.
+        buffers: Names of the buffers.
+        tensors: By name, the stacked tensors `(size, ...)`.
     """
 
     def __init__(self, module: nn.Module, size: int, device: torch.device) -> None:
@@ -41,7 +48,7 @@ class Stack:
 
     @torch.no_grad()
     def fill(self, states: Sequence[State]) -> None:
-        """Copy each client's entries into its row; what all have in common is read once."""
+        """Copy each client's entries into its row. An entry that is the same object for all is read once."""
         for name, stacked in self.tensors.items():
             first = states[0][name]
             if all(state[name] is first for state in states):
@@ -50,29 +57,29 @@ class Stack:
                 torch.stack([state[name].to(stacked.device) for state in states], out=stacked)
 
     def row(self, number: int) -> State:
-        """A client's entries, sharing memory with the stack."""
+        """Return a client's entries, which share memory with the stack."""
         return {name: stacked[number] for name, stacked in self.tensors.items()}
 
     def to_cpu(self) -> None:
-        """Bring the stack home."""
+        """Move the stack to the CPU."""
         self.tensors = {name: stacked.detach().cpu() for name, stacked in self.tensors.items()}
 
     @torch.no_grad()
     def pull(self, row: int, module: nn.Module) -> None:
-        """Copy the module's tensors into its row."""
+        """Copy the tensors of a module into a row."""
         for values in named_tensors(module):
             for name, value in values.items():
                 self.tensors[name][row].copy_(value)
 
     @torch.no_grad()
     def push(self, row: int, module: nn.Module) -> None:
-        """Copy a row into the module."""
+        """Copy a row into a module."""
         for values in named_tensors(module):
             for name, value in values.items():
                 value.copy_(self.tensors[name][row])
 
     def clone(self) -> Stack:
-        """A stack that holds the same values."""
+        """Return a stack that holds the same values."""
         copy = object.__new__(Stack)
         copy.size, copy.parameters, copy.buffers = self.size, self.parameters, self.buffers
         copy.tensors = {name: value.clone() for name, value in self.tensors.items()}
@@ -80,14 +87,14 @@ class Stack:
 
 
 LARGE = 2**14
-"""Numbers in a parameter from which on its update is limited by memory, not by calls."""
+"""Numbers in a parameter above which its update is limited by memory, not by calls."""
 
 
 def laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """``tensor`` in the memory order of its gradient, where that pays: both are then read and written in one sweep.
+    """Return `tensor` in the memory order of its gradient, where that pays.
 
-    A batched product gives the gradient of a linear layer transposed, and adding it to a weight in the usual order takes
-    seven times as long as the same addition in step.
+    Both are then read and written in one sweep. A batched product gives the gradient of a linear layer transposed, and
+    adding it to a weight in the usual order takes seven times as long as the same addition in step.
     """
     inner, size = gradient.stride()[1:], tensor[0].numel()
     if size < LARGE or inner == tensor.stride()[1:] or gradient.stride(0) != size:
@@ -101,23 +108,23 @@ def laid_out_like(tensor: Tensor, gradient: Tensor) -> Tensor:
 
 
 def side_by_side(rows: Sequence[int]) -> Rows:
-    """Ascending row numbers as a slice if they have no gap."""
+    """Return ascending row numbers as a slice if they have no gap."""
     return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else list(rows)
 
 
 def take(tensor: Tensor, rows: Rows) -> Tensor:
-    """The rows of a stacked tensor."""
+    """Return rows of a stacked tensor."""
     return tensor[rows]
 
 
 def put(tensor: Tensor, rows: Rows, values: Tensor) -> None:
-    """Write rows that :func:`take` gave back; nothing to do where it gave a view."""
+    """Write rows back that :func:`take` returned; nothing to do where that was a view."""
     if not isinstance(rows, slice):
         tensor[rows] = values
 
 
 def column(values: Sequence[float], like: Tensor) -> float | Tensor:
-    """One number per row, shaped to multiply ``like``; a plain number where all are equal."""
+    """Return one number for each row, shaped to multiply `like`; a plain number where all are equal."""
     if all(value == values[0] for value in values):
         return values[0]
     wide = torch.tensor(values, dtype=torch.float64).to(like.device, like.dtype)
@@ -130,16 +137,16 @@ class _Slot:
 
 
 def split_tree(tree: Any) -> tuple[list[Tensor], Any]:
-    """The tensors of a batch, and the batch with a mark in the place of each."""
+    """Return the tensors of a batch, and the batch with a placeholder in the place of each."""
     tensors: list[Tensor] = []
 
-    def mark(tensor: Tensor) -> _Slot:
+    def slot_of(tensor: Tensor) -> _Slot:
         tensors.append(tensor)
         return _Slot(len(tensors) - 1)
 
-    return tensors, apply_to_collection(tree, Tensor, mark)
+    return tensors, apply_to_collection(tree, Tensor, slot_of)
 
 
 def join_tree(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of :func:`split_tree`."""
+    """Return the tree that :func:`split_tree` took apart, with these tensors."""
     return apply_to_collection(skeleton, _Slot, lambda slot: tensors[slot.index])

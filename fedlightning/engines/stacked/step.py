@@ -1,7 +1,7 @@
-"""One step of many clients: the module's own ``training_step`` under :func:`torch.func.vmap`.
+"""One step of many clients: the module's own `training_step` under :func:`torch.func.vmap`.
 
-The gradient comes from ordinary autograd on the stacked parameters: no client's loss depends on another's parameters, so
-the gradient of all losses at once holds every client's own gradient in its row, and a parameter that the loss does not
+The gradient comes from ordinary autograd on the stacked parameters. No client's loss depends on another's parameters,
+so the gradient of all losses at once holds every client's own gradient in its row. A parameter that the loss does not
 reach has none, as in a plain backward pass.
 """
 
@@ -22,20 +22,21 @@ from fedlightning.engines.stacked.logs import StepLog
 from fedlightning.engines.stacked.map import over_clients
 from fedlightning.engines.stacked.random import ClientDraws
 from fedlightning.engines.stacked.stack import join_tree, named_tensors, split_tree
+from fedlightning.visit.log_rules import LogCall
 
 
 class NoLossError(Exception):
-    """``training_step`` returned no loss: the batch is skipped."""
+    """`training_step` returned no loss: the batch is skipped."""
 
 
 class Watch:
-    """Notes whether a step looks at where it stands: clients elsewhere in their work may join only if it does not."""
+    """Notes whether a step reads its position. Only if it does not, clients at other positions may join it."""
 
     looked = False
 
 
 class NotedIndex(int):
-    """A batch index that tells a :class:`Watch` when somebody uses it."""
+    """A batch index that tells a :class:`Watch` when it is used."""
 
     watch: Watch
 
@@ -60,7 +61,7 @@ for _name in (
 
 @dataclass(frozen=True)
 class Place:
-    """Where the clients of a step stand: batch in the epoch, epoch, optimizer steps of the visit, all from 0."""
+    """Position of the clients of a step: batch in the epoch, epoch, optimizer step of the visit, all from 0."""
 
     batch: int = 0
     epoch: int = 0
@@ -68,7 +69,7 @@ class Place:
 
 
 class StepClock:
-    """What a ``training_step`` may ask of ``self.trainer`` in a stack: its epoch and its step."""
+    """Stand-in for `self.trainer` in a stacked `training_step`: its epoch and its step."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -76,13 +77,13 @@ class StepClock:
 
     @property
     def current_epoch(self) -> int:
-        """The visit's epoch."""
+        """Epoch of the visit."""
         self._watch.looked = True
         return self.place.epoch
 
     @property
     def global_step(self) -> int:
-        """The visit's step."""
+        """Optimizer steps of the visit."""
         self._watch.looked = True
         return self.place.step
 
@@ -91,13 +92,14 @@ class StepClock:
 
 
 class _Slots:
-    """The places of named tensors in a module: what ``torch.func.functional_call`` finds anew at every call.
+    """The places of named tensors in a module, which `torch.func.functional_call` looks up anew at every call.
 
-    They are in the dicts in which :class:`torch.nn.Module` keeps parameters and buffers: assigned to by name, a parameter
-    could only be replaced by another parameter.
+    They are entries of the dicts in which :class:`torch.nn.Module` keeps parameters and buffers. An assignment by name
+    could replace a parameter only by another parameter.
 
     Args:
-        module: its tensors are found once; names: of parameters and buffers, each with all names it goes by.
+        module: The module.
+        names: Names of parameters and buffers. A tensor is replaced under all of its names.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
@@ -113,7 +115,7 @@ class _Slots:
 
     @contextmanager
     def filled(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """A block in which the module's tensors are these."""
+        """Within the block, the module's tensors are these."""
         before = [[held[name] for held, name in places] for places in self._places]
         for places, tensor in zip(self._places, tensors, strict=True):
             for held, name in places:
@@ -126,7 +128,7 @@ class _Slots:
                     held[name] = value
 
     def now(self, index: int) -> Tensor:
-        """What is in the place of the tensor ``index`` at this moment."""
+        """Return the tensor that is in the place `index` at this moment."""
         held, name = self._places[index][0]
         found: Tensor = held[name]
         return found
@@ -134,20 +136,25 @@ class _Slots:
 
 @dataclass
 class StepResult:
-    """What a stacked step gives: losses ``(n,)``, and per logged name the values ``(n,)``."""
+    """Result of a stacked step: losses `(n,)`, and by name the logged values `(n,)`."""
 
     losses: Tensor
     logged: dict[str, Tensor] = field(default_factory=dict)
 
 
 class StackedStep:
-    """``module.training_step`` for many clients at once.
+    """`module.training_step` for many clients at once.
 
     Args:
-        module: any client's module: it lends its code, and its own tensors are not touched.
-        context: what to run the step in (Lightning's autocast).
-        takes_index: whether ``training_step`` wants the batch's number.
-        draws: gives every client its own dropout; ``None``: the step draws no random numbers.
+        module: Module of any client. Its code runs; its own tensors are not touched.
+        context: Makes the context in which the step runs (Lightning's autocast).
+        takes_index: Whether `training_step` takes the batch's index.
+        draws: Gives every client its own dropout. `None`: the step draws no random numbers.
+
+    Attributes:
+        names: Names of the tensors that a call takes: parameters, then buffers.
+        draws: Whether a call needs the clients' generators.
+        watch: Notes whether the step reads its position.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ class StackedStep:
         self._index = NotedIndex()
 
     def _one(self, tensors: list[Tensor]) -> list[Tensor]:
-        """One client's step: its tensors and its batch in; the loss, logged values, and buffers as they are now out."""
+        """Take one client's step: from its tensors and batch to loss, logged values, and buffers after the step."""
         own, leaves = tensors[: len(self.names)], tensors[len(self.names) :]
         if self._draws is not None:
             self._draws.row = leaves.pop()
@@ -191,28 +198,29 @@ class StackedStep:
             return self._one(tensors)
 
     @property
-    def log_options(self) -> dict[str, Any]:
-        """How each logged name was logged."""
-        return self._log.options
+    def log_calls(self) -> dict[str, LogCall]:
+        """By name, how it was logged last."""
+        return self._log.calls
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """A block in which the module's trainer is a clock of the stack."""
+        """Within the block, the module's trainer is a clock of the stack."""
         with attached(self._module, self._clock):
             yield
 
     def __call__(
         self, tensors: Sequence[Tensor], batch: Any, place: Place, generators: Sequence[torch.Generator] = ()
     ) -> StepResult:
-        """Losses of a batch, with their graph. Buffers move in place.
+        """Return losses of a batch, with their graph. Buffers move in place.
 
         Args:
-            tensors: parameters and buffers in the order of :attr:`names`, shape ``(n, ...)`` each.
-            batch: a tree of stacked tensors ``(n, batch, ...)``; place: where it is in the clients' work.
-            generators: the clients' own, for dropout.
+            tensors: Parameters and buffers in the order of :attr:`names`, `(n, ...)` each.
+            batch: A tree of stacked tensors `(n, batch, ...)`.
+            place: Position of the batch in the clients' work.
+            generators: The clients' generators, for dropout.
 
         Raises:
-            NoLossError: if the step skips this batch.
+            NoLossError: If the step skips this batch.
         """
         plain = type(batch) is list and all(type(leaf) is Tensor for leaf in batch)
         leaves, self._skeleton = (batch, None) if plain else split_tree(batch)
@@ -223,7 +231,7 @@ class StackedStep:
             if self._draws is not None:
                 self._draws.generators = generators
                 given.append(torch.arange(len(tensors[0]), device=tensors[0].device))
-            if len(tensors[0]) == 1:  # no map: ragged last batches are often nobody else's, and this is half the cost
+            if len(tensors[0]) == 1:  # no map, at half the cost: a ragged last batch often has no like
                 found = [value.unsqueeze(0) for value in self._one([value.squeeze(0) for value in given])]
             else:
                 found = over_clients(self._together, given)
@@ -236,7 +244,7 @@ class StackedStep:
 
 
 def gradients(losses: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Every client's gradient of its own loss; ``None`` for a parameter that no loss reaches."""
+    """Return every client's gradient of its own loss; `None` for a parameter that no loss reaches."""
     if not losses.requires_grad:
         return [None] * len(parameters)
     ones = torch.ones_like(losses)
@@ -248,8 +256,9 @@ def clip(found: Iterable[Tensor | None], value: float, algorithm: str) -> None:
     """Clip every client's gradient in place, as Lightning does for one.
 
     Args:
-        found: stacked gradients of one optimizer; value: the limit; algorithm: ``"norm"`` (2-norm over a client's whole
-            gradient) or ``"value"`` (each entry).
+        found: Stacked gradients of one optimizer.
+        value: The limit.
+        algorithm: `"norm"` (2-norm of a client's whole gradient) or `"value"` (each entry).
     """
     there = [gradient for gradient in found if gradient is not None]
     if algorithm == "value":

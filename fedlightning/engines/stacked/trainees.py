@@ -1,4 +1,4 @@
-"""A client in a stack: its batches, how far it has come, and the optimizer that says what its settings are."""
+"""A client in a stack: its batches, its progress, and the optimizer that holds its settings."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from fedlightning.visit.client import Client
 
 @dataclass
 class Recipe:
-    """A client's optimizer and schedulers: never stepped themselves, they say what the settings are at each moment.
+    """A client's optimizer and schedulers. The optimizer is never stepped; it holds the settings of each moment.
 
     Attributes:
-        optimizer: as ``configure_optimizers`` gave it; schedules: (scheduler, "epoch" or "step", frequency).
+        optimizer: Optimizer that `configure_optimizers` made.
+        schedules: Schedulers, as (scheduler, `"epoch"` or `"step"`, frequency).
     """
 
     optimizer: torch.optim.Optimizer
     schedules: list[tuple[Any, str, int]] = field(default_factory=list)
 
     def tick(self, unit: str, number: int) -> None:
-        """The end of batch or epoch ``number``, counted from 1."""
+        """Note the end of a batch or an epoch.
+
+        Args:
+            unit: `"step"` or `"epoch"`.
+            number: Its number, counted from 1.
+        """
         for scheduler, interval, frequency in self.schedules:
             if interval == unit and number % frequency == 0:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that the optimizer itself has not been stepped
+                    warnings.simplefilter("ignore")  # torch warns that the optimizer has not been stepped
                     scheduler.step()
 
 
@@ -37,9 +43,20 @@ class Trainee:
     """One client of a stack in a phase.
 
     Attributes:
-        source: its batches; batches: how many an epoch has.
-        max_epochs, max_steps: how much it trains; one of them.
-        steps, attempts, lr_sums, metrics: what came of it; error: why it failed.
+        client: The client.
+        source: Its batches.
+        batches: Batches in an epoch.
+        recipe: Its optimizer and schedulers.
+        max_epochs: Epochs to train, or
+        max_steps: Optimizer steps to train. One of the two is `None`.
+        epoch: Present epoch.
+        batch: Next batch of the epoch.
+        steps: Optimizer steps taken, when it is done.
+        attempts: Optimizer steps attempted: batches used.
+        lr_sums: By parameter name, the sum of its learning rate over the steps, when it is done.
+        metrics: Values that the module logged, when it is done.
+        error: Exception that ended its training, if any.
+        done: Whether it is done.
     """
 
     client: Client
@@ -59,16 +76,16 @@ class Trainee:
 
     @property
     def expected(self) -> int:
-        """Batches it is going to train on."""
+        """Number of batches it trains on."""
         return self.max_steps if self.max_steps is not None else self.batches * (self.max_epochs or 0)
 
     def place(self, turn: int = 0) -> Place:
-        """Where it stands, or is going to stand some turns later in the epoch."""
+        """Return its position, now or some turns later in the epoch."""
         return Place(self.batch + turn, self.epoch, self.attempts + turn)
 
     @property
     def ahead(self) -> int:
-        """Batches that are going to be like the next one."""
+        """Number of batches to come that have the shape of the next one."""
         return min(self.source.ahead(), self.batches - self.batch, self.expected - self.attempts)
 
     def start_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""What can train in a stack, and the exact reason where something cannot."""
+"""The check of the engine `vectorized`: whether a federation can train in stacks, and the exact reason if it cannot."""
 
 from __future__ import annotations
 
@@ -57,37 +57,37 @@ PLAIN = {
     "check_val_every_n_epoch": None,
     "reload_dataloaders_every_n_epochs": 0,
 }
-"""Trainer arguments that a stack knows one value of."""
+"""Trainer arguments of which a stack supports one value only."""
 COPIES = 8
-"""Times that a client's tensors are in memory: module, message, update and record; stack, gradient and Adam's two means."""
+"""Copies of a client's tensors in memory: module, message, update, record, stack, gradient, Adam's two means."""
 
 
 @dataclass
 class Finding:
-    """What a look at a federation found.
+    """Result of the check of a federation.
 
     Attributes:
-        reason: why its clients cannot train in a stack, as a clause; ``None`` if they can.
-        draws: whether their steps use dropout.
-        looks: whether they use the batch's number in a way that cannot be noted (as a factor).
-        bytes_of_step: memory that a step takes for each client: its batch and what autograd keeps of it.
-        bytes_of_client: memory that a client takes in a stack: parameters, gradients, optimizer, its own copies.
+        reason: Reason why its clients cannot train in a stack, as a clause. `None` if they can.
+        draws: Whether their steps use dropout.
+        uses_index: Whether they use the batch's index in a way that cannot be noted (as a factor).
+        bytes_of_step: Memory of a step for each client: its batch and what autograd keeps of it.
+        bytes_of_client: Memory of a client in a stack: parameters, gradients, optimizer, its own copies.
     """
 
     reason: str | None = None
     draws: bool = False
-    looks: bool = False
+    uses_index: bool = False
     bytes_of_step: int = 0
     bytes_of_client: int = 0
 
 
 def examine(runner: LocalRunner) -> Finding:
-    """Look at the federation's settings, callbacks, data and module, and try a step on a stack of two clients.
+    """Check settings, callbacks, data and module, and try a step on a stack of two clients.
 
     Raises:
-        ConfigurationError: it cannot train in stacks; with the reason and the way out.
+        ConfigurationError: If the federation cannot train in stacks, with the reason and the way out.
     """
-    found = look(runner)
+    found = analyse(runner)
     if found.reason is not None:
         raise ConfigurationError(
             f"engine='vectorized' cannot train this federation: {found.reason}. Use engine='sequential' or 'processes'."
@@ -95,8 +95,8 @@ def examine(runner: LocalRunner) -> Finding:
     return found
 
 
-def look(runner: LocalRunner) -> Finding:
-    """The same, without raising."""
+def analyse(runner: LocalRunner) -> Finding:
+    """Check as :func:`examine` does, without raising."""
     module = runner.blueprint.build(next(iter(runner.data.client_ids)))
     reason = _of_settings(runner) or _of_callbacks(runner) or _of_data(runner) or _of_module(module)
     if reason is not None:
@@ -229,10 +229,10 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
                 )
                 found.reason = f"{name}.training_step does not do the same for a client alone and in a stack ({cause})"
             elif not looked and not _alike(together, alone(7), near):
-                found.looks = True
+                found.uses_index = True
         found.bytes_of_step = size // 2
     except NoLossError:
-        pass  # this batch is skipped; others are not
+        pass  # only this batch is skipped
     except Exception as error:
         found.reason = f"{name}.training_step does not run under torch.func.vmap ({_clause(error)}){_hint(module)}"
     finally:
@@ -246,7 +246,7 @@ def _first(batch: Any) -> Any:
 
 
 def _outside_tensors(module: LightningModule) -> dict[str, Any]:
-    """What a step may change that no stack keeps for each client: plain attributes, and global generators but torch's."""
+    """Return what a step may change without a stack keeping it for each client: attributes, global generators."""
     found: dict[str, Any] = {
         "self." + ".".join(filter(None, (path, key))): value
         for path, child in module.named_modules()
@@ -260,9 +260,9 @@ def _outside_tensors(module: LightningModule) -> dict[str, Any]:
 
 
 def _alike(together: list[Tensor | None], alone: list[Tensor | None], near: float) -> bool:
-    """Whether both rows of what two equal clients have together are what one has alone, up to rounding.
+    """Return True if both rows of two equal clients are what one has alone, up to rounding.
 
-    The losses come first, then gradients; these are small or large beside the largest of them.
+    The losses come first, then gradients. A gradient is small or large in relation to the largest of them.
     """
     scales = [0.0 if one is None or not one.numel() else float(one.detach().abs().nan_to_num().max()) for one in alone]
     scales[1:] = [max(scales[1:], default=0.0)] * (len(scales) - 1)
@@ -281,7 +281,7 @@ def _twice(batch: Any) -> Any:
 
 
 def _hint(module: LightningModule) -> str:
-    """What to look at first in a module that holds metric objects: torch's own sentence does not name them."""
+    """Return what to check first in a module that holds metric objects; torch's own message does not name them."""
     metric = next((path for path, child in module.named_modules() if isinstance(child, Metric)), None)
     if metric is None:
         return ""
@@ -291,6 +291,6 @@ def _hint(module: LightningModule) -> str:
 
 
 def _clause(error: Exception) -> str:
-    """The first sentence of an error."""
+    """Return the first sentence of an error."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.split(". ")[0].rstrip(".")

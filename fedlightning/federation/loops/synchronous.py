@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fedlightning.federation.aggregation import Aggregation
+from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Job, Plan
@@ -48,11 +49,13 @@ def run_round(
     cause: Exception | None = None  # of the first failure; each holds its client's model by its traceback
     jobs = next(plan, None)
     while jobs is not None:
-        light = []
+        light: list[Update] = []
         if not jobs:
             aggregation.finish()
             aggregation = Aggregation(server)
-        for job, update in zip(jobs, engine.run(messages(server, jobs), evaluate), strict=True):
+        sent: list[Message] = []
+        for job, update in zip(jobs, engine.run(messages(server, jobs, sent), evaluate), strict=True):
+            update = checked(server, sent[len(light)], update)
             server.bytes_up += update.num_bytes
             server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one
             if update.error is None and update.state:
@@ -83,9 +86,17 @@ def _refuse_if_all_failed(server: Server, updates: list[Update], cause: Exceptio
         ) from cause
 
 
-def messages(server: Server, jobs: list[Job]) -> Iterator[Message]:
-    """Yield the jobs' messages, made when an engine asks for them, and count their bytes."""
+def messages(server: Server, jobs: list[Job], sent: list[Message] | None = None) -> Iterator[Message]:
+    """Yield the jobs' messages, made when an engine asks for them, and count their bytes.
+
+    Args:
+        server: Makes the messages.
+        jobs: One message each.
+        sent: Gets the messages without what they carry, to check the answers.
+    """
     for job in jobs:
         message = server.message(job)
         server.bytes_down += message.num_bytes
+        if sent is not None:
+            sent.append(replace(message, state={}, extras={}))
         yield message

@@ -1,1 +1,1 @@
-"""The fast local loop: what Lightning's Trainer does on one device, call for call, and nothing else."""
+"""The fast local loop: the calls that Lightning's Trainer makes on one device, in its order, and nothing else."""

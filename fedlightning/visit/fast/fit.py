@@ -1,11 +1,11 @@
-"""The local loop ``fast``: what ``lightning.pytorch.Trainer.fit`` does on one device, and nothing else.
+"""The local loop `fast`: what `lightning.pytorch.Trainer.fit` does on one device, and nothing else.
 
 It calls the hooks of the module and of the callbacks in the Trainer's order with the same arguments, under the same
-precision plugin, so the result is the same bit for bit at a fraction of the cost of a step. ``refusals.py`` says where it
-does not apply. The order within a batch:
+precision plugin. So the result is the same bit for bit, at a fraction of the cost of a step. `refusals.py` says where
+it does not apply. The order within a batch:
 
-fetch, to device > on_train_batch_start > training_step > on_before_zero_grad, zero_grad > on_before_backward > backward >
-on_after_backward > on_before_optimizer_step > clipping > step > schedulers > on_train_batch_end
+fetch, to device > on_train_batch_start > training_step > on_before_zero_grad, zero_grad > on_before_backward > backward
+> on_after_backward > on_before_optimizer_step > clipping > step > schedulers > on_train_batch_end
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -24,38 +24,44 @@ from torch.optim import Optimizer
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.datamodules.resident import resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.visit.client import Client
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.hooks import Hooks
-from fedlightning.visit.fast.log import LogBook
+from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.refusals import num_batches
 from fedlightning.visit.fast.step import FastStep
-from fedlightning.visit.fast.trainer import FastTrainer, NotInFastLoop
-
-if TYPE_CHECKING:
-    from fedlightning.visit.client import Client
-    from fedlightning.visit.fit import VisitCallback
+from fedlightning.visit.fast.trainer import FastTrainer
+from fedlightning.visit.visit_callback import VisitCallback
 
 
 def train_fast(
     client: Client, visit: VisitCallback, callbacks: list[Callback], loader: Any, base: Trainer, detect_anomaly: bool
 ) -> FastTrainer:
-    """Train ``client.module`` in place with ``callbacks`` (``visit`` among them); the stand-in that they saw.
+    """Train `client.module` in place.
 
     Args:
-        client: whose module; visit: knows how much work there is; loader: training batches, addressed.
-        base: a Trainer made with the run's arguments.
+        client: Client whose module trains.
+        visit: Callback that knows the amount of work.
+        callbacks: Callbacks in Lightning's order, `visit` among them.
+        loader: Training batches, addressed.
+        base: A Trainer made with the run's arguments.
+        detect_anomaly: As the Trainer's argument.
+
+    Returns:
+        The stand-in for the Trainer, as module and callbacks saw it.
     """
     module = client.module
     precision = base.precision_plugin
     if getattr(precision, "scaler", None) is not None:
-        precision = copy.deepcopy(precision)  # a scaler learns: each fit starts with a new one
-    book = LogBook(module, training=True)
+        precision = copy.deepcopy(precision)  # a scaler adapts, so each fit starts with a new one
+    collector = LogCollector(module, training=True)
     in_epochs = visit.unit == "epochs"
     trainer = FastTrainer(
         base,
         module,
         callbacks,
         precision,
-        book,
+        collector,
         loader=loader,
         num_batches=num_batches(loader, base.limit_train_batches),
         max_epochs=visit.work if in_epochs else -1,
@@ -63,7 +69,7 @@ def train_fast(
     )
     client.scratch["trainer"] = trainer
     with without_warnings():
-        FastFit(trainer, book, detect_anomaly).run()
+        FastFit(trainer, collector, detect_anomaly).run()
     return trainer
 
 
@@ -71,13 +77,14 @@ class FastFit:
     """One fit of one module.
 
     Args:
-        trainer: the stand-in, with its loader and limits; book: where the module logs.
-        detect_anomaly: look for the backward function that makes a NaN.
+        trainer: Stand-in for the Trainer, with its loader and limits.
+        collector: Collects what the module logs.
+        detect_anomaly: Look for the backward function that makes a NaN.
     """
 
-    def __init__(self, trainer: FastTrainer, book: LogBook, detect_anomaly: bool = False) -> None:
-        self.trainer, self.book, self.module = trainer, book, trainer.lightning_module
-        self.clock = vars(trainer)  # the loop's own counters; setting them as attributes is for nobody
+    def __init__(self, trainer: FastTrainer, collector: LogCollector, detect_anomaly: bool = False) -> None:
+        self.trainer, self.collector, self.module = trainer, collector, trainer.lightning_module
+        self.clock = vars(trainer)  # the counters are written here: as attributes, the stand-in refuses them
         self.detect_anomaly = detect_anomaly
         self.precision = trainer.precision_plugin
         self.scaler = getattr(self.precision, "scaler", None)
@@ -86,11 +93,11 @@ class FastFit:
 
     # -- the fit ---------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Train. An exception goes to ``on_exception`` and on to the caller, as in Lightning."""
+        """Train. As in Lightning, an exception goes to `on_exception` and then to the caller."""
         module, trainer = self.module, self.trainer
         module.trainer = trainer
-        self.hooks = hooks = Hooks(trainer, self.book)
-        self.book.attach()
+        self.hooks = hooks = Hooks(trainer, self.collector)
+        self.collector.attach()
         for callback in trainer.callbacks:
             vars(callback).update(log=module.log, log_dict=module.log_dict)
         try:
@@ -110,7 +117,7 @@ class FastFit:
                 raise SystemExit(1) from error  # as Lightning's Trainer does
             raise
         finally:
-            self.book.detach()
+            self.collector.detach()
 
     def _anomalies(self) -> AbstractContextManager[None]:
         if torch.is_anomaly_enabled() == self.detect_anomaly:
@@ -136,11 +143,11 @@ class FastFit:
         self._bind()
 
     def _make_optimizers(self) -> None:
-        """``configure_optimizers`` in any of its forms; Lightning reads all but the simplest."""
+        """Call `configure_optimizers`. Lightning reads its result, unless that is a single optimizer."""
         trainer, module = self.trainer, self.module
-        self.book.enter("configure_optimizers")
+        self.collector.enter("configure_optimizers")
         configured = module.configure_optimizers()
-        self.book.enter(None)
+        self.collector.enter(None)
         if isinstance(configured, Optimizer) and self.clock["_strategy"] is None:
             self.clock["optimizers"] = [configured]
             return
@@ -166,7 +173,7 @@ class FastFit:
         )
         self.converts = type(self.precision).convert_input is not Precision.convert_input
         self.schedules = bool(trainer.lr_scheduler_configs) and module.automatic_optimization
-        self.one_step = FastStep(trainer, self.book, hooks, reports=self.batch_end is not None)
+        self.one_step = FastStep(trainer, self.collector, hooks, reports=self.batch_end is not None)
 
     # -- epochs ----------------------------------------------------------------------------------------------------
     @property
@@ -176,7 +183,7 @@ class FastFit:
         return 0 <= steps <= clock["global_step"] or 0 <= epochs <= clock["current_epoch"] or bool(clock["should_stop"])
 
     def _epochs(self) -> None:
-        hooks, clock, book = self.hooks, self.clock, self.book
+        hooks, clock, collector = self.hooks, self.clock, self.collector
         loader = self.trainer.train_dataloader
         epoch_start, epoch_end = hooks.find("on_train_epoch_start"), hooks.epoch_end()
         batches: Iterator[Any] = iter(self.batches)  # Lightning makes the first epoch's before on_train_start
@@ -192,19 +199,19 @@ class FastFit:
             if epoch > 0 or self.is_resident:
                 batches = iter(self.batches)
             whole = self._epoch(batches)
-            book.end_batches()
+            collector.end_batches()
             if epoch_end is not None:
                 epoch_end()
-            book.end_epoch()
+            collector.end_epoch()
             if whole and self.schedules:
                 self._schedule("epoch", plateau=True)
-            book.clear()
+            collector.clear()
             clock["current_epoch"] = epoch + 1
         hooks.run("on_train_end")
 
     def _epoch(self, batches: Iterator[Any]) -> bool:
-        """One epoch, perhaps cut short; whether it reached its last batch."""
-        clock, book, module = self.clock, self.book, self.module
+        """Run one epoch; return True if it reached its last batch."""
+        clock, collector, module = self.clock, self.collector, self.module
         last, max_steps = clock["num_training_batches"] - 1, self.limits[0]
         one_step = self.one_step.automatic if module.automatic_optimization else self.one_step.manual
         clock["is_last_batch"] = False
@@ -216,7 +223,7 @@ class FastFit:
             clock["is_last_batch"] = index == last
             if self.converts or self.moves:
                 batch = self._to_device(batch)
-            book.begin_batch(batch)
+            collector.begin_batch(batch)
             if self.batch_start is not None and self.batch_start(batch, index) == -1:
                 clock["is_last_batch"] = True
                 self._after_skipped()
@@ -231,13 +238,13 @@ class FastFit:
                     self._schedule("epoch", plateau=False)
             if self.batch_end is not None:
                 self.batch_end(outputs, batch, index)
-            book.end_batch()
+            collector.end_batch()
             if self.schedules and self.window_done:
                 self._schedule("step", plateau=True)
         return bool(clock["is_last_batch"])
 
     def _after_skipped(self) -> None:
-        """``on_train_batch_start`` returned -1: the rest of the epoch is skipped, and it counts as finished."""
+        """Skip the rest of the epoch, which counts as finished, because `on_train_batch_start` returned -1."""
         if self.schedules:
             self._schedule("step", plateau=False)
             self._schedule("epoch", plateau=False)
@@ -263,13 +270,13 @@ class FastFit:
             metric = self.trainer.callback_metrics.get(config.monitor) if config.reduce_on_plateau else None
             if config.reduce_on_plateau and metric is None:
                 raise NotInFastLoop(f"a scheduler monitors {config.monitor!r}, which is not logged")
-            self.book.enter("lr_scheduler_step")
+            self.collector.enter("lr_scheduler_step")
             self.module.lr_scheduler_step(config.scheduler, metric)
-            self.book.enter(None)
+            self.collector.enter(None)
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell the loader's samplers which epoch it is, those that want to know."""
+    """Tell the samplers of a loader the number of the epoch, if they have `set_epoch`."""
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     for sampler in {id(sampler): sampler for sampler in samplers}.values():
         if callable(getattr(sampler, "set_epoch", None)):

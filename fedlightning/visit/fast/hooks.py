@@ -1,4 +1,4 @@
-"""Who overrides which hook: the fast loop calls those and no others."""
+"""Hooks that a module and its callbacks override: the fast loop calls these and no others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 
-from fedlightning.visit.fast.log import LogBook
+from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.trainer import FastTrainer
 
 Hook = Callable[..., Any]
@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 def per_class(function: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
-    """Ask ``function`` once for every class."""
+    """Cache a function of a class."""
     return cache(function)
 
 
@@ -32,13 +32,13 @@ MODULE_METHODS = frozenset(
 
 @per_class
 def of_callback(kind: type) -> frozenset[str]:
-    """The hooks that a class of callbacks overrides."""
+    """Return the hooks that a class of callbacks overrides."""
     return frozenset(name for name in CALLBACK_HOOKS if getattr(kind, name) is not getattr(Callback, name))
 
 
 @per_class
 def of_module(kind: type) -> frozenset[str]:
-    """The methods of ``LightningModule`` that a class overrides."""
+    """Return the methods of `LightningModule` that a class overrides."""
     return frozenset(name for name in MODULE_METHODS if getattr(kind, name, None) is not getattr(LightningModule, name))
 
 
@@ -46,11 +46,12 @@ class Hooks:
     """Calls hooks in Lightning's order: callbacks as listed, then the module.
 
     Args:
-        trainer: what callbacks get; its callbacks and module are called. The book is told which hook runs.
+        trainer: Stand-in for the Trainer, with its callbacks and its module.
+        collector: Is told which hook runs.
     """
 
-    def __init__(self, trainer: FastTrainer, book: LogBook) -> None:
-        self._trainer, self._book = trainer, book
+    def __init__(self, trainer: FastTrainer, collector: LogCollector) -> None:
+        self._trainer, self._collector = trainer, collector
         module, callbacks = trainer.lightning_module, trainer.callbacks
         self._module, self._of_module = module, of_module(type(module)) | (vars(module).keys() & MODULE_METHODS)
         self._of_callbacks = [
@@ -59,11 +60,16 @@ class Hooks:
         self._of_anybody = self._of_module.union(*(own for _, own in self._of_callbacks))
 
     def overridden(self, name: str) -> bool:
-        """Whether the module has its own ``name``."""
+        """Return True if the module has its own `name`."""
         return name in self._of_module
 
     def callbacks(self, name: str, only: Callable[[Callback], bool] = lambda callback: True) -> list[Hook]:
-        """The callbacks' own ``name``, bound to what comes first in every call."""
+        """Return the hook `name` of each callback that overrides it, bound to trainer and module.
+
+        Args:
+            name: Name of the hook.
+            only: Condition on the callback.
+        """
         module = self._module
         return [
             partial(getattr(callback, name), self._trainer, module)
@@ -72,27 +78,27 @@ class Hooks:
         ]
 
     def find(self, name: str) -> Hook | None:
-        """All that is overridden under ``name`` as one function; ``None`` where nothing is.
+        """Return one function that calls every override of `name`, or `None` if there is none.
 
-        The function returns what the module's own hook returns.
+        The function returns the result of the module's own hook.
         """
         if name not in self._of_anybody:
             return None
         return self._joined(name, [*self.callbacks(name), *self.own(name)])
 
     def own(self, name: str) -> list[Hook]:
-        """The module's own ``name``, where it has one."""
+        """Return the module's own `name`, if it has one."""
         return [getattr(self._module, name)] if self.overridden(name) else []
 
     def epoch_end(self) -> Hook | None:
-        """``on_train_epoch_end``: callbacks that monitor come after the module, which may log what they monitor."""
+        """Return `on_train_epoch_end`; callbacks that monitor come after the module, which may log what they read."""
         name = "on_train_epoch_end"
         first = self.callbacks(name, lambda callback: not isinstance(callback, EarlyStopping | Checkpoint))
         last = self.callbacks(name, lambda callback: isinstance(callback, EarlyStopping | Checkpoint))
         return self._joined(name, [*first, *self.own(name), *last])
 
     def run(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a hook that is called once."""
+        """Call a hook that is called once in a fit."""
         hook = self.find(name)
         if hook is not None:
             hook(*args, **kwargs)
@@ -103,7 +109,7 @@ class Hooks:
         if len(hooks) == 1 and not self.overridden(name) and getattr(_owner(hooks[0]), "never_logs", False):
             return hooks[0]
         module_last = self.overridden(name)
-        enter, names = self._book.enter, vars(self._module)
+        enter, names = self._collector.enter, vars(self._module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             before = names["_current_fx_name"]
@@ -118,5 +124,5 @@ class Hooks:
 
 
 def _owner(hook: Hook) -> Any:
-    """The object whose method ``hook`` is."""
+    """Return the object whose method `hook` is."""
     return getattr(getattr(hook, "func", hook), "__self__", None)

@@ -1,4 +1,4 @@
-"""What ``self.log`` writes to under the fast loop: Lightning's rules and arithmetic, without its cost per call.
+"""`self.log` under the fast loop: Lightning's rules and arithmetic, without its cost per call.
 
 Lightning builds a torchmetrics object per name and reduces after every call, some 0.4 ms each. Here a call keeps the
 value; the reduction is done once an epoch, in the same order and precision, so that the numbers are the same bits.
@@ -6,7 +6,6 @@ value; the reduction is done once an epoch, in the same order and precision, so 
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -19,35 +18,27 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from fedlightning.visit.fast.trainer import NotInFastLoop
-
-REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "min": "min", "max": "max"}
-REDUCTIONS_OF: dict[Any, str] = {
-    torch.mean: "mean", torch.sum: "sum", sum: "sum", torch.min: "min", min: "min", torch.max: "max", max: "max",
-}  # fmt: skip
-
-
-def logging_levels(hook: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-    """Whether a value logged in ``hook`` is kept by step and by epoch, and whether it may be logged there at all.
-
-    Lightning has this table in one place only, a private one; a copy of it would grow old.
-    """
-    from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
-
-    return _FxValidator.check_logging_and_get_default_levels(hook, on_step=on_step, on_epoch=on_epoch)
+from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.log_rules import STARTS, LogRule, rule_of, scalar, wide_dtype
 
 
 @dataclass
-class Entry:
-    """One name logged in one hook."""
+class Entry(LogRule):
+    """One name logged in one hook: its rule, and its values in this epoch.
+
+    Attributes:
+        hook: Hook that logs it.
+        given: Arguments of the call; another call of the same hook must have the same ones.
+        dtype: Type in which the values are added up.
+        values: Values of the steps.
+        sizes: Their batch sizes.
+        last: Value of the last step.
+        metric: The metric that was logged, if it is one.
+        empty: Whether nothing has been logged in this epoch.
+    """
 
     hook: str
-    name: str
-    on_step: bool
-    on_epoch: bool
-    reduction: str
     given: tuple[Any, ...]
-    logger: bool
     dtype: torch.dtype
     values: list[Tensor] = field(default_factory=list)
     sizes: list[Any] = field(default_factory=list)
@@ -64,19 +55,21 @@ class Entry:
         self.empty = True
 
     def of_epoch(self) -> Any:
-        """The value of the epoch so far."""
+        """Return the value of the epoch so far."""
         if self.metric is not None:
             return self.metric.compute()
         return reduce(self.reduction, self.values, self.sizes, self.dtype)
 
 
-def wide_dtype() -> torch.dtype:
-    """The default dtype, but no lower than float32: the type in which Lightning adds up."""
-    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-
-
 def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.dtype) -> Tensor:
-    """Lightning's running reduction of scalars, one after the other, in ``start`` or the wider type of the values."""
+    """Return Lightning's running reduction of scalars.
+
+    Args:
+        reduction: `"mean"`, `"sum"`, `"min"` or `"max"`.
+        values: Values in the order of the steps.
+        sizes: Their weights in a mean.
+        start: Type in which they are added up, unless theirs is wider.
+    """
     kinds = {value.dtype for value in values}
     if kinds == {start} and (reduction != "mean" or all(type(size) is int for size in sizes)):
         rows = torch.stack(values).cpu().numpy()
@@ -88,8 +81,7 @@ def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.
             if reduction == "mean":
                 result = result / rows.dtype.type(sum(sizes))
         return torch.tensor(result, device=values[0].device)
-    default = {"min": float("inf"), "max": float("-inf")}.get(reduction, 0.0)
-    total, count = torch.tensor(default, dtype=start, device=values[0].device), torch.tensor(0)
+    total, count = torch.tensor(STARTS[reduction], dtype=start, device=values[0].device), torch.tensor(0)
     for value, size in zip(values, sizes, strict=True):
         if reduction == "mean":
             total, count = total + value * size, count + size
@@ -100,15 +92,17 @@ def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.
     return total / count.to(total.device) if reduction == "mean" else total
 
 
-class LogBook:
-    """All that one module logs during one fit or one evaluation.
+class LogCollector:
+    """Collects all that one module logs during one fit or one evaluation.
 
     Args:
-        module: who logs; ``training``: Lightning shows step values to callbacks in training only.
+        module: Module that logs.
+        training: Whether it trains. Lightning shows the values of steps to callbacks in training only.
 
     Attributes:
-        callback_metrics, logged_metrics: as a Lightning Trainer has them, brought up to date by the loop.
-        batch: the batch of the running step, for batch sizes that the module does not name.
+        callback_metrics: As a Lightning Trainer has them, brought up to date by the loop.
+        logged_metrics: As a Lightning Trainer has them, brought up to date by the loop.
+        batch: Batch of the running step, for batch sizes that the module does not name.
     """
 
     def __init__(self, module: LightningModule, training: bool) -> None:
@@ -126,16 +120,16 @@ class LogBook:
 
     # -- the module's side -----------------------------------------------------------------------------------------
     def attach(self) -> None:
-        """Put :meth:`log` in the place of the module's own ``log``; ``log_dict`` then comes here too."""
+        """Replace the module's `log` by :meth:`log`; `log_dict` calls it, too."""
         self._names["log"] = _Log(self)
 
     def detach(self) -> None:
-        """Give the module its own ``log`` back."""
+        """Give the module its own `log` back."""
         self._names.pop("log", None)
         self._names["_current_fx_name"] = None
 
     def enter(self, hook: str | None) -> None:
-        """Tell in which hook the module is. Lightning's own code reads (and sets) the same private attribute."""
+        """Note the hook that runs. Lightning's own code reads (and sets) the same private attribute."""
         self._names["_current_fx_name"] = hook
 
     def log(
@@ -155,10 +149,12 @@ class LogBook:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """``LightningModule.log``. Whatever Lightning would refuse, or this loop cannot repeat, is left to Lightning.
+        """Log a value, as `LightningModule.log`.
 
         Raises:
-            NotInFastLoop: then the visit is done by Lightning's Trainer, which has the right sentence.
+            NotInFastLoop: If Lightning would refuse the call, or this loop cannot repeat it. Then Lightning's Trainer
+                carries
+                out the visit, and it has the right error message.
         """
         hook = self._names["_current_fx_name"]
         given = (on_step, on_epoch, reduce_fx, prog_bar, logger, add_dataloader_idx, metric_attribute)
@@ -176,7 +172,7 @@ class LogBook:
                 raise NotInFastLoop(f"self.log({name!r}) gets another metric than before")
             entry.last, entry.empty = value._forward_cache, False
             return
-        value = self._scalar(name, value)
+        value = scalar(name, value, NotInFastLoop, self._module)
         entry.empty = False
         if entry.on_step:
             entry.last = value
@@ -191,31 +187,16 @@ class LogBook:
         if isinstance(value, Metric) and metric_attribute is None:
             if not any(child is value for child in self._module.modules()):
                 raise NotInFastLoop(f"the metric logged as {name!r} is no attribute of the module")
-        on_step, on_epoch = logging_levels(hook, on_step, on_epoch)
-        reduction = REDUCTIONS.get(reduce_fx.lower()) if isinstance(reduce_fx, str) else REDUCTIONS_OF.get(reduce_fx)
-        if reduction is None or not (on_step or on_epoch):
+        rule = rule_of(hook, name, logger, on_step, on_epoch, reduce_fx)
+        if not rule.reduction or not (rule.on_step or rule.on_epoch):
             raise NotInFastLoop(f"self.log({name!r}) asks for reduce_fx={reduce_fx!r}")
         if (hook, name) in self._entries:
             raise NotInFastLoop(f"self.log({name!r}) is called twice in {hook} with different arguments")
-        entry = Entry(hook, name, on_step, on_epoch, reduction, given, logger is not False, wide_dtype())
+        entry = Entry(**vars(rule), hook=hook, given=given, dtype=wide_dtype())
         entry.metric = value if isinstance(value, Metric) else None
         self._entries[hook, name] = entry
-        self._by_step = self._by_step or on_step
+        self._by_step = self._by_step or rule.on_step
         return entry
-
-    def _scalar(self, name: str, value: Any) -> Tensor:
-        default = wide_dtype()
-        if isinstance(value, Tensor):
-            value = value.detach().clone()
-        elif isinstance(value, numbers.Number):
-            value = torch.tensor(value, device=self._module.device, dtype=default)
-        else:
-            raise NotInFastLoop(f"self.log({name!r}) gets a {type(value).__name__}")
-        if value.numel() != 1:
-            raise NotInFastLoop(f"self.log({name!r}) gets a tensor of {value.numel()} elements")
-        if value.dtype not in (torch.float32, torch.float64):
-            value = value.to(default)
-        return value.squeeze() if value.ndim else value
 
     def _size(self) -> int:
         if self._batch_size is None:
@@ -224,45 +205,45 @@ class LogBook:
 
     # -- the loop's side -------------------------------------------------------------------------------------------
     def begin_batch(self, batch: Any) -> None:
-        """A batch is on the device; its hooks come next."""
+        """Note that a batch is on the device. Its hooks come next."""
         self.batch, self._batch_size = batch, None
         self._first = self._first is None
 
     def end_batch(self) -> None:
-        """The batch's last hook has run."""
+        """Note that the batch's last hook has run."""
         if self._by_step:
             self._update()
         self.batch = self._batch_size = None
 
     def end_batches(self) -> None:
-        """The epoch's last batch is over: from now on values are those of the epoch."""
+        """Note the end of the epoch's last batch. From now on values are those of the epoch."""
         self._first = None
 
     def end_epoch(self) -> None:
-        """The epoch's last hook has run."""
+        """Note that the epoch's last hook has run."""
         self._update()
         self._last_hook = None
 
     def clear(self) -> None:
-        """Forget the epoch's values; the metrics of the loop stay."""
+        """Forget the values of the epoch. The metrics of the loop stay."""
         for entry in self._entries.values():
             entry.reset()
         self._first = self._last_hook = None
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """What callbacks and plateau schedulers may monitor."""
+        """Metrics that callbacks and plateau schedulers may monitor."""
         self._update()
         return self._callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What a logger would get."""
+        """Metrics that a logger gets."""
         self._update()
         return self._logged_metrics
 
     def epoch_values(self) -> dict[str, Tensor]:
-        """What was logged for the epoch, by the names a logger sees: an evaluation's result."""
+        """Return what was logged for the epoch, by the names that a logger sees: the result of an evaluation."""
         return self._collect()[1]
 
     def _update(self) -> None:
@@ -282,9 +263,7 @@ class LogBook:
                 continue
             if not isinstance(value, Tensor):
                 raise NotInFastLoop(f"the metric logged as {entry.name!r} does not compute a tensor")
-            value, name = value.detach(), entry.name
-            if entry.on_step and entry.on_epoch:
-                name += "_step" if on_step else "_epoch"
+            value, name = value.detach(), entry.step_name if on_step else entry.epoch_name
             if entry.logger:
                 logged[name] = value
             if self._training or not on_step:
@@ -293,14 +272,14 @@ class LogBook:
 
 
 class _Log:
-    """The attribute ``log`` of a module that logs to a book. A deep copy of the module logs as its class does."""
+    """The attribute `log` of a module that logs to a collector. A deep copy of the module logs as its class does."""
 
-    def __init__(self, book: LogBook) -> None:
-        self._book, self._call = book, book.log
+    def __init__(self, collector: LogCollector) -> None:
+        self._collector, self._call = collector, collector.log
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._call(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copy = memo.get(id(self._book._module))
+        copy = memo.get(id(self._collector._module))
         return self if copy is None else MethodType(type(copy).log, copy)

@@ -1,4 +1,4 @@
-"""Where the fast loop does not apply, in a sentence. What it cannot prove equal to Lightning's Trainer it refuses."""
+"""Reasons against the fast loop, as sentences. It refuses all that it cannot prove equal to Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -17,28 +17,24 @@ from lightning.pytorch.utilities.parsing import is_picklable
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 
+from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.visit.fast.hooks import of_module, per_class
 from fedlightning.visit.limits import limited
 
-KNOWN_ARGUMENTS = frozenset((
-    "accelerator", "strategy", "devices", "num_nodes", "precision", "plugins", "accumulate_grad_batches",
-    "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark", "inference_mode",
-    "use_distributed_sampler", "profiler", "detect_anomaly", "sync_batchnorm", "limit_train_batches",
-    "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches", "val_check_interval",
-    "check_val_every_n_epoch", "log_every_n_steps", "reload_dataloaders_every_n_epochs", "default_root_dir",
-))  # fmt: skip
+KNOWN_ARGUMENTS = frozenset((*FORWARDED, "default_root_dir"))
 PRECISIONS = (Precision, MixedPrecision, DoublePrecision, HalfPrecision)
 STEER_THE_LOOP = (Checkpoint, ProgressBar, BatchSizeFinder, LearningRateFinder, SWA, Timer)
 NOT_CALLED = ("log", "configure_callbacks", "configure_sharded_model", "toggle_optimizer", "manual_backward")
-"""Methods of a LightningModule that the fast loop, or Lightning on its behalf, would go around when overridden."""
+"""Methods of a LightningModule that the fast loop, or Lightning on its behalf, would bypass if overridden."""
 
 
 def of_run(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Trainer) -> str | None:
-    """Why no visit of a run can use the fast loop; ``None`` if nothing speaks against it.
+    """Return the reason why no visit of a run can use the fast loop, or `None` if there is none.
 
     Args:
-        arguments: the run's Lightning Trainer arguments; callbacks: all that run in local training.
-        base: a Trainer made with ``arguments`` for evaluation on one device.
+        arguments: Lightning Trainer arguments of the run.
+        callbacks: All callbacks of local training.
+        base: A Trainer made with `arguments` for evaluation on one device.
     """
     unknown = sorted(arguments.keys() - KNOWN_ARGUMENTS)
     if unknown:
@@ -62,7 +58,7 @@ def of_run(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Tr
     for name, neutral in (("overfit_batches", 0), ("reload_dataloaders_every_n_epochs", 0)):
         if arguments.get(name, neutral) != neutral:
             return f"{name}={arguments[name]!r} is for Lightning's own loop"
-    if arguments.get("profiler") is not None:  # the base has none
+    if arguments.get("profiler") is not None:  # `base` has none
         return f"profiler={arguments['profiler']!r} measures Lightning's own loop"
     if arguments.get("check_val_every_n_epoch") is not None:
         return "check_val_every_n_epoch asks for validation inside local training"
@@ -75,10 +71,13 @@ def of_run(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Tr
 
 
 def of_visit(module: LightningModule, loader: Any, limit: int | float | None, keeps: bool) -> str | None:
-    """Why a fit of ``module`` on ``loader`` cannot use the fast loop; ``None`` if nothing speaks against it.
+    """Return the reason why a fit cannot use the fast loop, or `None` if there is none.
 
     Args:
-        limit: ``limit_train_batches``; keeps: optimizers go on from visit to visit.
+        module: Module to train.
+        loader: Its training batches.
+        limit: `limit_train_batches`.
+        keeps: Whether optimizers continue from visit to visit.
     """
     if keeps:
         return "optimizer_state='keep' is restored by Lightning's own checkpoint"
@@ -88,7 +87,12 @@ def of_visit(module: LightningModule, loader: Any, limit: int | float | None, ke
 
 
 def of_loader(loader: Any, limit: int | float | None) -> str | None:
-    """Why batches of ``loader`` cannot be gone through; ``limit``: how many, as ``limit_train_batches`` says it."""
+    """Return the reason why the fast loop cannot iterate a loader, or `None` if there is none.
+
+    Args:
+        loader: The loader.
+        limit: Limit of its batches, in the form of `limit_train_batches`.
+    """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return f"it needs a torch DataLoader over a map-style dataset, not {type(loader).__name__}"
     return "there is no batch" if num_batches(loader, limit) == 0 else None
@@ -96,7 +100,7 @@ def of_loader(loader: Any, limit: int | float | None) -> str | None:
 
 @per_class
 def of_class(kind: type[LightningModule]) -> str | None:
-    """Why modules of a class cannot use the fast loop."""
+    """Return the reason why modules of a class cannot use the fast loop, or `None` if there is none."""
     for name in NOT_CALLED:
         if name in of_module(kind):
             return f"{kind.__name__} overrides {name}"
@@ -107,7 +111,7 @@ def of_class(kind: type[LightningModule]) -> str | None:
 
 
 def of_hyperparameters(module: LightningModule) -> str | None:
-    """Lightning drops hyper-parameters that cannot be pickled when a fit starts."""
+    """Return a hyper-parameter that cannot be pickled, as a reason. Lightning drops such ones when a fit starts."""
     for name, value in module.hparams.items():
         if type(value) not in (int, float, str, bool, type(None)) and not is_picklable(value):
             return f"the hyper-parameter {name} of {type(module).__name__} cannot be pickled"
@@ -115,5 +119,5 @@ def of_hyperparameters(module: LightningModule) -> str | None:
 
 
 def num_batches(loader: DataLoader[Any], limit: int | float | None) -> int:
-    """Training batches of an epoch under ``limit_train_batches``."""
+    """Return the batches of an epoch under a limit, in the form of `limit_train_batches`."""
     return limited(len(loader), limit)

@@ -1,4 +1,4 @@
-"""The update of ``torch.optim.SGD`` on a CPU without the calls around it, which cost more than a small network's update."""
+"""The update of `torch.optim.SGD` on a CPU without the calls around it, which cost more than a small update."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import optimizer as torch_optimizer
 
 
 def applies(optimizer: Optimizer) -> bool:
-    """Whether :func:`update` does what ``optimizer.step()`` does: torch's own SGD, in the form for single tensors."""
+    """Return True if :func:`update` equals `optimizer.step()`: torch's own SGD, in its form for single tensors."""
     if type(optimizer) is not SGD or not _is_torch_own(SGD.step):
         return False
     for group in optimizer.param_groups:
@@ -23,13 +23,15 @@ def applies(optimizer: Optimizer) -> bool:
 
 
 def _is_torch_own(step: Any) -> bool:
-    """Whether nobody has put a ``step`` of their own in the place of torch's (inside torch's record of it)."""
+    """Return True if `step` is torch's own (inside torch's profiler record of it), not a replacement."""
     inner = getattr(step, "__wrapped__", step)
-    return bool(inner.__code__.co_filename == torch_optimizer.__file__)  # where its decorator is written
+    return bool(
+        inner.__code__.co_filename == torch_optimizer.__file__
+    )  # the file of the decorator that torch puts on it
 
 
 def update(optimizer: Optimizer) -> None:
-    """Move the parameters: the operations of ``torch.optim.sgd`` in its order, so that the bits are the same."""
+    """Move the parameters by the operations of `torch.optim.sgd` in its order, so that the bits are the same."""
     with torch.no_grad():
         for group in optimizer.param_groups:
             lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]

@@ -14,24 +14,27 @@ from torch.optim import optimizer as torch_optimizer
 
 from fedlightning.compat.signatures import class_takes_index
 from fedlightning.visit.fast import sgd as fast_sgd
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.hooks import Hooks
-from fedlightning.visit.fast.log import LogBook
-from fedlightning.visit.fast.trainer import FastTrainer, NotInFastLoop
+from fedlightning.visit.fast.log import LogCollector
+from fedlightning.visit.fast.trainer import FastTrainer
 
 Closure = Callable[[], Tensor | None]
 
 
 class FastStep:
-    """Does what Lightning does between a batch that is on the device and the end of its step.
+    """One training step: all between a batch that is on the device and `on_train_batch_end`.
 
     Args:
-        trainer: the stand-in, with its optimizers; book: where the module logs; hooks: who overrides what.
-        reports: whether somebody wants to see the outputs of each step.
+        trainer: Stand-in for the Trainer, with its optimizers.
+        collector: Collects what the module logs.
+        hooks: Hooks that are overridden.
+        reports: Whether a hook needs the outputs of each step.
     """
 
-    def __init__(self, trainer: FastTrainer, book: LogBook, hooks: Hooks, reports: bool) -> None:
+    def __init__(self, trainer: FastTrainer, collector: LogCollector, hooks: Hooks, reports: bool) -> None:
         module, precision = trainer.lightning_module, trainer.precision_plugin
-        self.trainer, self.book, self.module, self.clock = trainer, book, module, vars(trainer)
+        self.trainer, self.collector, self.module, self.clock = trainer, collector, module, vars(trainer)
         self.precision, self.scaler = precision, getattr(precision, "scaler", None)
         self.step_context: Callable[[], AbstractContextManager[Any]] | None = (
             None if type(precision) is Precision else precision.train_step_context
@@ -43,7 +46,7 @@ class FastStep:
         self.zero_grad = module.optimizer_zero_grad if hooks.overridden("optimizer_zero_grad") else None
         self.backward = module.backward if hooks.overridden("backward") else None
         self.clips = hooks.overridden("configure_gradient_clipping") or hooks.overridden("clip_gradients")
-        # The short way round Lightning's optimizer wrapper, where nothing of it would be seen.
+        # Lightning's optimizer wrapper is left out where it would do nothing.
         self.direct = self.scaler is None and not hooks.overridden("optimizer_step")
         self.keeps_outputs = reports or not self.direct
         if module.automatic_optimization and trainer.optimizers:
@@ -53,10 +56,12 @@ class FastStep:
         self.outputs: dict[str, Any] = {}
 
     def automatic(self, batch: Any, index: int, window_done: bool) -> dict[str, Any]:
-        """A step of automatic optimization; what Lightning hands to ``on_train_batch_end``.
+        """Take a step under automatic optimization and return the outputs for `on_train_batch_end`.
 
         Args:
-            batch, index: the batch and its number in the epoch; window_done: whether the optimizer steps now.
+            batch: Batch on the device.
+            index: Its index in the epoch.
+            window_done: Whether the optimizer steps now (gradients may be accumulated).
         """
         self.batch, self.index, self.window = batch, index, self.clock["accumulate_grad_batches"]
         self.outputs = {}
@@ -65,16 +70,16 @@ class FastStep:
             self.clock["global_step"] += 1
         else:
             self._passes_with_gradients()
-        self.book.enter(None)
+        self.collector.enter(None)
         self.batch = None
         return self.outputs
 
     def manual(self, batch: Any, index: int, window_done: bool) -> dict[str, Any]:
-        """A step of a module that optimizes by itself; only its optimizers' steps are counted."""
+        """Take a step of a module that optimizes manually; only the steps of its optimizers are counted."""
         for optimizer in self.trainer.strategy._lightning_optimizers:
             count_steps(optimizer, self.clock)
         output = self._training_step(batch, index)
-        self.book.enter(None)
+        self.collector.enter(None)
         if output is not None and not isinstance(output, Mapping | Tensor):
             raise NotInFastLoop(f"training_step returns {type(output).__name__}")
         outputs: dict[str, Any] = {"loss": output} if isinstance(output, Tensor) else dict(output or {})
@@ -93,12 +98,12 @@ class FastStep:
         return result
 
     def _passes_with_gradients(self) -> Tensor | None:
-        """It may have switched gradients off."""
+        """Run the passes with gradients on, because the module may have switched them off."""
         with torch.enable_grad():
             return self._passes()
 
     def _passes(self) -> Tensor | None:
-        """A forward and a backward pass."""
+        """Run a forward and a backward pass."""
         output = self._training_step(self.batch, self.index)
         loss = output if output is None or isinstance(output, Tensor) else loss_in(output)
         outputs = self.outputs
@@ -115,7 +120,7 @@ class FastStep:
             if self.zero_grad is None:
                 drop_gradients(self.optimizer)
             else:
-                self.book.enter("optimizer_zero_grad")
+                self.collector.enter("optimizer_zero_grad")
                 self.zero_grad(self.trainer.current_epoch, self.index, self.optimizer)
         if loss is None:
             return None
@@ -123,7 +128,7 @@ class FastStep:
         return outputs["loss"] if self.keeps_outputs else loss.detach()
 
     def _training_step(self, batch: Any, index: int) -> Any:
-        self.book.enter("training_step")
+        self.collector.enter("training_step")
         step = self.module.training_step
         if self.step_context is None:
             return step(batch, index) if self.wants_index else step(batch)
@@ -138,25 +143,29 @@ class FastStep:
         if self.backward is None:
             loss.backward()
         else:
-            self.book.enter("backward")
+            self.collector.enter("backward")
             self.backward(loss)
         if self.after_backward is not None:
             self.after_backward()
 
     def _clip(self, limit: float | None) -> None:
-        self.book.enter("configure_gradient_clipping")
+        self.collector.enter("configure_gradient_clipping")
         how = self.trainer.gradient_clip_algorithm
         self.module.configure_gradient_clipping(self.optimizer, gradient_clip_val=limit, gradient_clip_algorithm=how)
 
     def _through_lightning(self, closure: Closure) -> None:
         wrapped = self.module.optimizers()
         first = wrapped[0] if isinstance(wrapped, list) else wrapped
-        self.book.enter("optimizer_step")
+        self.collector.enter("optimizer_step")
         self.module.optimizer_step(self.trainer.current_epoch, self.index, first, self._passes_with_gradients)
 
 
 def loss_in(output: Any) -> Tensor:
-    """The loss in a ``training_step``'s output that is neither a tensor nor ``None``."""
+    """Return the loss in a `training_step`'s output that is neither a tensor nor `None`.
+
+    Raises:
+        NotInFastLoop: If there is none.
+    """
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if not isinstance(loss, Tensor):
         raise NotInFastLoop(f"training_step returns {type(output).__name__} without a loss")
@@ -164,7 +173,7 @@ def loss_in(output: Any) -> Tensor:
 
 
 def drop_gradients(optimizer: Optimizer) -> None:
-    """``optimizer.zero_grad()``, without the profiler's record of it that torch makes in every call."""
+    """Do `optimizer.zero_grad()` without the profiler record that torch makes in every call."""
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         optimizer.zero_grad()
         return
@@ -174,26 +183,26 @@ def drop_gradients(optimizer: Optimizer) -> None:
 
 
 _RECORDED = Optimizer.profile_hook_step(lambda *_: None).__code__
-"""Of the function that torch puts around the ``step`` of every class of optimizers."""
+"""Code of the function that torch wraps around the `step` of every optimizer class."""
 
 
 def hooks_of(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks around an optimizer's step, those before and those after; torch keeps them in private attributes only."""
+    """Return the hooks before and after an optimizer's step; torch keeps them in private attributes only."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
 def unrecorded_step(optimizer: Optimizer) -> Callable[[Closure], Any]:
-    """``optimizer.step``, without the profiler's record of it, which is a tenth of a small network's step.
+    """Return `optimizer.step` without the profiler record, which is a tenth of a small network's step.
 
-    torch wraps the ``step`` of every class of optimizers in a function that opens the record and runs the hooks before and
-    after, and shows the ``step`` inside (``__wrapped__``); the hooks for all optimizers stand in private names only. Hooks
-    that come before a step, hooks for all optimizers, a running profiler and a ``step`` that somebody has replaced (a
-    scheduler that counts, a user at any time, on the object or on its class) are left to torch.
+    torch wraps the `step` of every optimizer class in a function that opens the record and runs the hooks before and
+    after. It shows the inner `step` as `__wrapped__`; the hooks for all optimizers stand in private names only. Left to
+    torch are hooks before a step, hooks for all optimizers, a running profiler, and a `step` that was replaced on the
+    object or on its class (a scheduler that counts, a user at any time).
     """
     kind = type(optimizer)
     outer = kind.step
     inner = getattr(outer, "__wrapped__", None)
-    if inner is None or getattr(outer, "__code__", None) is not _RECORDED:  # ``hooked`` goes along with functools.wraps
+    if inner is None or getattr(outer, "__code__", None) is not _RECORDED:  # functools.wraps copies `hooked`
         return lambda closure: optimizer.step(closure=closure)  # type: ignore[arg-type]
     everywhere = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     is_plain_sgd = fast_sgd.applies(optimizer)

@@ -1,56 +1,51 @@
-"""What a module and its callbacks see as their ``trainer`` under the fast loop.
+"""The `trainer` that a module and its callbacks see under the fast loop.
 
-It offers the part of ``lightning.pytorch.Trainer`` that training code reads: clocks, limits, optimizers, metrics, flags.
-Anything else raises :class:`NotInFastLoop`, never a guess: ``auto`` then repeats the visit with Lightning's own Trainer,
-which is safe because a visit changes nothing before it has ended.
+It offers the part of `lightning.pytorch.Trainer` that training code reads: counters, limits, optimizers, metrics,
+flags. Anything else raises :class:`~fedlightning.visit.fast.errors.NotInFastLoop`, never a guess. Then `auto` repeats
+the visit with Lightning's own Trainer, which is safe because a visit changes nothing before it has ended.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 
-if TYPE_CHECKING:
-    from fedlightning.visit.fast.log import LogBook
+from fedlightning.blueprint.trainer_arguments import FORWARDED
+from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.fast.log import LogCollector
 
 AS_GIVEN = frozenset((
-    "accelerator", "check_val_every_n_epoch", "default_root_dir", "fast_dev_run", "global_rank",
-    "is_global_zero", "limit_predict_batches", "limit_test_batches", "limit_train_batches", "local_rank", "log_dir",
-    "log_every_n_steps", "logger", "loggers", "node_rank", "num_devices", "num_nodes",
-    "overfit_batches", "precision", "profiler", "reload_dataloaders_every_n_epochs",
-    "val_check_interval", "world_size", "barebones", "progress_bar_callback", "datamodule", "received_sigterm",
-    "interrupted", "device_ids", "distributed_sampler_kwargs",
+    *FORWARDED, "default_root_dir", "fast_dev_run", "global_rank", "is_global_zero", "local_rank", "log_dir", "logger",
+    "loggers", "node_rank", "num_devices", "world_size", "barebones", "progress_bar_callback", "datamodule",
+    "received_sigterm", "interrupted", "device_ids", "distributed_sampler_kwargs",
 ))  # fmt: skip
-"""Attributes that are those of a Lightning Trainer made with the run's arguments and never run."""
+"""Attributes that are read from a Lightning Trainer made with the run's arguments and never run."""
 
 SETTABLE = frozenset(
     ["should_stop", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "callbacks", "profiler"]
 )
-"""Attributes of a Trainer that a module or callback may set, with the effect that it has there."""
-
-
-class NotInFastLoop(BaseException):
-    """The fast loop met what it cannot repeat; the message says what.
-
-    No ``Exception``: ``hasattr`` and a user's ``except`` must not swallow it and go on with something else.
-    """
+"""Attributes of a Trainer that a module or callback may set, with the same effect as there."""
 
 
 class FastTrainer:
-    """Stands where a ``lightning.pytorch.Trainer`` would, for one fit or one evaluation of one module.
+    """Stand-in for a `lightning.pytorch.Trainer` in one fit or one evaluation of one module.
 
     Args:
-        base: a Trainer made with the run's arguments: the source of the settings.
-        module: the module; callbacks: in Lightning's order; precision: the plugin of this fit.
-        book: where the module logs.
-        stage: what is being done.
-        loader, num_batches: training batches and how many of them an epoch has.
-        max_epochs, max_steps: the limits; -1: none.
+        base: A Trainer made with the run's arguments: the source of the settings.
+        module: The module.
+        callbacks: Callbacks in Lightning's order.
+        precision: Precision plugin of this fit.
+        collector: Collects what the module logs.
+        stage: Training, validating or testing.
+        loader: Training batches.
+        num_batches: Training batches of an epoch.
+        max_epochs: Limit of epochs; -1: none.
+        max_steps: Limit of optimizer steps; -1: none.
     """
 
     def __init__(
@@ -59,7 +54,7 @@ class FastTrainer:
         module: LightningModule,
         callbacks: list[Callback],
         precision: Any,
-        book: LogBook,
+        collector: LogCollector,
         stage: RunningStage = RunningStage.TRAINING,
         loader: Any = None,
         num_batches: int = 0,
@@ -68,7 +63,7 @@ class FastTrainer:
     ) -> None:
         state = TrainerState(TrainerStatus.RUNNING, FUNCTION_OF[stage], stage)
         values: dict[str, Any] = {
-            "_base": base, "_book": book, "_strategy": None, "_data": (loader, num_batches),
+            "_base": base, "_collector": collector, "_strategy": None, "_data": (loader, num_batches),
             "lightning_module": module, "model": module,
             "callbacks": callbacks, "precision_plugin": precision, "state": state, "optimizers": [],
             "lr_scheduler_configs": [], "current_epoch": 0, "global_step": 0, "is_last_batch": False,
@@ -96,7 +91,7 @@ class FastTrainer:
 
     @property
     def strategy(self) -> SingleDeviceStrategy:
-        """Lightning's strategy for one device, made when first asked for: most modules never do."""
+        """Lightning's strategy for one device, made on first access; most modules never need it."""
         if self._strategy is None:
             base = self._base.strategy
             strategy = SingleDeviceStrategy(base.root_device, base.accelerator, precision_plugin=self.precision_plugin)
@@ -106,18 +101,18 @@ class FastTrainer:
         return self._strategy
 
     def set_up_data(self) -> None:
-        """From now on the training batches are known: before the first epoch, or when somebody asks for their number."""
+        """Show the training batches to the module: before the first epoch, or when it asks for their number."""
         self.__dict__["train_dataloader"], self.__dict__["num_training_batches"] = self._data
 
     def release(self) -> None:
-        """After the fit: let go of the module and of what refers back to it, so that its memory is free at once."""
+        """Let go of the module and of all that refers back to it, so that its memory is free at once."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
             optimizer.param_groups.clear()
         self.callbacks.clear()
         gone: dict[str, Any] = {
             "_strategy": None,
-            "_book": None,
+            "_collector": None,
             "lightning_module": None,
             "model": None,
             "optimizers": [],
@@ -135,22 +130,22 @@ class FastTrainer:
 
     @property
     def callback_metrics(self) -> dict[str, Any]:
-        """What callbacks may monitor."""
-        return self._book.callback_metrics
+        """Metrics that callbacks may monitor."""
+        return self._collector.callback_metrics
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """What a logger would get."""
-        return self._book.logged_metrics
+        """Metrics that a logger gets."""
+        return self._collector.logged_metrics
 
     @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
-        """All of them."""
+        """All callbacks that stop early."""
         return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
 
     @property
     def early_stopping_callback(self) -> EarlyStopping | None:
-        """The first."""
+        """The first of them, or `None`."""
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
@@ -160,17 +155,17 @@ class FastTrainer:
 
     @property
     def validating(self) -> bool:
-        """Whether validation data is being scored."""
+        """Whether validation data are being scored."""
         return self.state.stage == RunningStage.VALIDATING
 
     @property
     def testing(self) -> bool:
-        """Whether test data is being scored."""
+        """Whether test data are being scored."""
         return self.state.stage == RunningStage.TESTING
 
     @property
     def evaluating(self) -> bool:
-        """Whether validation or test data is being scored."""
+        """Whether validation or test data are being scored."""
         return self.validating or self.testing
 
 

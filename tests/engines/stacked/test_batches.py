@@ -67,13 +67,13 @@ def test_rows_in_memory_are_gathered_as_the_loaders_would(
     made = loaders(shared)
     own, gatherer = sources(made), Gatherer(torch.device("cpu"), lambda batch: batch)
     for epoch in (0, 1):
-        wanted = expected(made, epoch)
+        correct = expected(made, epoch)
         for source in own:
             source.start_epoch(epoch)
         assert [source.ahead() for source in own] == [5, 4, 4]
         turns = 0
         for batch in gatherer.batches(own, 4):
-            for client, batches in enumerate(wanted):
+            for client, batches in enumerate(correct):
                 for stacked, single in zip(batch, batches[turns], strict=True):
                     assert torch.equal(stacked[client], single)
             turns += 1
@@ -81,7 +81,7 @@ def test_rows_in_memory_are_gathered_as_the_loaders_would(
         assert [own[place].peek()[0] for place in (0, 2)] == [4, 3], "each goes on where it is"
         assert own[0].ahead() == own[2].ahead() == 1
         (last,) = gatherer.batches([own[2]], 1)
-        assert torch.equal(last[0][0], wanted[2][4][0])
+        assert torch.equal(last[0][0], correct[2][4][0])
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -89,14 +89,14 @@ def test_what_is_not_taken_is_still_there(shared: bool) -> None:
     """A stack may stop in the middle of turns that are alike."""
     made = loaders(shared)
     own, gatherer = sources(made), Gatherer(torch.device("cpu"), lambda batch: batch)
-    wanted = expected(made, 0)
+    correct = expected(made, 0)
     for source in own:
         source.start_epoch(0)
     with closing(gatherer.batches(own, 4)) as batches:
         for _ in range(2):
             next(batches)
     (third,) = gatherer.batches(own, 1)
-    for client, alone in enumerate(wanted):
+    for client, alone in enumerate(correct):
         assert torch.equal(third[1][client], alone[2][1])
     assert torch.equal(Gatherer.one(third, 1)[0], third[0][1:2])
 

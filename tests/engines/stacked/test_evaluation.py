@@ -18,7 +18,7 @@ import fedlightning  # noqa: F401  before lightning
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import APFL, FENDA, Ditto, FedAvg, FedPer, LocalCheckpoint, PFedMe
+from fedlightning.callbacks import APFL, FENDA, Ditto, FedAvg, FedPer, LocalCheckpoint, pFedMe
 from fedlightning.engines.stacked import evaluation as stacked_evaluation
 from fedlightning.federation import stages
 from fedlightning.models import Classifier
@@ -143,7 +143,7 @@ def test_mixed_precision() -> None:
 
 
 def test_personal_modules_that_are_trained_for_the_evaluation() -> None:
-    Federation(Toy(), [PFedMe()]).compare()
+    Federation(Toy(), [pFedMe()]).compare()
 
 
 # -- what is around the scores -----------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_scores_of_the_global_model_are_taken_over() -> None:
     _, engine = federation.engines()
     known = stages.stage_g(federation.server, engine, evaluate)
     scored: list[int] = []
-    engine._evaluation.scores = lambda wanted: scored.append(len(wanted)) or []  # type: ignore[method-assign,func-returns-value]
+    engine._evaluation.scores = lambda requests: scored.append(len(requests)) or []  # type: ignore[method-assign,func-returns-value]
     rows = stages.stage_l1(federation.server, engine, evaluate, known)
     assert not scored
     assert [(row.client, row.metric, row.value) for row in rows] == [

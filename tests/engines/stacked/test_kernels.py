@@ -67,11 +67,11 @@ def apart(function: Function, tensors: Sequence[Tensor]) -> Tensor:
 def derivatives(run: Any, function: Function, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Values, gradients, and gradients of a function of the gradients."""
     own = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
-    wanted = [t for t in own if t.requires_grad]
+    trained = [t for t in own if t.requires_grad]
     values = run(function, own)
     weights = torch.linspace(0.5, 2.0, values.numel(), dtype=values.dtype).view(values.shape)
-    first = torch.autograd.grad((values * weights).sum(), wanted, create_graph=True)
-    second = torch.autograd.grad(sum((g**3).sum() for g in first), wanted, allow_unused=True)
+    first = torch.autograd.grad((values * weights).sum(), trained, create_graph=True)
+    second = torch.autograd.grad(sum((g**3).sum() for g in first), trained, allow_unused=True)
     return [values, *first, *(g for g in second if g is not None)]
 
 

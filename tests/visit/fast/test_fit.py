@@ -518,11 +518,13 @@ def test_scores_are_those_of_the_trainer(settings):
     data = toy_data([8, 8], val=21)
     data.setup("fit")
     arguments = {"accelerator": "cpu", "devices": 1} | settings
-    blueprint = Blueprint(Toy(), CallbackList(), LocalSettings(0, 1, trainer_arguments=arguments))
-    slow, fast = Scorer(blueprint), Scorer(blueprint)
-    slow.fast = False
+    slow_blueprint, blueprint = (
+        Blueprint(Toy(), CallbackList([]), LocalSettings(0, 1, trainer_arguments=arguments, local_loop=loop))
+        for loop in ("trainer", "auto")
+    )
+    slow, fast = Scorer(slow_blueprint), Scorer(blueprint)
     for kind in (Toy, NormNet, Scores, LossOnly, Curious):
-        module = blueprint.convert(kind()).train()
+        module = slow_blueprint.convert(kind()).train()
         for split in ("val", "test", "val"):  # the second time it is no trial
             for client in "01":
                 loader = data.client_dataloader(client, split)

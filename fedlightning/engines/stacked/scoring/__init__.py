@@ -1,1 +1,1 @@
-"""The parts of a stacked evaluation: the models, their batches, the step, what it logs, and each client's own end."""
+"""The parts of a stacked evaluation: models, batches, steps, logged values, and what each client's own module does."""

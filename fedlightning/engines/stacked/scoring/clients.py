@@ -13,26 +13,33 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fedlightning.compat.attached import trainer_of
-from fedlightning.engines.stacked.scoring.step import Fed, Step
-from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, how, scalar
+from fedlightning.engines.stacked.scoring.step import MetricUpdate, Step
+from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, plain_log
 from fedlightning.engines.stacked.stack import join_tree
+from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast.hooks import of_module
+from fedlightning.visit.log_rules import scalar
 
 Feed = list[tuple[Step, Sequence[Sequence[Tensor]], int]]
-"""A client's steps: each with its outputs, ``[output][row]``, and the client's row."""
+"""A client's steps: each with its outputs, `[output][row]`, and the client's row."""
 
 
 @dataclass(frozen=True)
 class EpochHooks:
-    """The hooks around the epoch that a class of modules has: ``before`` it and ``after`` it."""
+    """Hooks around the epoch that a class of modules has.
+
+    Attributes:
+        before: Hooks before the first batch.
+        after: Hooks after the last batch.
+    """
 
     before: tuple[str, ...]
     after: tuple[str, ...]
 
 
 def hooks_of(kind: type[LightningModule], testing: bool) -> EpochHooks:
-    """Those of a class when it is validated, or tested."""
-    name, own = "test" if testing else "validation", of_module(kind)
+    """Return the hooks around the epoch of a class when it is validated, or tested."""
+    name, own = names_of(testing).hook, of_module(kind)
     before, after = (f"on_{name}_start", f"on_{name}_epoch_start"), (f"on_{name}_epoch_end", f"on_{name}_end")
     return EpochHooks(tuple(filter(own.__contains__, before)), tuple(filter(own.__contains__, after)))
 
@@ -45,12 +52,15 @@ def scores_of(
     own: Collection[str],
     device: torch.device,
 ) -> dict[str, float]:
-    """What a client's module has logged at the end of the epoch.
+    """Return what a client's module has logged at the end of the epoch.
 
     Args:
-        module: the client's; its metrics are fed, and reset where Lightning does so; hooks: of its class.
-        feed: what to feed them; logged: values of its steps, or in the place of a value the path of a metric.
-        own: paths of the metrics that were logged; device: where the stack is.
+        module: The client's module. Its metrics are updated, and reset where Lightning does so.
+        hooks: Hooks of its class.
+        feed: Updates of its metrics.
+        logged: Values of its steps; in the place of a value, the path of the metric that computes it.
+        own: Paths of the metrics that were logged.
+        device: Device of the stack.
     """
     with _evaluating(module, device) as noted:
         for hook in hooks.before:
@@ -75,7 +85,7 @@ def _feed(module: LightningModule, feed: Feed) -> dict[str, Metric]:
                 continue
             if path not in metrics:
                 metrics[path] = module.get_submodule(path)
-            if isinstance(event, Fed):
+            if isinstance(event, MetricUpdate):
                 tensors = [output[row] for output in outputs[event.first : event.end]]
                 call = metrics[path] if event.forward else metrics[path].update
                 if event.positional:
@@ -96,7 +106,7 @@ def _value(module: LightningModule, value: float | str) -> float:
 
 
 class _Noted:
-    """What a module logs in its hooks."""
+    """Collects what a module logs in its hooks."""
 
     def __init__(self) -> None:
         self.hook = ""
@@ -105,14 +115,13 @@ class _Noted:
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if not self.hook.endswith("_epoch_end") or name in self.values:
             raise NotStacked(f"self.log({name!r}) is called before the epoch, or twice after it")
-        meaning, _ = how(self.hook, name, *args, **kwargs)
-        if meaning.logger:
-            self.values[name] = float(scalar(name, value))
+        if plain_log(self.hook, name, *args, **kwargs).rule.logger:
+            self.values[name] = float(scalar(name, value, NotStacked))
 
 
 @contextmanager
 def _evaluating(module: LightningModule, device: torch.device) -> Iterator[_Noted]:
-    """A block in which the module is on the stack's device, in eval mode, and notes what it logs."""
+    """Within the block, the module is on the stack's device and in eval mode, and what it logs is collected."""
     noted, home, attached = _Noted(), module.device, trainer_of(module)
     modes = [(vars(child), child.training) for child in module.modules()]
     module.eval()
@@ -127,5 +136,5 @@ def _evaluating(module: LightningModule, device: torch.device) -> Iterator[_Note
         module.trainer = attached
         if home != device:
             module.to(home)
-        for own, mode in modes:  # past every module's __setattr__, which in a torchmetrics object takes its time
+        for own, mode in modes:  # not by __setattr__, which is slow in a torchmetrics object
             own["training"] = mode

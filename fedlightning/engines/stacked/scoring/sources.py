@@ -1,4 +1,4 @@
-"""Batches that are scored: those of many clients' loaders at once, each in its own loader's order."""
+"""Batches to score: those of many clients' loaders at once, each in its own loader's order."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from fedlightning.seeding import isolated
 States = tuple[Any, Any, Tensor, Tensor | None]
 CPU = torch.device("cpu")
 NEAR, AT_LEAST = 2**22, 16
-"""Bytes of a stacked batch that stay near the processor; but so many clients may take a step together at least."""
+"""Bytes of a stacked batch that stay in the processor's cache, and clients that may take a step together at least."""
 
 
 def generator_states(device: torch.device = CPU) -> States:
-    """Where Python's, numpy's and torch's global generators stand, also that of a CUDA ``device``."""
+    """Return the states of Python's, numpy's and torch's global generators, also of that of a CUDA device."""
     on_cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_cuda
 
 
 def set_generators(states: States, device: torch.device = CPU) -> None:
-    """Put them back there."""
+    """Set these generators to given states."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
@@ -42,16 +42,18 @@ def set_generators(states: States, device: torch.device = CPU) -> None:
 
 
 def same_states(a: States, b: States) -> bool:
-    """Whether nothing was drawn between the two."""
+    """Return True if nothing was drawn between two states."""
     same = a[0] == b[0] and all(np.array_equal(one, other) for one, other in zip(a[1], b[1], strict=True))
     return same and torch.equal(a[2], b[2]) and (a[3] is None or b[3] is None or torch.equal(a[3], b[3]))
 
 
 class Rows:
-    """A loader that picks rows of tensors in memory, in their order.
+    """Batches of a loader that picks rows of tensors in memory, in their order.
 
     Args:
-        view: the loader's dataset; batch_size, count: samples in a batch, and batches.
+        view: The loader's dataset.
+        batch_size: Samples in a batch.
+        count: Batches.
     """
 
     def __init__(self, view: Any, batch_size: int, count: int) -> None:
@@ -59,23 +61,25 @@ class Rows:
         self._chosen = view.indices.split(batch_size)
 
     def shape(self, index: int) -> tuple[Any, ...]:
-        """What batches have in common that can be stacked."""
+        """Return a key: batches with equal keys can be stacked."""
         return (len(self._chosen[index]), id(self.source))
 
     def num_bytes(self, index: int) -> int:
-        """Size of a batch."""
+        """Return the size of a batch."""
         return len(self._chosen[index]) * sum(part[:1].numel() * part.element_size() for part in self.parts)
 
     def rows(self, index: int) -> Tensor:
-        """The rows of a batch."""
+        """Return the rows of a batch."""
         return self._chosen[index]
 
 
 class Iterated:
-    """Any other loader, iterated with global generators of its own.
+    """Batches of any other loader, iterated with global generators of its own.
 
     Args:
-        loader: the loader; count: batches; seed: address of the generators.
+        loader: The loader.
+        count: Batches.
+        seed: Address of the generators.
     """
 
     def __init__(self, loader: Any, count: int, seed: Sequence[object]) -> None:
@@ -96,7 +100,7 @@ class Iterated:
             set_generators(before)
 
     def shape(self, index: int) -> tuple[Any, ...]:
-        """What batches have in common that can be stacked; called once for every batch, in order."""
+        """Return a key: batches with equal keys can be stacked. Called once per batch, in order."""
         with self._own_generators():
             tensors, skeleton = split_tree(next(self._batches))
         if not _plain(skeleton):
@@ -105,17 +109,17 @@ class Iterated:
         return tuple((tensor.shape, tensor.dtype) for tensor in tensors), repr(skeleton)
 
     def num_bytes(self, index: int) -> int:
-        """Size of the batch whose shape was last asked for."""
+        """Return the size of the batch whose shape was asked for last."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.take()[0])
 
     def take(self) -> tuple[list[Tensor], Any]:
-        """The tensors of the batch and its other content."""
+        """Return the tensors of that batch and its other content."""
         assert self._batch is not None
         return self._batch
 
 
 def _plain(skeleton: Any) -> bool:
-    """Whether a batch is made of lists, tuples and dicts of tensors and plain values: two that read alike are alike."""
+    """Return True if a batch consists of lists, tuples and dicts of tensors and plain values, so its text tells all."""
     if type(skeleton) in (list, tuple):
         return all(_plain(part) for part in skeleton)
     if type(skeleton) is dict:
@@ -124,13 +128,13 @@ def _plain(skeleton: Any) -> bool:
 
 
 def can_iterate_together(loader: Any) -> bool:
-    """Whether a ``DataLoader`` has a fixed order and no workers, of which many clients would have too many."""
+    """Return True if a loader has a fixed order and no workers, of which many clients would have too many."""
     fixed = type(loader.sampler) in (SequentialSampler, AddressedSampler) and type(loader.batch_sampler) is BatchSampler
     return fixed and not loader.num_workers
 
 
 def rewinding(loaders: Iterable[Any]) -> Callable[[], None]:
-    """A function that puts the generators of ``DataLoader`` objects back where they stand now."""
+    """Return a function that sets the generators of loaders back to their present states."""
     generators = {id(loader.generator): loader.generator for loader in loaders if loader.generator is not None}
     states = [(generator, generator.get_state()) for generator in generators.values()]
 
@@ -142,7 +146,7 @@ def rewinding(loaders: Iterable[Any]) -> Callable[[], None]:
 
 
 def source_of(loader: Any, count: int, seed: Sequence[object]) -> Rows | Iterated:
-    """How the batches of a loader are had."""
+    """Return the batches of a loader in the cheapest form."""
     if resident_batches(loader, CPU) is not None and type(loader.sampler) is SequentialSampler:
         source = loader.dataset.dataset
         transformed = isinstance(source, ArrayDataset) and source.transform is not None
@@ -152,7 +156,7 @@ def source_of(loader: Any, count: int, seed: Sequence[object]) -> Rows | Iterate
 
 
 def stacked_batch(sources: Sequence[Rows | Iterated], index: int, device: torch.device) -> Any:
-    """The batches with that number as one, ``(len(sources), batch, ...)``; they have the same shape."""
+    """Return the batches `index` of all sources as one, `(len(sources), batch, ...)`. They have the same shape."""
     first = sources[0]
     if isinstance(first, Rows):
         rows = [source.rows(index) for source in sources if isinstance(source, Rows)]
@@ -169,7 +173,7 @@ def stacked_batch(sources: Sequence[Rows | Iterated], index: int, device: torch.
 def pieces(
     turns: Iterable[Sequence[int]], sources: Sequence[Rows | Iterated], index: int, at_most: int
 ) -> Iterator[Sequence[int]]:
-    """The clients of each turn, in parts whose batches are small enough to stay near the processor."""
+    """Split the clients of each turn into parts whose stacked batches stay in the processor's cache."""
     for rows in turns:
         near = max(AT_LEAST, NEAR // max(sources[rows[0]].num_bytes(index), 1))
         at_once = min(near, at_most)

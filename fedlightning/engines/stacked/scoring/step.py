@@ -1,7 +1,7 @@
-"""One evaluation step of many clients, and a note of what they logged in it.
+"""One evaluation step of many clients, and the calls of `self.log` and of metrics in it.
 
-``validation_step`` runs under :func:`torch.func.vmap`. Its calls of ``self.log`` and of torchmetrics objects are noted
-with their stacked arguments; afterwards each client's own metrics are fed with that client's rows.
+`validation_step` runs under :func:`torch.func.vmap`. Its calls of `self.log` and of torchmetrics objects are noted with
+their stacked arguments. Afterwards each client's own metrics are updated with that client's rows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -20,26 +21,40 @@ from torchmetrics import Metric, MetricCollection
 from fedlightning.blueprint.evaluator import loss_of
 from fedlightning.compat.attached import trainer_of
 from fedlightning.compat.signatures import class_takes_index
-from fedlightning.engines.stacked.scoring.values import How, NoTrainer, NotStacked, how, scalar
+from fedlightning.engines.stacked.scoring.values import NoTrainer, NotStacked, plain_log
 from fedlightning.engines.stacked.stack import join_tree, split_tree
+from fedlightning.visit.evaluation_names import EvaluationNames
+from fedlightning.visit.log_rules import LogRule, scalar
 
 
 @dataclass(frozen=True)
 class Logged:
-    """``self.log``: of the step's output at ``place``, or of the metric at a path."""
+    """A call of `self.log`.
 
-    name: str
-    how: How
+    Attributes:
+        rule: Lightning's reading of it.
+        batch_size: Weight in a mean over the epoch. `None`: the size of the batch.
+        place: Index of the value among the step's outputs; `None` for a metric.
+        metric: Path of the metric that was logged.
+    """
+
+    rule: LogRule
     batch_size: int | None
     place: int | None = None
     metric: str | None = None
 
 
 @dataclass(frozen=True)
-class Fed:
-    """A call of a metric's ``update`` (or of the metric itself, ``forward``) with outputs from ``first`` to ``end``.
+class MetricUpdate:
+    """A call of a metric's `update`, or of the metric itself (`forward`).
 
-    ``skeleton`` holds the arguments; where they are ``positional`` tensors and nothing else, the outputs are they.
+    Attributes:
+        metric: Path of the metric.
+        forward: Whether the metric itself was called.
+        skeleton: The arguments, with a placeholder in the place of each tensor.
+        positional: Whether the arguments are positional tensors and nothing else.
+        first: Index of the first tensor among the step's outputs.
+        end: Index after the last one.
     """
 
     metric: str
@@ -52,21 +67,23 @@ class Fed:
 
 @dataclass
 class Step:
-    """What a stacked step gave.
+    """Result of a stacked step.
 
     Attributes:
-        outputs: ``(n, ...)`` each; events: what was done with them, in order.
-        loss: which of them is the loss that the step returned; size: samples in a client's batch.
+        outputs: Tensors `(n, ...)`.
+        events: Calls that used them, in order.
+        loss: Index of the loss among the outputs, if the step returned one.
+        size: Samples in a client's batch.
     """
 
     outputs: Sequence[Tensor] = ()
-    events: list[Logged | Fed] = field(default_factory=list)
+    events: list[Logged | MetricUpdate] = field(default_factory=list)
     loss: int | None = None
     size: int = 1
 
 
 class _MetricStandIn(nn.Module):
-    """Stands where a metric is and notes what it is fed; ``note`` is ``None`` for what cannot be fed later."""
+    """Replaces a metric and notes its updates. `note` is `None` for a metric that cannot be updated later."""
 
     def __init__(self, path: str, note: Callable[[str, bool, Any], None] | None) -> None:
         super().__init__()
@@ -81,14 +98,14 @@ class _MetricStandIn(nn.Module):
         if self.note is None:
             raise NotStacked(f"the collection of metrics {self.path!r} is used")
         self.note(self.path, True, (args, kwargs))
-        return object()  # the batch's own value, known only when the metric is really fed
+        return object()  # stands for the batch's own value, known only after the real update
 
     def __getattr__(self, name: str) -> Any:
         raise NotStacked(f"the attribute {name!r} of the metric {self.path!r} is used")
 
 
 def metrics_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """The metrics inside a module, outermost ones only: (path, parent, attribute, metric)."""
+    """Yield the metrics inside a module, outermost ones only, as (path, parent, attribute, metric)."""
     for name, child in module.named_children():
         if isinstance(child, Metric | MetricCollection):
             yield f"{prefix}{name}", module, name, child
@@ -97,32 +114,39 @@ def metrics_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 class _Caller(nn.Module):
-    """Calls a step of ``module``, so that ``functional_call`` can put a client's tensors into the module."""
+    """Calls a step of a module, so that `functional_call` can put a client's tensors into it."""
 
-    def __init__(self, module: LightningModule, testing: bool) -> None:
+    def __init__(self, module: LightningModule, step: str) -> None:
         super().__init__()
-        self.module, self.testing = module, testing
+        self.module, self.step = module, step
 
     def forward(self, *args: Any) -> Any:
-        return self.module.test_step(*args) if self.testing else self.module.validation_step(*args)
+        return getattr(self.module, self.step)(*args)
 
 
 class ScoringStep:
-    """``validation_step`` or ``test_step`` for many clients at once.
+    """`validation_step` or `test_step` for many clients at once.
 
     Args:
-        module: lends its code, between :meth:`attached`; its own tensors are not touched.
-        testing: which step; context: what to run it in (Lightning's autocast).
-        names: of the tensors that a call gets; shared: whether they are the same for all clients.
+        module: Its code runs, within :meth:`attached`. Its own tensors are not touched.
+        evaluation: Names of validation, or of testing.
+        precision: Lightning's precision plugin, for autocast.
+        names: Names of the tensors that a call takes.
+        shared: Whether these are the same for all clients.
     """
 
     def __init__(
-        self, module: LightningModule, testing: bool, context: Callable[[], Any], names: Sequence[str], shared: bool
+        self,
+        module: LightningModule,
+        evaluation: EvaluationNames,
+        precision: Precision,
+        names: Sequence[str],
+        shared: bool,
     ) -> None:
-        self._module, self._context, self._shared = module, context, shared
-        self._hook = "test_step" if testing else "validation_step"
-        self._indexed = class_takes_index(type(module), "test_step" if testing else "validation_step")
-        self._caller = _Caller(module, testing)
+        self._module, self._context, self._shared = module, evaluation.context(precision), shared
+        self._hook = evaluation.step
+        self._indexed = class_takes_index(type(module), evaluation.step)
+        self._caller = _Caller(module, evaluation.step)
         self._names = tuple(f"module.{name}" for name in names)
         self._index, self._skeleton = 0, None
         self._outputs: list[Tensor] = []
@@ -131,7 +155,7 @@ class ScoringStep:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """A block in which the module is in eval mode, and notes what it logs and what its metrics get."""
+        """Within the block, the module is in eval mode, and its calls of `self.log` and of metrics are noted."""
         module, before = self._module, trainer_of(self._module)
         modes = {child: child.training for child in module.modules()}
         metrics = list(metrics_of(module))
@@ -154,8 +178,10 @@ class ScoringStep:
         """Run the step.
 
         Args:
-            tensors: parameters and buffers, ``(clients, ...)`` each, or those of the one model for all.
-            batch: a tree of stacked tensors ``(clients, batch, ...)``; index: of the batch.
+            tensors: Parameters and buffers, `(clients, ...)` each, or those of the one model for all.
+            batch: A tree of stacked tensors `(clients, batch, ...)`.
+            clients: Number of clients.
+            index: Index of the batch.
         """
         leaves, self._skeleton = split_tree(batch)
         self._index, own = index, tuple(tensors)
@@ -165,7 +191,7 @@ class ScoringStep:
         return self._step
 
     def _alone(self, tensors: tuple[Tensor, ...], leaves: list[Tensor]) -> list[Tensor]:
-        """One client needs no map."""
+        """Run the step of one client, which needs no map."""
         own = tensors if self._shared else tuple(tensor.squeeze(0) for tensor in tensors)
         return [value.unsqueeze(0) for value in self._one(own, [leaf.squeeze(0) for leaf in leaves])]
 
@@ -188,11 +214,11 @@ class ScoringStep:
         return len(self._outputs) - 1
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        meaning, size = how(self._hook, name, *args, **kwargs)
+        call = plain_log(self._hook, name, *args, **kwargs)
         if isinstance(value, _MetricStandIn):
-            event = Logged(name, meaning, size, metric=value.path)
+            event = Logged(call.rule, call.batch_size, metric=value.path)
         else:
-            event = Logged(name, meaning, size, self._add(scalar(name, value)))
+            event = Logged(call.rule, call.batch_size, self._add(scalar(name, value, NotStacked)))
         self._step.events.append(event)
 
     def _feed(self, path: str, forward: bool, arguments: Any) -> None:
@@ -201,4 +227,4 @@ class ScoringStep:
         self._outputs += tensors
         args, kwargs = arguments
         positional = not kwargs and all(isinstance(argument, Tensor) for argument in args)
-        self._step.events.append(Fed(path, forward, skeleton, positional, first, len(self._outputs)))
+        self._step.events.append(MetricUpdate(path, forward, skeleton, positional, first, len(self._outputs)))

@@ -1,0 +1,89 @@
+"""Updates checked on arrival, whatever sent them: an update that breaks a rule is a client that failed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlightning.federation.server import Server
+from fedlightning.messages import Message, Update, check_extras
+from fedlightning.tensors import first_nonfinite
+
+COUNTERS = ("num_samples", "steps", "skipped")
+
+
+def checked(server: Server, message: Message, update: Update) -> Update:
+    """Return an update as it may be folded in: itself, or one that says why it was left out.
+
+    Args:
+        server: Knows shapes, kinds and sample counts.
+        message: The message that the update answers.
+        update: The update, as the engine returned it.
+    """
+    if update.error is not None:
+        return update
+    reason = _first_fault(server, message, update)
+    if reason is None:
+        return update
+    answer = Update(message.round, message.client, model=message.model, tag=message.tag)
+    return replace(answer, error=f"the update of client '{message.client}' was refused: {reason}")
+
+
+def _first_fault(server: Server, message: Message, update: Update) -> str | None:
+    if update.model not in server.models:  # a client may choose among the server's models
+        return f"it is for model {update.model!r}; the server has {sorted(server.models)}"
+    for name in ("round", "client", "tag"):
+        said, asked = getattr(update, name), getattr(message, name)
+        if said != asked:
+            return f"it says {name}={said!r}, but answers the message with {name}={asked!r}"
+    for name in COUNTERS:
+        count = getattr(update, name)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            return f"{name} is {count!r}, which is no count"
+    most = server.num_samples.get(message.client, sum(server.num_samples.values()))
+    if update.num_samples > most:
+        return f"num_samples is {update.num_samples}, but the client has {most} training samples"
+    return _fault_of_state(server, message, update) or _fault_of_extras(server, update)
+
+
+def _fault_of_state(server: Server, message: Message, update: Update) -> str | None:
+    state: Any = update.state
+    if not isinstance(state, dict):
+        return f"its state is a {type(state).__name__}, not named tensors"
+    unasked = sorted(set(state) - set(message.returns))
+    if unasked:
+        return f"'{unasked[0]}' was not asked for"
+    missing = [name for name in message.returns if name not in state]
+    if missing and not any(callback.claims("on_send") for callback in server.callbacks):  # which may drop entries
+        return f"'{missing[0]}' was asked for and is missing"
+    model = server.models[update.model]
+    resized = server.callbacks.role("reduce") is not None  # that algorithm knows sub-models
+    for name, value in state.items():
+        now = model[name]
+        if not isinstance(value, Tensor):
+            return f"'{name}' is a {type(value).__name__}, not a tensor"
+        if value.is_floating_point() != now.is_floating_point() or value.is_complex() != now.is_complex():
+            return f"'{name}' has dtype {value.dtype}, the model's is {now.dtype}"
+        if value.shape != now.shape and not resized:
+            return (
+                f"'{name}' has shape {tuple(value.shape)}, the model's is {tuple(now.shape)}; models of differing shapes "
+                "need an algorithm that reduces them"
+            )
+    if first_nonfinite(state) is None:
+        return None
+    bad = first_nonfinite({name: value for name, value in state.items() if bool(torch.isfinite(model[name]).all())})
+    return f"'{bad}' holds NaN or infinite values" if bad is not None else None  # a mask of infinities may stay one
+
+
+def _fault_of_extras(server: Server, update: Update) -> str | None:
+    for callback in server.callbacks:
+        extras = update.extras.get(callback.key)
+        if extras:
+            try:
+                check_extras(callback.key, extras, callback.wire(server.module).up, server.shapes)
+            except ValueError as error:
+                return str(error)
+    return None

@@ -1,0 +1,135 @@
+"""What a run must not change when it is resumed: with another value its rounds would be those of two different runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+from torch.optim import Optimizer
+
+from fedlightning.blueprint.optimizers import optimizers_of
+from fedlightning.compat.renamed import old_names
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.hooks import FederatedCallback
+
+ARGUMENTS = (
+    "local_epochs",
+    "local_steps",
+    "participation",
+    "seed",
+    "optimizer_state",
+    "lr_decay",
+    "float_buffers",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "overfit_batches",
+)
+"""Arguments of the trainer that change its rounds."""
+FORMAT = "fingerprint"
+"""Entry that says which things a fingerprint covers; runs of earlier versions have none and covered less."""
+PLAIN = (int, float, str, bool, type(None))
+SHAPES = ("training", "in_features", "out_features", "in_channels", "out_channels", "num_features")
+"""Attributes that are no option: a mode, and shapes, which the saved state tells."""
+
+
+def fingerprint(
+    arguments: Mapping[str, Any],
+    callbacks: Sequence[FederatedCallback],
+    ordinary: Sequence[Callback],
+    model: LightningModule,
+    data: FederatedDataModule,
+) -> dict[str, Any]:
+    """Return everything that a resumed run must not change, by a name that a person can read.
+
+    It covers the trainer's arguments, the callbacks and their options, the module's class, hyper-parameters and plain
+    attributes (dropout rates, label smoothing), its optimizers and their options, who trains on what, and batch sizes.
+    It cannot see code: the body of a loss or of a step.
+
+    Args:
+        arguments: The trainer's arguments.
+        callbacks: The federated callbacks.
+        ordinary: The Lightning callbacks.
+        model: The user's module.
+        data: The federated data, set up.
+    """
+    found: dict[str, Any] = {FORMAT: 2} | {name: arguments[name] for name in ARGUMENTS}
+    found["engine"] = "vectorized" if arguments["engine"] == "vectorized" else "one client at a time"
+    callbacks = [callback for callback in callbacks if callback.takes_part]
+    found["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
+    for callback in callbacks:
+        found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
+    found |= {f"data ({split} split)": data.fingerprint(split) for split in ("train", "val")}
+    return found | _of_loader(data) | _of_model(model)
+
+
+def _of_loader(data: FederatedDataModule) -> dict[str, Any]:
+    loaders = (data.client_dataloader(client, "train") for client in data.client_ids)
+    first = next((loader for loader in loaders if loader is not None), None)
+    return {f"data.{name}": getattr(first, name, None) for name in ("batch_size", "drop_last")}
+
+
+def _of_model(model: LightningModule) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    found |= {f"model.{name}": value for name, value in model.hparams.items()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if type(value) in PLAIN and not name.startswith("_") and name not in SHAPES:
+                found[f"model.{path}.{name}" if path else f"model.{name}"] = value
+    for index, optimizer in enumerate(_optimizers(model)):
+        place = f"optimizer {index + 1}" if index else "optimizer"
+        found[place] = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            owner = f"{place} (group {number + 1})" if number else place
+            found |= {f"{owner}.{name}": value for name, value in group.items() if name != "params"}
+    return found
+
+
+def _optimizers(model: LightningModule) -> list[Optimizer]:
+    try:
+        return optimizers_of(model)
+    except Exception:  # it needs more than a module alone: what cannot be seen cannot be compared
+        return []
+
+
+def with_present_names(before: Mapping[str, Any], callbacks: Iterable[FederatedCallback]) -> dict[str, Any]:
+    """Return a saved fingerprint in which renamed arguments have their present names."""
+    names = {
+        f"{callback.key}.{old}": f"{callback.key}.{new}"
+        for callback in callbacks
+        for old, new in old_names(type(callback)).items()
+    }
+    return {names.get(name, name): value for name, value in before.items()}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two fingerprints in plain form, a sentence each.
+
+    Args:
+        before: The saved one.
+        now: The present one.
+
+    Example:
+        >>> differences({"fingerprint": 2, "optimizer.lr": 0.1}, {"fingerprint": 2, "optimizer.lr": 0.2, "model.p": 0.5})
+        ['optimizer.lr was 0.1 and is 0.2', 'model.p was not there and is 0.5']
+    """
+    complete = before.get(FORMAT) == now.get(FORMAT)
+    found = []
+    for name in [*now, *(name for name in before if name not in now)]:
+        if name in before and name in now:
+            if before[name] != now[name]:
+                found.append(f"{name} was {_text(before[name])} and is {_text(now[name])}")
+        elif complete:
+            found.append(
+                f"{name} was not there and is {_text(now[name])}"
+                if name in now
+                else f"{name} was {_text(before[name])} and is not there"
+            )
+    return found
+
+
+def _text(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,127 @@
+"""One writer for a run's folder: :class:`RunLock`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fedlightning.run.files import is_writer
+
+LOCK = ".lock"
+SILENCE = 600.0
+"""Seconds without a heartbeat after which the holder of another machine is taken for dead: more than a long round's
+evaluation on a shared file system, and short enough for a requeued job."""
+
+
+class RunInUseError(ValueError):
+    """Another process writes into the run's folder."""
+
+
+class RunLock:
+    """A lock on a run's folder, held by the one process that writes into it.
+
+    On one machine the kernel releases it with the process, however that ends (`flock`). Where machines share a folder
+    `flock` may not reach the other one, so the file also tells its holder and is touched every round; a holder elsewhere
+    that has been silent for ten minutes is taken for dead.
+
+    Args:
+        folder: The run's folder; made if need be.
+
+    Raises:
+        RunInUseError: If another process holds it; names the process, its machine and since when.
+
+    Example:
+        >>> with RunLock(Path("run")) as lock:
+        ...     lock.holder["host"] == socket.gethostname()
+        True
+        >>> Path("run").exists()
+        False
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = self._take()
+        self.holder = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        }
+        os.ftruncate(self._file, 0)
+        os.write(self._file, json.dumps(self.holder).encode())
+
+    def _take(self) -> int:
+        while True:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                holder = _read(file)
+                os.close(file)
+                raise self._refusal(holder) from None
+            try:
+                still_there = os.stat(self.path).st_ino == os.fstat(file).st_ino
+            except FileNotFoundError:  # released and removed between our opening and our locking it
+                still_there = False
+            if not still_there:
+                os.close(file)
+                continue
+            holder = _read(file)
+            elsewhere = holder.get("host", socket.gethostname()) != socket.gethostname()
+            if elsewhere and time.time() - os.fstat(file).st_mtime < SILENCE:
+                os.close(file)
+                raise self._refusal(holder)
+            return file
+
+    def _refusal(self, holder: dict[str, Any]) -> RunInUseError:
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('since', '?')}"
+        return RunInUseError(
+            f"The run in {self.path.parent} is being written by {who}. Wait until it ends, stop it, or start a run of "
+            "another name or version."
+        )
+
+    def beat(self) -> None:
+        """Say that the holder is alive."""
+        os.utime(self._file)
+
+    def release(self) -> None:
+        """Let others write; a folder that was made for the lock and is still empty is removed."""
+        if self._file < 0:
+            return
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+        os.close(self._file)
+        self._file = -1
+        with contextlib.suppress(OSError):
+            for path in self._made:
+                path.rmdir()
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def only_writer(folder: Path) -> AbstractContextManager[RunLock | None]:
+    """Hold the lock of a run's folder, in the one process of a run that writes (rank 0 under DDP)."""
+    return RunLock(folder) if is_writer() else nullcontext()
+
+
+def _read(file: int) -> dict[str, Any]:
+    try:
+        found = json.loads(os.pread(file, 4096, 0) or b"{}")
+    except ValueError:  # its holder is writing it
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,83 @@
+"""`metrics.csv` of a run: rows are only ever appended, and a saved state knows what stood in it."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+from fedlightning.run.files import sha256, sync
+from fedlightning.scoring.results import COLUMNS, Row, read_rows
+
+
+class DamagedMetricsError(ValueError):
+    """A `metrics.csv` that is not the one that was written."""
+
+
+class MetricsFile:
+    """The scores of a run on disk.
+
+    Args:
+        path: `metrics.csv`; made with the first rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._sum: Any = None  # of what stands in the file; found when first needed
+        self._size = 0
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Append rows, under a header where the file is new."""
+        self._look()
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        if self._size == 0:
+            writer.writerow(COLUMNS)
+        writer.writerows(astuple(row) for row in rows)
+        written = text.getvalue().encode()
+        with self.path.open("ab") as file:
+            file.write(written)
+        self._sum.update(written)
+        self._size += len(written)
+
+    def mark(self) -> dict[str, Any]:
+        """Bring the file to the disk; return its length and checksum, for a saved state."""
+        self._look()
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                sync(file.fileno())
+        return {"bytes": self._size, "sha256": self._sum.hexdigest()}
+
+    def check(self, mark: dict[str, Any]) -> None:
+        """Compare what a saved state knows with what is there.
+
+        Raises:
+            DamagedMetricsError: If the file is shorter, or other than it was.
+        """
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size < mark["bytes"] or (mark["bytes"] and sha256(self.path, mark["bytes"]) != mark["sha256"]):
+            what = "is missing" if not self.path.exists() else "was cut off" if size < mark["bytes"] else "was changed"
+            raise DamagedMetricsError(
+                f"{self.path} {what}: the saved state knows {mark['bytes']} bytes of scores that are not there any more. "
+                "Put the file back from a copy, or start a new run."
+            )
+
+    def cut(self, mark: dict[str, Any]) -> None:
+        """Cut off what was appended after `mark`; a resumed run writes it again."""
+        if self.path.exists():
+            os.truncate(self.path, mark["bytes"])
+        self._sum = None
+
+    def rows(self) -> list[Row]:
+        """Read all rows; a last line that a killed process has cut off is left out."""
+        return read_rows(self.path)
+
+    def _look(self) -> None:
+        if self._sum is None:
+            self._size = self.path.stat().st_size if self.path.exists() else 0
+            self._sum = hashlib.sha256(self.path.read_bytes() if self._size else b"")

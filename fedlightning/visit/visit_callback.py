@@ -1,0 +1,203 @@
+"""The core's own part in a fit, as a Lightning callback: :class:`VisitCallback`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.hooks import CallbackList, FederatedCallback, GradientContext, Phase
+from fedlightning.seeding import seed_all
+from fedlightning.visit.client import Client
+
+
+@dataclass
+class _Moves:
+    """Steps of one parameter group in which the same parameters moved.
+
+    Attributes:
+        there: Whether each parameter of the group has a gradient.
+        names: Names of those that have one.
+        rates: Learning rates of the steps.
+    """
+
+    there: list[bool]
+    names: list[str]
+    rates: list[float] = field(default_factory=list)
+
+
+class VisitCallback(Callback):
+    """Addressed seeds, corrections of unscaled gradients, and a count of the steps that the optimizer really took.
+
+    It runs after the federated callbacks and before the ordinary ones.
+
+    Args:
+        client: Client whose module trains.
+        callbacks: All federated callbacks.
+        settings: Settings of local training.
+        phase: Phase of the visit.
+        work: Epochs or optimizer steps.
+
+    Attributes:
+        unit: `"epochs"` or `"steps"`.
+        steps: Optimizer steps taken.
+        attempts: Optimizer steps attempted; the gradient scaler may have skipped some.
+        lr_sums: By parameter name, the sum of its learning rate over the steps taken.
+    """
+
+    never_logs = True
+
+    def __init__(
+        self, client: Client, callbacks: CallbackList, settings: LocalSettings, phase: Phase, work: int
+    ) -> None:
+        self.client = client
+        self.correctors = acting(callbacks.correctors(), phase)
+        self.num_samples = client.num_samples
+        self.settings = settings
+        self.phase = phase.name
+        self.address = address_of(phase)
+        self.lr_factor = phase.lr_factor
+        self.unit = phase.unit or settings.unit
+        self.work = work
+        self.steps = 0
+        self.attempts = 0
+        self.first_epoch = 0
+        self.lr_sums: dict[str, float] = {}
+        self._handles: list[Any] = []
+        self._names: dict[int, str] = {}
+        self._moves: dict[tuple[int, int], _Moves] = {}
+        self._payload: Mapping[str, Any] = client.message.extras
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.first_epoch = trainer.current_epoch
+        self._names = {id(p): name for name, p in pl_module.named_parameters(remove_duplicate=False)}
+        scaler = self.client.record.lightning.get(self.phase, {}).get("precision")
+        if scaler and self.settings.optimizer_state == "reset":  # under "keep" Lightning itself restored it
+            trainer.precision_plugin.load_state_dict(scaler)
+        self._decay_learning_rates(trainer)
+        for index, optimizer in enumerate(trainer.optimizers):
+            if self.correctors and getattr(trainer.precision_plugin, "scaler", None) is not None:
+                self._refuse_fused(optimizer)
+            self._handles.append(optimizer.register_step_post_hook(partial(self._stepped, index)))
+
+    def _refuse_fused(self, optimizer: Optimizer) -> None:
+        """Raise ValueError if a fused optimizer would hide the unscaled gradients from the correctors."""
+        if any(group.get("fused") for group in optimizer.param_groups):
+            names = ", ".join(callback.key for callback in self.correctors)
+            raise ValueError(
+                f"{names} corrects gradients, but the fused {type(optimizer).__name__} still holds scaled gradients "
+                "under fp16 at that point. Use fused=False or precision='bf16-mixed'."
+            )
+
+    def _decay_learning_rates(self, trainer: Trainer) -> None:
+        """Apply the decay per round, which an optimizer that is made anew in every visit does not know."""
+        keeps = self.settings.optimizer_state == "keep" and "checkpoint" in self.client.record.lightning[self.phase]
+        rounds = self.client.round - (self.client.record.last_round if keeps else 0)
+        factor = self.settings.lr_decay**rounds * (1.0 if keeps else self.lr_factor)
+        if factor == 1.0:
+            return
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                for name in ("lr", "initial_lr", "max_lr", "min_lr"):  # the last two are OneCycleLR's
+                    if name in group:
+                        group[name] = group[name] * factor
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        while schedulers:
+            scheduler = schedulers.pop()
+            if hasattr(scheduler, "base_lrs"):
+                scheduler.base_lrs = [lr * factor for lr in scheduler.base_lrs]
+            schedulers += getattr(scheduler, "_schedulers", [])  # SequentialLR, ChainedScheduler
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        epoch = trainer.current_epoch - self.first_epoch
+        seed_all(self.settings.seed, self.client.round, self.client.id, self.address, epoch)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.attempts += optimizer is trainer.optimizers[0]
+        if not self.correctors:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) in self._names:
+                    name = self._names[id(parameter)]
+                    parameter.grad = self._corrected(name, parameter, float(group["lr"]))
+
+    @torch.no_grad()
+    def _corrected(self, name: str, parameter: Tensor, lr: float) -> Tensor:
+        assert parameter.grad is not None
+        gradient = parameter.grad
+        anchor = self.client.anchor(name, parameter.device)
+        for callback in self.correctors:
+            context = GradientContext(
+                anchor={} if anchor is None else {name: anchor},
+                payload=self._payload.get(callback.key, {}),
+                state=self.client.state.get(callback.key, {}),
+                client=self.client.id,
+                num_samples=self.num_samples,
+                lr=lr,
+                phase=self.phase,
+            )
+            gradient = callback.correct_gradient(context, name, parameter, gradient)
+        return gradient.to(parameter.grad.dtype)
+
+    def _stepped(self, index: int, optimizer: Optimizer, *ignored: Any) -> None:
+        moved = False
+        for number, group in enumerate(optimizer.param_groups):
+            there = [parameter.grad is not None for parameter in group["params"]]
+            moves = self._moves.get((index, number))
+            if moves is None or moves.there != there:
+                self._settle((index, number))
+                names = [self._names.get(id(parameter)) for parameter in group["params"]]
+                chosen = [name for name, is_there in zip(names, there, strict=True) if is_there and name is not None]
+                moves = self._moves[index, number] = _Moves(there, chosen)
+            moves.rates.append(float(group["lr"]))
+            moved |= bool(moves.names)
+        self.steps += index == 0 and moved  # a training_step that returned None moves nothing
+
+    def _settle(self, which: tuple[int, int]) -> None:
+        """Add up the learning rates of one optimizer's group, in the order of its steps."""
+        moves = self._moves.pop(which, None)
+        if moves is None:
+            return
+        totals: dict[float, float] = {}
+        for name in moves.names:
+            before = self.lr_sums.get(name, 0.0)
+            if before not in totals:
+                totals[before] = reduce(add, moves.rates, before)
+            self.lr_sums[name] = totals[before]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for which in list(self._moves):
+            self._settle(which)
+
+
+class KeepingVisitCallback(VisitCallback):
+    """Ends a visit under `optimizer_state="keep"`, where the Trainer's limit is the horizon of the whole federation."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if self.unit == "steps" and self.attempts >= self.work:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.unit == "epochs":
+            trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
+
+
+def address_of(phase: Phase) -> str:
+    """Return the name by which the randomness of a phase is addressed."""
+    return phase.repeats or phase.name
+
+
+def acting(callbacks: list[FederatedCallback], phase: Phase) -> list[FederatedCallback]:
+    """Return those of `callbacks` whose terms act in `phase`."""
+    return [callback for callback in callbacks if phase.federated or callback.key in phase.terms_of]

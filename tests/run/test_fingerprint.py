@@ -1,0 +1,120 @@
+"""A resumed run is the run that was started: what changes its rounds is refused, by name, unless it is allowed."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
+
+from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx
+from fedlightning.run.fingerprint import differences
+from tests.helpers import Toy, make_trainer, toy_data
+
+
+class Net(Toy):
+    """A module with options that no hyper-parameter names."""
+
+    def __init__(self, lr=0.1, smoothing=0.0, kind=torch.optim.SGD):
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=smoothing)
+        self.make = partial(kind, lr=lr)
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+def start(root, callbacks=(), **options):
+    torch.manual_seed(0)
+    make_trainer(root, callbacks or [FedProx()], max_rounds=1, name="run", **options).fit(Net(), datamodule=toy_data())
+
+
+def go_on(root, module=None, callbacks=(), data=None, allow=False, **options):
+    trainer = make_trainer(root, callbacks or [FedProx()], **{"max_rounds": 2, "name": "run"} | options)
+    trainer.fit(module or Net(), datamodule=data or toy_data(), resume="last", allow_config_change=allow)
+    return trainer
+
+
+CHANGES = {
+    "learning rate": ({"module": Net(lr=0.2)}, r"optimizer\.lr was 0\.1 and is 0\.2"),
+    "optimizer": ({"module": Net(kind=torch.optim.Adam)}, r"optimizer was 'SGD' and is 'Adam'"),
+    "label smoothing": ({"module": Net(smoothing=0.1)}, r"model\.criterion\.label_smoothing was 0\.0 and is 0\.1"),
+    "class": ({"module": Toy()}, r"model was '.*Net' and is '.*Toy'"),
+    "batch size": ({"data": toy_data(batch_size=4)}, r"data\.batch_size was \d+ and is 4"),
+    "an algorithm more": (
+        {"callbacks": [FedProx(), FedAvgM()]},
+        r"callbacks was \['FedProx'\] and is \['FedProx', 'FedAvgM'\]; FedAvgM\.beta was not there and is 0\.9",
+    ),
+    "an algorithm less": ({"callbacks": [SCAFFOLD()]}, r"callbacks was \['FedProx'\] and is \['SCAFFOLD'\]"),
+    "a Lightning callback": (
+        {"callbacks": [FedProx(), GradientAccumulationScheduler({0: 2})]},
+        r"callbacks was \['FedProx'\] and is \['FedProx', 'GradientAccumulationScheduler'\]",
+    ),
+    "arithmetic": ({"engine": "vectorized"}, r"engine was 'one client at a time' and is 'vectorized'"),
+}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    root = tmp_path_factory.mktemp("started")
+    start(root)
+    return root
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_refused_by_name(started, change):
+    given, sentence = CHANGES[change]
+    with pytest.raises(ValueError, match=sentence):
+        go_on(started, **given)
+
+
+def test_a_change_that_is_allowed_is_in_the_summary_for_good(tmp_path):
+    start(tmp_path)
+    with pytest.warns(UserWarning, match=r"goes on with another configuration: optimizer\.lr was 0\.1 and is 0\.2"):
+        trainer = go_on(tmp_path, Net(lr=0.2), allow=True)
+    expected = ["from round 2: optimizer.lr was 0.1 and is 0.2"]
+    assert trainer.summary["config_changes"] == expected
+    again = go_on(tmp_path, Net(lr=0.2), max_rounds=3)
+    assert json.loads((again.run.path / "summary.json").read_text())["config_changes"] == expected
+
+
+def test_more_rounds_and_another_place_of_work_are_no_change(tmp_path):
+    start(tmp_path)
+    assert "config_changes" not in go_on(tmp_path, max_rounds=3, engine="processes", workers=1).summary
+
+
+def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
+    before = {"seed": 0, "FedProx.mu": 0.1}
+    now = {"fingerprint": 2, "seed": 0, "FedProx.mu": 0.2, "optimizer.lr": 0.1}
+    assert differences(before, now) == ["FedProx.mu was 0.1 and is 0.2"]
+
+
+# -- one command for a job that may be requeued ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [None, "fixed"])
+def test_auto_starts_and_then_goes_on(tmp_path, version):
+    def run(rounds):
+        trainer = make_trainer(tmp_path, [FedProx()], max_rounds=rounds, name="run", version=version)
+        trainer.fit(Net(), datamodule=toy_data(), resume="auto")
+        return trainer
+
+    torch.manual_seed(0)
+    first, second = run(1), run(3)
+    assert second.run.path == first.run.path
+    assert second.rounds_done == 3
+    assert {row.round for row in second.rows} == {1, 2, 3}
+
+
+def test_auto_starts_anew_what_was_killed_before_its_first_state(tmp_path):
+    killed = make_trainer(tmp_path, [FedProx()], max_rounds=1, name="run", version="fixed", save_state=0)
+    killed.fit(Net(), datamodule=toy_data())  # leaves scores and no state
+    with pytest.raises(ValueError, match="There is a run in"):
+        make_trainer(tmp_path, [FedProx()], name="run", version="fixed").fit(Net(), datamodule=toy_data())
+    again = make_trainer(tmp_path, [FedProx()], max_rounds=2, name="run", version="fixed")
+    again.fit(Net(), datamodule=toy_data(), resume="auto")
+    assert [row.round for row in again.rows] == sorted(row.round for row in again.rows)
+    assert len({row.address for row in again.rows}) == len(again.rows)
