@@ -229,6 +229,8 @@ def test_test_an_interrupted_run(finished: Path, capsys: pytest.CaptureFixture[s
     from fedlightning.hooks import FederatedCallback
 
     class Interrupt(FederatedCallback):
+        takes_part = False
+
         def on_round_start(self, server: object) -> None:
             if server.round == 1:  # type: ignore[attr-defined]
                 raise KeyboardInterrupt
