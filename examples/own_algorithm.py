@@ -52,7 +52,7 @@ class FedDyn(FederatedCallback):
       `theta <- mean(theta_k) - h / alpha`
 
     Args:
-        alpha: strength of the regulariser (the paper tunes it in {0.1, 0.01, 0.001}). Default 0.1.
+        alpha: Strength of the regulariser (the paper tunes it in {0.1, 0.01, 0.001}). Default 0.1.
     """
 
     weighting = "uniform"  # the paper's mean counts every participant once

@@ -95,14 +95,14 @@ def partition(study: StudyData) -> Table:
 
 
 def _sizes(study: StudyData) -> dict[str, dict[str, Any]]:
-    """Samples of each client by split, from the first run on the usual test data."""
+    """Return the samples of each client by split, from the first run on the usual test data."""
     first = next((scores.run.summary for key, scores in study.finished.items() if key not in study.odd), {})
     known: dict[str, dict[str, Any]] = first.get("data", {}).get("clients", {})
     return known or {client: {"train": n} for client, n in first.get("num_samples", {}).items()}
 
 
 def _clients(study: StudyData, method: str | None = None) -> list[str]:
-    """Clients of all runs, or of those of one method; of runs on the usual test data if there are any."""
+    """Return the clients of all runs, or of those of one method; of runs on the usual test data if there are any."""
     keys = [key for key in study.finished if method in (None, key[0]) and key not in study.odd]
     keys = keys or [key for key in study.finished if method in (None, key[0])]
     return list(dict.fromkeys(client for key in keys for client in study.finished[key].run.clients))

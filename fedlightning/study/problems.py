@@ -105,7 +105,7 @@ def _splits(study: StudyData) -> Iterator[Problem]:
 
 
 def _broken(study: StudyData) -> Iterator[Problem]:
-    """Runs with models that have no finite loss, one problem a run."""
+    """Find runs with models that have no finite loss, one problem a run."""
     for (name, seed), scores in study.finished.items():
         places: dict[str, list[str]] = {}
         for score in scores:
@@ -150,7 +150,7 @@ def _missing_scores(study: StudyData) -> Iterator[Problem]:
 
 
 def _mixed_models(study: StudyData) -> Iterator[Problem]:
-    """Methods that deploy models of different checkpoints or stages at different seeds."""
+    """Find methods that deploy models of different checkpoints or stages at different seeds."""
     for name in study.methods:
         found: dict[str, list[str]] = {}
         for seed, score in study.deployed(name).items():
@@ -190,7 +190,7 @@ def _missing_baselines(study: StudyData) -> Iterator[Problem]:
 
 
 def _other_than_baseline(study: StudyData) -> Iterator[Problem]:
-    """Methods that cannot be measured against a baseline at some of their seeds."""
+    """Find methods that cannot be measured against a baseline at some of their seeds."""
     pairs = [(name, study.baselines[role]) for name in study.methods for role in NEEDED if role in study.baselines]
     for method, baseline in pairs:
         reasons: dict[str, list[int]] = {}

@@ -29,7 +29,8 @@ class ToyModule(LightningModule):
         lr: Learning rate of plain SGD.
 
     Shapes:
-        x: `(batch, 6)`; logits: `(batch, 3)`.
+        x: `(batch, 6)`.
+        logits: `(batch, 3)`.
 
     Example:
         >>> ToyModule()(torch.zeros(2, 6)).shape

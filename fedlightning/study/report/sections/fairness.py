@@ -17,7 +17,6 @@ def fairness(context: Context) -> Section | None:
     """Show spread over clients, worst clients, participation rate, opt-outs, and counts above thresholds."""
     order = [row["method"] for row in context.overview]
     rows = sorted(context.study.fairness(), key=lambda row: order.index(row["method"]))
-    better = context.better
     scores = {m: _known(of.values()) for m, of in context.by_client("score").items() if m not in context.diverged}
     appeal = _appeal(context)
     points = {row["method"]: (row.get("mean"), row.get("worst")) for row in context.overview}
@@ -37,7 +36,22 @@ def fairness(context: Context) -> Section | None:
             lambda: distribution(scores, context.styles, f"test {context.metric}", "share of clients"),
         ),
     ]
-    columns = [
+    table = context.table("fairness", "Spread over clients, and incentives", _columns(context, rows), rows)
+    notes = ["PMA and opt-outs are empty: they need a FedAvg run on the same splits, seeds and rounds."]
+    return context.section(
+        "fairness",
+        "Fairness and incentives",
+        "Fairness",
+        [context.gallery(pictures, table), appeal or Prose(notes, tone="warn")],
+        "Is everybody served, and would everybody take part? A low variance alone is not fair: a uniformly bad model has "
+        "one too.",
+    )
+
+
+def _columns(context: Context, rows: Sequence[Row]) -> list[Column]:
+    """Return the columns of the table of fairness."""
+    better = context.better
+    return [
         METHOD,
         Column("mean", "mean", better=better),
         Column("weighted_mean", "weighted", better=better, help="mean weighted by test samples"),
@@ -55,16 +69,6 @@ def fairness(context: Context) -> Section | None:
         ),
         *_thresholds(rows),
     ]
-    table = context.table("fairness", "Spread over clients, and incentives", columns, rows)
-    notes = ["PMA and opt-outs are empty: they need a FedAvg run on the same splits, seeds and rounds."]
-    return context.section(
-        "fairness",
-        "Fairness and incentives",
-        "Fairness",
-        [context.gallery(pictures, table), appeal or Prose(notes, tone="warn")],
-        "Is everybody served, and would everybody take part? A low variance alone is not fair: a uniformly bad model has "
-        "one too.",
-    )
 
 
 def _appeal(context: Context) -> Gallery | None:

@@ -17,27 +17,6 @@ from fedlightning.study.report.html import Picture, Section
 def overview(context: Context) -> Section | None:
     """Show one row a method, best first, beside a figure of means with their intervals."""
     rows = context.overview
-    better: Any = context.better
-    pooled = "sum of the two scores" if context.higher else "the two scores added"
-    columns = [
-        METHOD,
-        Column("mean", "mean", radius="ci95_radius", group="own test data", better=better,
-               help="mean over seeds of the mean over clients, ± half the 95 % interval over seeds"),
-        Column("median", "median", group="own test data", better=better, help="median client"),
-        Column("tenth_percentile", "10th pct.", group="own test data", better=better, help="from the bad end"),
-        Column("worst", "worst", group="own test data", better=better, help="worst-served client"),
-        Column(POOLED, "mean", group="all clients’ data", better=better, help="deployed models on all clients' test data"),
-        Column("sum", "sum", group="all clients’ data", better=better, help=pooled),
-        Column(GLOBAL, "mean", group="global model", better=better, help="the server's model on each client's data"),
-        Column("gap", "difference", "difference", interval="gap_ci95", group="to the best mean", help="paired over seeds"),
-        Column("gap_p", "p", "p", group="to the best mean", help="paired t-test over seeds, not adjusted"),
-        Column("ipr", "IPR", "percent", group="incentives", better="high", help="incentivised participation rate"),
-        Column("opt_outs", "opt out", "percent", group="incentives", better="low", help="clients worse off than with FedAvg"),
-        Column("mb_total", "MB", "amount", group="price of a run", help="sent up and down"),
-        Column("local_steps", "steps", "count", group="price of a run", help="optimizer steps of all clients"),
-        Column("seconds", "s", "amount", group="price of a run", help="wall clock"),
-        Column("n_seeds", "seeds", "count", help="runs behind the row"),
-    ]  # fmt: skip
     lines = [
         Line(
             row["method"],
@@ -71,7 +50,11 @@ def overview(context: Context) -> Section | None:
         "Bars: 95\u00a0% interval over seeds; ticks: single seeds." if seeds > 1 else "One seed, so no intervals."
     )
     table = context.table(
-        "overview", "All methods, best mean first", columns, rows, [_BOLD, *_not_asked(context), *_deployed(rows)]
+        "overview",
+        "All methods, best mean first",
+        _columns(context),
+        rows,
+        [_BOLD, *_not_asked(context), *_deployed(rows)],
     )
     return context.section(
         "overview",
@@ -82,6 +65,31 @@ def overview(context: Context) -> Section | None:
         "test data are looked at: the client's checkpoint with the best validation score if the run keeps one, else the "
         "last model received.",
     )
+
+
+def _columns(context: Context) -> list[Column]:
+    """Return the columns of the overview."""
+    better: Any = context.better
+    added = "sum of the two scores" if context.higher else "the two scores added"
+    return [
+        METHOD,
+        Column("mean", "mean", radius="ci95_radius", group="own test data", better=better,
+               help="mean over seeds of the mean over clients, ± half the 95 % interval over seeds"),
+        Column("median", "median", group="own test data", better=better, help="median client"),
+        Column("tenth_percentile", "10th pct.", group="own test data", better=better, help="from the bad end"),
+        Column("worst", "worst", group="own test data", better=better, help="worst-served client"),
+        Column(POOLED, "mean", group="all clients’ data", better=better, help="deployed models on all clients' test data"),
+        Column("sum", "sum", group="all clients’ data", better=better, help=added),
+        Column(GLOBAL, "mean", group="global model", better=better, help="the server's model on each client's data"),
+        Column("gap", "difference", "difference", interval="gap_ci95", group="to the best mean", help="paired over seeds"),
+        Column("gap_p", "p", "p", group="to the best mean", help="paired t-test over seeds, not adjusted"),
+        Column("ipr", "IPR", "percent", group="incentives", better="high", help="incentivised participation rate"),
+        Column("opt_outs", "opt out", "percent", group="incentives", better="low", help="clients worse off than with FedAvg"),
+        Column("mb_total", "MB", "amount", group="price of a run", help="sent up and down"),
+        Column("local_steps", "steps", "count", group="price of a run", help="optimizer steps of all clients"),
+        Column("seconds", "s", "amount", group="price of a run", help="wall clock"),
+        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+    ]  # fmt: skip
 
 
 _BOLD_ONLY = "Bold: the best of the column, of methods with all seeds on the same test data."
