@@ -1,1 +1,1 @@
-"""Speed and memory as ratios to a bare PyTorch loop doing the same steps in the same run: ``python -m benchmarks.run``."""
+"""Speed and memory as ratios to a bare PyTorch loop that takes the same steps in the same run: `python -m benchmarks.run`."""

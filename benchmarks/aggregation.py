@@ -1,9 +1,9 @@
-"""The server's mean of many models, as a ratio to one pass over flat buffers: ``python -m benchmarks.aggregation``.
+"""The server's mean of many models, as a ratio to one pass over flat buffers: `python -m benchmarks.aggregation`.
 
     python -m benchmarks.aggregation [--models 100] [--repeats 9]
 
 Contestants take turns in one process on one thread. The flat passes hold each model as one vector and add it to a vector
-of sums: in float32, and in float64 as the server's mean does on purpose (rounding must not grow with clients).
+of sums, in float32 and in float64. The server's mean uses float64 so that rounding does not grow with clients.
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ SHAPES = {
     "fc2.weight": (10, 512),
     "fc2.bias": (10,),
 }
-"""A network of 582 026 parameters."""
+"""Shapes of a network of 582 026 parameters."""
 
 
 @dataclass
 class Models:
-    """The same models as dicts of single tensors, as updates send them, and as vectors."""
+    """The same models in three forms.
+
+    Attributes:
+        single: As dicts of single tensors.
+        packed: As updates send them.
+        flat: As vectors.
+    """
 
     single: list[State]
     packed: list[State]
@@ -47,7 +53,7 @@ class Models:
 
     @classmethod
     def make(cls, count: int) -> Models:
-        """``count`` random models."""
+        """Return `count` random models."""
         generator = torch.Generator().manual_seed(0)
         single = [
             {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()} for _ in range(count)
@@ -57,7 +63,7 @@ class Models:
 
 
 def flat_pass(vectors: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Weighted mean by one in-place addition for each vector."""
+    """Return the weighted mean, by one in-place addition for each vector."""
     sums, total = torch.zeros_like(vectors[0], dtype=dtype), 0.0
     for index, vector in enumerate(vectors):
         sums.add_(vector, alpha=index + 1.0)
@@ -66,7 +72,7 @@ def flat_pass(vectors: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def streaming(states: list[State]) -> State:
-    """The server's mean."""
+    """Return the weighted mean as the server computes it."""
     mean = WeightedMean()
     for index, state in enumerate(states):
         mean.add(state, index + 1.0)
@@ -74,7 +80,7 @@ def streaming(states: list[State]) -> State:
 
 
 def measure(count: int, repeats: int) -> dict[str, float]:
-    """Median CPU milliseconds of each contestant; all give the same mean."""
+    """Return the median CPU milliseconds of each contestant, after a check that they give the same mean."""
     models = Models.make(count)
     contestants: dict[str, Callable[[], object]] = {
         "flat pass, float64": lambda: flat_pass(models.flat, torch.float64),

@@ -1,8 +1,7 @@
-"""Who is measured. Each contestant trains rounds of a :class:`~benchmarks.work.Work` and notes the time after each."""
+"""Contestants: each trains rounds of a :class:`~benchmarks.work.Work` and returns the time after each."""
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,50 +12,34 @@ from torch import Tensor, nn
 
 from benchmarks.work import BareLoop, Work
 
-Marks = list[float]
-"""Wall-clock seconds: at the start, after the first round, after the second ..."""
+Times = list[float]
+"""Wall-clock seconds at the start and after every round."""
 
 
-def bare(work: Work, rounds: int) -> Marks:
-    """The hand-written loop, ratio 1 by definition."""
-    loop, marks = BareLoop(work), [time.perf_counter()]
+def bare(work: Work, rounds: int) -> Times:
+    """Train with the hand-written loop, which has ratio 1 by definition."""
+    loop, times = BareLoop(work), [time.perf_counter()]
     for number in range(rounds):
         loop.round(number)
-        marks.append(time.perf_counter())
-    return marks
+        times.append(time.perf_counter())
+    return times
 
 
-def fedlightning(work: Work, rounds: int, **options: Any) -> Marks:
-    """``FederatedTrainer`` with FedAvg, and nothing but training: no evaluation, no files, no progress bar.
+def fedlightning(work: Work, rounds: int, **options: Any) -> Times:
+    """Train with `FederatedTrainer` and FedAvg, without evaluation, files or a progress bar.
 
     Args:
-        work, rounds: what to do.
-        options: of the trainer, such as ``engine``, ``workers`` or ``local_loop``.
+        work: Federation to train.
+        rounds: Number of rounds.
+        options: Arguments of the trainer, such as `engine`, `workers` or `local_loop`.
     """
-    from benchmarks.engines import Clock, Data, Module
-    from fedlightning import FederatedTrainer
-    from fedlightning.callbacks import FedAvg
+    from benchmarks.engines import train
 
-    torch.manual_seed(0)
-    Clock.marks[:] = [time.perf_counter()]
-    with tempfile.TemporaryDirectory() as folder:
-        FederatedTrainer(
-            max_rounds=rounds,
-            participation=1.0 if work.participants is None else work.participants,
-            callbacks=[FedAvg(), Clock()],
-            evaluate_every=0,
-            save_state=0,
-            logger=False,
-            enable_progress_bar=False,
-            accelerator="cpu",
-            default_root_dir=folder,
-            **options,
-        ).fit(Module(work.make, work.lr), Data(work))
-    return list(Clock.marks)
+    return train(work, rounds, **options)[0]
 
 
-def pfl(work: Work, rounds: int) -> Marks:
-    """Apple's pfl-research, one process: ``pip install pfl``."""
+def pfl(work: Work, rounds: int) -> Times:
+    """Train with Apple's pfl-research in one process (`pip install pfl`)."""
     import numpy as np
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -82,7 +65,7 @@ def pfl(work: Work, rounds: int) -> Marks:
 
     class Clock(TrainingProcessCallback):
         def after_central_iteration(self, *args: Any, **kwargs: Any) -> tuple[bool, Metrics]:
-            marks.append(time.perf_counter())
+            times.append(time.perf_counter())
             return False, Metrics()
 
     data = work.data()
@@ -98,7 +81,7 @@ def pfl(work: Work, rounds: int) -> Marks:
         local_optimizer_create=torch.optim.SGD,
         central_optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
     )
-    marks = [time.perf_counter()]
+    times = [time.perf_counter()]
     FederatedAveraging().run(
         NNAlgorithmParams(
             central_num_iterations=rounds,
@@ -113,11 +96,11 @@ def pfl(work: Work, rounds: int) -> Marks:
         [Clock()],
         send_metrics_to_platform=False,
     )
-    return marks
+    return times
 
 
-def flower(work: Work, rounds: int) -> Marks:
-    """Flower's simulation on Ray with two actors: ``pip install "flwr[simulation]"``."""
+def flower(work: Work, rounds: int) -> Times:
+    """Train with Flower's simulation on Ray with two actors (`pip install "flwr[simulation]"`)."""
     import logging
 
     from flwr.client import NumPyClient
@@ -152,7 +135,7 @@ def flower(work: Work, rounds: int) -> Marks:
     class Clocked(FedAvg):
         def aggregate_fit(self, *args: Any, **kwargs: Any) -> Any:
             result = super().aggregate_fit(*args, **kwargs)
-            marks.append(time.perf_counter())
+            times.append(time.perf_counter())
             return result
 
     def client_fn(context: Context) -> Any:
@@ -160,7 +143,7 @@ def flower(work: Work, rounds: int) -> Marks:
 
     from flwr.server import ServerConfig
 
-    marks = [time.perf_counter()]
+    times = [time.perf_counter()]
     start_simulation(
         client_fn=client_fn,
         num_clients=len(data),
@@ -174,16 +157,16 @@ def flower(work: Work, rounds: int) -> Marks:
         client_resources={"num_cpus": 1, "num_gpus": 0.0},
         ray_init_args={"num_cpus": 2, "include_dashboard": False, "log_to_driver": False},
     )
-    return marks
+    return times
 
 
-CONTESTANTS: dict[str, Callable[[Work, int], Marks]] = {
+CONTESTANTS: dict[str, Callable[[Work, int], Times]] = {
     "bare loop": bare,
-    "fedlightning": lambda work, rounds: fedlightning(work, rounds),
+    "fedlightning": fedlightning,
     "fedlightning (trainer loop)": lambda work, rounds: fedlightning(work, rounds, local_loop="trainer"),
     "fedlightning (2 processes)": lambda work, rounds: fedlightning(work, rounds, engine="processes", workers=2),
     "fedlightning (vectorized)": lambda work, rounds: fedlightning(work, rounds, engine="vectorized"),
     "pfl": pfl,
     "flower (2 ray actors)": flower,
 }
-"""By name; the peers are skipped where they are not installed."""
+"""Name -> function. Other frameworks are skipped if they are not installed."""

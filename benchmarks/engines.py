@@ -1,9 +1,9 @@
-"""Engines on the same work, as ratios to the bare loop: ``python -m benchmarks.engines``.
+"""Engines on the same work, as ratios to the bare loop: `python -m benchmarks.engines`.
 
     python -m benchmarks.engines [--works mlp,cnn] [--workers 1,2,4] [--repeats 5] [--rounds 3]
 
-All in one program: bare loop and engines take turns, so that a machine that slows down slows all of them. An engine is
-started for a turn, trains one round that is not counted, then the counted ones. Everything has one torch thread.
+Bare loop and engines take turns in one program, so that a machine that slows down slows all of them. In each turn an
+engine is started, trains one round that is not counted, then the counted ones. Everything has one torch thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedlightning.engines.pool import usable_cores
 
 
 class Module(LightningModule):
-    """The work's network, trained by plain SGD. Importable, so that worker processes can be sent it."""
+    """The network of the work, trained by plain SGD. It can be imported, so it can be sent to worker processes."""
 
     def __init__(self, make: Callable[[], nn.Module], lr: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Module(LightningModule):
 
 
 class Data(IndexedFederatedDataModule):
-    """The work's clients, as views of shared arrays."""
+    """The clients of the work, as views of shared arrays."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(batch_size=work.batch)
@@ -64,25 +64,30 @@ class Data(IndexedFederatedDataModule):
 
 
 class Clock(FederatedCallback):
-    """Notes when rounds end, in the process of the trainer."""
+    """A callback that records when rounds end."""
 
-    marks: list[float] = []
+    times: list[float] = []  # of the class: the trainer keeps the callback, its copies share the list
 
     def on_round_end(self, server: Any) -> None:
-        self.marks.append(time.perf_counter())
+        self.times.append(time.perf_counter())
 
 
-def engine_rounds(work: Work, rounds: int, **options: Any) -> list[float]:
-    """Seconds of each of ``rounds`` rounds of training (nothing is evaluated or written), after one that warms up.
+def train(work: Work, rounds: int, **options: Any) -> tuple[list[float], FederatedTrainer]:
+    """Train with FedAvg, without evaluation, files or a progress bar.
 
     Args:
-        work: a work whose network can be made by an importable function; options: of the trainer (``engine`` ...).
+        work: Federation whose network is made by a function that can be imported.
+        rounds: Number of rounds.
+        options: Arguments of the trainer, such as `engine`.
+
+    Returns:
+        Wall-clock seconds at the start and after every round, and the trainer.
     """
     torch.manual_seed(0)
-    Clock.marks.clear()
+    Clock.times[:] = [time.perf_counter()]
     with tempfile.TemporaryDirectory() as folder:
-        FederatedTrainer(
-            max_rounds=rounds + 1,
+        trainer = FederatedTrainer(
+            max_rounds=rounds,
             participation=1.0 if work.participants is None else work.participants,
             callbacks=[FedAvg(), Clock()],
             evaluate_every=0,
@@ -90,14 +95,20 @@ def engine_rounds(work: Work, rounds: int, **options: Any) -> list[float]:
             logger=False,
             enable_progress_bar=False,
             accelerator="cpu",
-            default_root_dir=folder,
-            **options,
-        ).fit(Module(work.make, work.lr), Data(work))
-    return [after - before for before, after in itertools.pairwise(Clock.marks)]
+            **{"default_root_dir": folder} | options,
+        )
+        trainer.fit(Module(work.make, work.lr), Data(work))
+    return list(Clock.times), trainer
+
+
+def engine_rounds(work: Work, rounds: int, **options: Any) -> list[float]:
+    """Return the seconds of each of `rounds` rounds, after one that warms up; see :func:`train`."""
+    times, _ = train(work, rounds + 1, **options)
+    return [after - before for before, after in itertools.pairwise(times[1:])]
 
 
 def bare_rounds(work: Work, rounds: int) -> list[float]:
-    """The same of the hand-written loop."""
+    """Return the same for the hand-written loop."""
     loop = BareLoop(work)
     loop.round(0)
     seconds = []
@@ -109,7 +120,7 @@ def bare_rounds(work: Work, rounds: int) -> list[float]:
 
 
 def compare(work: Work, engines: Mapping[str, Mapping[str, Any]], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """By engine, the ratio of a round's median wall time to the bare loop's, for each of ``repeats`` turns."""
+    """Return engine -> ratio of a round's median wall time to that of the bare loop, for each of `repeats` turns."""
     ratios: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(repeats):
         bare = statistics.median(bare_rounds(work, rounds))
@@ -119,7 +130,7 @@ def compare(work: Work, engines: Mapping[str, Mapping[str, Any]], rounds: int, r
 
 
 def engines_of(workers: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """What is compared: one process, and so many worker processes."""
+    """Return name -> arguments of the trainer: one process, and each number of worker processes."""
     return {"sequential": {"engine": "sequential"}} | {
         f"processes, {count} workers": {"engine": "processes", "workers": count} for count in workers
     }

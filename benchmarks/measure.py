@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: ``python -m benchmarks.measure CONTESTANT WORK ROUNDS`` prints JSON."""
+"""One measurement in a process of its own: `python -m benchmarks.measure CONTESTANT WORK ROUNDS` prints JSON."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from benchmarks.work import WORKS
 
 
 def main() -> None:
-    """Measure, and print seconds of each round and peak memory."""
+    """Measure, and print the seconds of each round and the peak memory."""
     contestant, work, rounds = sys.argv[1], sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     try:
-        marks = CONTESTANTS[contestant](WORKS[work], rounds)
+        times = CONTESTANTS[contestant](WORKS[work], rounds)
     except ModuleNotFoundError as error:
         print(json.dumps({"missing": str(error.name)}))
         return
     print(
         json.dumps(
             {
-                "first": marks[1] - marks[0],
-                "rounds": [after - before for before, after in itertools.pairwise(marks[1:])],
+                "first": times[1] - times[0],
+                "rounds": [after - before for before, after in itertools.pairwise(times[1:])],
                 "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             }
         )

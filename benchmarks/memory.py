@@ -1,9 +1,9 @@
-"""Peak memory with 10, 100 and 1000 clients of a 1.7 million parameter network: ``python -m benchmarks.memory``.
+"""Peak memory with 10, 100 and 1000 clients of a 1.7 million parameter network: `python -m benchmarks.memory`.
 
     python -m benchmarks.memory [--works clients10,clients100,clients1000] [--contestants "bare loop,fedlightning"]
 
-Each measurement is a process of its own that trains two rounds in which every client takes one step. With a method that keeps
-nothing with the clients the peak must not depend on how many there are.
+Each measurement is a process of its own that trains two rounds in which every client takes one step. If a method keeps
+nothing for its clients, the peak must not depend on their number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.run import BARE, measure
 
 
 def peaks(works: list[str], contestants: list[str]) -> dict[str, dict[str, float]]:
-    """Peak megabytes by contestant and work."""
+    """Return contestant -> work -> peak megabytes."""
     return {name: {work: measure(name, work, 1)["peak_mb"] for work in works} for name in contestants}
 
 

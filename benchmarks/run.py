@@ -1,10 +1,10 @@
-"""Every contestant on the same work, in turn, as ratios to the bare loop: ``make bench``.
+"""Every contestant on the same work, in turn, as ratios to the bare loop: `make bench`.
 
     python -m benchmarks.run [--works mlp,cnn] [--contestants "bare loop,pfl"] [--repeats 5] [--rounds 3] [--out FILE]
 
 Each measurement is a process of its own with one torch thread. The contestants take turns, so that a machine that
-slows down slows all of them; a ratio is taken within a turn and the median over turns is shown. Peers that are not
-installed are left out (``pip install pfl "flwr[simulation]"``).
+slows down slows all of them. Ratios are taken within a turn, and their median over turns is shown. Frameworks that are
+not installed are left out (`pip install pfl "flwr[simulation]"`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ TARGETS = {
     ("mlp", "fedlightning (vectorized)"): 0.40,
     ("logistic", "fedlightning (vectorized)"): 0.12,
 }
-"""Ratios that we want to reach; ``docs/performance.md`` says what limits those that we do not."""
+"""Target ratios; `docs/performance.md` says what limits those that are not reached."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def measure(contestant: str, work: str, rounds: int) -> dict[str, Any]:
-    """One measurement: ``first`` round's seconds, seconds of the further ``rounds``, ``peak_mb``; or ``error``."""
+    """Make one measurement in a process of its own.
+
+    Returns:
+        `first`: seconds of the first round; `rounds`: seconds of the others; `peak_mb`: peak memory. Or `error`.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
     command = [sys.executable, "-m", "benchmarks.measure", contestant, work, str(rounds + 1)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -49,7 +53,7 @@ def measure(contestant: str, work: str, rounds: int) -> dict[str, Any]:
 
 
 def compare(work: str, contestants: list[str], rounds: int, repeats: int, show: Console) -> list[dict[str, Any]]:
-    """One row a contestant: medians over the turns."""
+    """Return one row a contestant: medians over the turns."""
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
     for turn in range(repeats):
         for name in contestants:
@@ -89,7 +93,7 @@ def compare(work: str, contestants: list[str], rounds: int, repeats: int, show: 
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """The rows, for people."""
+    """Return the rows as a table for the terminal."""
     shown = Table(title="Wall time of a round as a ratio to the bare loop (median of turns)", title_justify="left")
     for column in ("work", "contestant", "ratio", "target", "min - max", "s", "+ms/visit", "first round s", "+MB"):
         shown.add_column(column, justify="left" if column in ("work", "contestant") else "right")
@@ -112,7 +116,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    """Measure and print; write JSON where asked."""
+    """Measure and print, and write JSON if `--out` is given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--works", default="mlp,cnn,logistic,sampled,unequal")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))

@@ -1,9 +1,9 @@
-"""The engine ``vectorized`` against the bare loop: ``python -m benchmarks.vectorized``.
+"""The engine `vectorized` against the bare loop: `python -m benchmarks.vectorized`.
 
     python -m benchmarks.vectorized [--works mlp,logistic] [--stacks 5,20,none] [--repeats 5] [--rounds 3]
 
-Bare loop and engine take turns in one program. CPU time is compared, not wall time: on a machine that others use too it
-says what the work costs. Everything has one torch thread.
+Bare loop and engine take turns in one program. CPU time is compared, not wall time, since other programs on the machine
+do not change it. Everything has one torch thread.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ from torch import nn
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from benchmarks.engines import Data, Module
+from benchmarks.engines import train
 from benchmarks.work import WORKS, BareLoop, Work
-from fedlightning import FederatedTrainer
-from fedlightning.callbacks import FedAvg
 from fedlightning.federation.federation import Federation
 from fedlightning.hooks import Job
 from fedlightning.visit.requests import Evaluate
 
 
 def digits() -> nn.Module:
-    """64-10: logistic regression on 8x8 digits."""
+    """Return a logistic regression on 8x8 digits (64-10)."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
 class SmallWork(Work):
-    """A work whose samples have fewer pixels."""
+    """A work whose samples have 64 pixels."""
 
     def data(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(x.flatten(1)[:, :64].contiguous(), y) for x, y in super().data()]
@@ -50,28 +48,14 @@ ALL = WORKS | SMALL
 
 
 def federation(work: Work, folder: str, clients_per_stack: int | None = None, engine: str = "vectorized") -> Federation:
-    """A federation of FedAvg that has done its first round."""
-    torch.manual_seed(0)
-    trainer = FederatedTrainer(
-        max_rounds=1,
-        engine=engine,  # type: ignore[arg-type]
-        clients_per_stack=clients_per_stack,
-        participation=1.0 if work.participants is None else work.participants,
-        callbacks=[FedAvg()],
-        evaluate_every=0,
-        save_state=0,
-        logger=False,
-        enable_progress_bar=False,
-        accelerator="cpu",
-        default_root_dir=folder,
-    )
-    trainer.fit(Module(work.make, work.lr), Data(work))
+    """Return a federation of FedAvg that has trained its first round."""
+    _, trainer = train(work, 1, engine=engine, clients_per_stack=clients_per_stack, default_root_dir=folder)
     assert trainer.federation is not None
     return trainer.federation
 
 
 def visits(run: Federation) -> None:
-    """A round's visits: messages made, clients built and trained, updates made. Nothing is aggregated."""
+    """Carry out the visits of a round: make messages, build and train clients, make updates. Nothing is aggregated."""
     server = run.server
     server.round += 1
     messages = (server.message(Job(client)) for client in server.participants())
@@ -80,7 +64,7 @@ def visits(run: Federation) -> None:
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """CPU time of a call."""
+    """Return the CPU time of a call."""
     started = time.process_time()
     act()
     return time.process_time() - started
@@ -89,11 +73,14 @@ def seconds(act: Callable[[], object]) -> float:
 def ratios(
     work: Work, clients_per_stack: int | None, rounds: int, repeats: int, engine: str = "vectorized"
 ) -> list[float]:
-    """CPU time of the engine's visits as a ratio to the bare loop's rounds, measured back to back.
+    """Return the CPU time of the engine's visits as ratios to the bare loop's rounds, measured back to back.
 
     Args:
-        work: whose network can be made by an importable function; clients_per_stack, engine: of the trainer.
-        rounds: in a measurement; repeats: measurements.
+        work: Federation whose network is made by a function that can be imported.
+        clients_per_stack: Argument of the trainer.
+        rounds: Number of rounds of a measurement.
+        repeats: Number of measurements.
+        engine: Argument of the trainer.
     """
     with tempfile.TemporaryDirectory() as folder:
         run, loop = federation(work, folder, clients_per_stack, engine), BareLoop(work)
@@ -107,7 +94,7 @@ def ratios(
 
 
 def sizes(text: str) -> list[int | None]:
-    """``"5,20,none"`` as numbers."""
+    """Parse `"5,20,none"` as numbers."""
     return [None if part == "none" else int(part) for part in text.split(",")]
 
 
@@ -118,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stacks", default="none", type=sizes)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--clients", type=int, help="so many clients of the work's first size")
+    parser.add_argument("--clients", type=int, help="number of clients, all of the work's first size")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     shown = Table(title="CPU time of a round's visits as a ratio to the bare loop", title_justify="left")

@@ -1,10 +1,10 @@
-"""Local training alone, by visit and by step, as ratios to the bare loop: ``python -m benchmarks.visit``.
+"""Local training alone, by visit and by step, as ratios to the bare loop: `python -m benchmarks.visit`.
 
     python -m benchmarks.visit [--works mlp,cnn] [--loops fast,trainer] [--repeats 9] [--rounds 2]
 
-All in one process that takes turns, so that a slow machine slows down everybody; one torch thread; seconds are those of
-this process's CPU time, so that other processes on the machine do not count. A round of each contestant is left out
-first. The cost of a visit is found by training it with one and with two epochs: what the second one adds is steps.
+Contestants take turns in one process with one torch thread, so that a machine that slows down slows all of them. CPU time
+is measured, so that other processes on the machine do not count. The first round of each contestant is not counted.
+Visits are trained with one and with two epochs: what the second epoch adds is the cost of its steps.
 """
 
 from __future__ import annotations
@@ -39,18 +39,26 @@ from fedlightning.visit.visit import carry_out
 
 @dataclass
 class Cost:
-    """CPU milliseconds: of a visit of one epoch, of one step, and of all of a visit that is not a step."""
+    """CPU milliseconds.
+
+    Attributes:
+        visit: Cost of a visit of one epoch.
+        step: Cost of one step.
+    """
 
     visit: float
     step: float
 
     def fixed(self, steps: int) -> float:
-        """What a visit of so many steps costs beside them."""
+        """Return the cost of a visit without its steps."""
         return self.visit - steps * self.step
 
 
 def bare_visits(work: Work) -> Callable[[int], None]:
-    """Visits every client by hand for so many epochs: one model, resident tensors, index slices; state in and out."""
+    """Return a function that visits every client by hand, for a number of epochs.
+
+    It has one model, resident tensors and batches by index slices, and copies the state in and out.
+    """
     model, data = work.make(), work.data()
     parameters = list(model.parameters())
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -73,7 +81,7 @@ def bare_visits(work: Work) -> Callable[[int], None]:
 
 
 def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
-    """Visits every client through :class:`~fedlightning.visit.runner.LocalRunner`, as an engine does."""
+    """Return a function that visits every client through :class:`~fedlightning.visit.runner.LocalRunner`, as engines do."""
     data = Data(work)
     data.setup("fit")
     settings = LocalSettings(
@@ -97,7 +105,7 @@ def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
 
 
 def measure(runs: dict[str, Callable[[int], None]], work: Work, repeats: int, rounds: int) -> dict[str, Cost]:
-    """The cost of each contestant: medians over ``repeats`` turns of ``rounds`` rounds each."""
+    """Return the cost of each contestant: medians over `repeats` turns of `rounds` rounds each."""
     visits = len(work.sizes) * rounds
     taken: dict[tuple[str, int], list[float]] = {}
     for turn in range(repeats + 1):
@@ -116,7 +124,7 @@ def measure(runs: dict[str, Callable[[int], None]], work: Work, repeats: int, ro
 
 
 def contestants(work: Work, loops: list[str]) -> dict[str, Callable[[int], None]]:
-    """The bare loop, and a visit with each of the local loops."""
+    """Return name -> function that visits every client: the bare loop, and each of the local loops."""
     return {"bare": bare_visits(work)} | {loop: own_visits(work, loop) for loop in loops}
 
 

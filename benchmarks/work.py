@@ -1,4 +1,4 @@
-"""The work that everybody does in the benchmarks, and the hand-written loop that everybody is measured against."""
+"""The work that all contestants do in the benchmarks, and the hand-written loop that they are compared with."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class CNN(nn.Module):
 
 
 def mlp() -> nn.Module:
-    """784-32-10."""
+    """Return a network 784-32-10."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
 def logistic() -> nn.Module:
-    """784-10."""
+    """Return a logistic regression 784-10."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
 
@@ -42,8 +42,11 @@ class Work:
     """A federation to be trained by plain SGD, one local epoch a round.
 
     Attributes:
-        make: the network; sizes: training samples of each client; batch: samples in a step; lr: learning rate.
-        participants: clients of a round; None: all.
+        make: Function that makes the network.
+        sizes: Number of training samples of each client.
+        batch: Number of samples in a step.
+        lr: Learning rate.
+        participants: Number of clients in a round. `None` takes all.
     """
 
     make: Callable[[], nn.Module]
@@ -54,19 +57,19 @@ class Work:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of a round with everybody."""
+        """Number of optimizer steps of a round with all clients."""
         return sum(-(-size // self.batch) for size in self.sizes)
 
     def data(self) -> list[tuple[Tensor, Tensor]]:
-        """Each client's images ``(n, 1, 28, 28)`` and labels ``(n,)``, the same for every contestant."""
+        """Return each client's images `(n, 1, 28, 28)` and labels `(n,)`, the same for every contestant."""
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(max(self.sizes), 1, 28, 28, generator=generator)  # clients share pixels: only time matters
+        x = torch.randn(max(self.sizes), 1, 28, 28, generator=generator)  # clients share images: only time matters
         y = torch.randint(0, 10, (max(self.sizes),), generator=generator)
         return [(x[:size], y[:size]) for size in self.sizes]
 
 
 def unequal(clients: int, total: int) -> tuple[int, ...]:
-    """Sizes in the ratio 1 : 2 : ... : clients that sum to about ``total``."""
+    """Return sizes in the ratio 1 : 2 : ... : clients that sum to about `total`."""
     unit = total / (clients * (clients + 1) / 2)
     return tuple(max(1, round(unit * (index + 1))) for index in range(clients))
 
@@ -82,11 +85,11 @@ WORKS: dict[str, Work] = {
     "clients100": Work(CNN, (50,) * 100),
     "clients1000": Work(CNN, (50,) * 1000),
 }
-"""What is measured, by name."""
+"""Name -> work."""
 
 
 class BareLoop:
-    """FedAvg by hand: resident tensors, batches by index slices, one model, a flat float64 mean."""
+    """FedAvg by hand: one model, resident tensors, batches by index slices, a flat float64 mean."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.data = work, work.data()

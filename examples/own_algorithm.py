@@ -2,8 +2,8 @@
 
     python examples/own_algorithm.py [--rounds 15] [--alpha 0.1] [--out runs/own_algorithm]
 
-docs/write-an-algorithm.md goes through it line by line. It checks the callback by the conformance suite, then trains it
-and FedAvg on scikit-learn's digits, split over 10 clients by Dirichlet(0.1) label skew.
+docs/write-an-algorithm.md explains it line by line. The script runs the conformance checks on the callback, then trains
+it and FedAvg on scikit-learn's digits, split over 10 clients by Dirichlet(0.1) label skew.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class FedDyn(FederatedCallback):
 
     Acar, Zhao, Navarro, Mattina, Whatmough, Saligrama, "Federated learning based on dynamic regularization", ICLR 2021.
 
-    Down: ``theta``. Up: ``theta_k``. State: ``g_k`` at each client, ``h`` at the server; both start at zero.
+    Down: `theta`. Up: `theta_k`. State: `g_k` at each client, `h` at the server; both start at zero.
 
-    * client: minimise ``L_k(theta_k) - <g_k, theta_k> + (alpha/2) ||theta_k - theta||^2``, then
-      ``g_k <- g_k - alpha (theta_k - theta)``
-    * server: ``h <- h - (alpha/m) sum_k (theta_k - theta)`` with m all clients, then
-      ``theta <- mean(theta_k) - h / alpha``
+    * client: minimise `L_k(theta_k) - <g_k, theta_k> + (alpha/2) ||theta_k - theta||^2`, then
+      `g_k <- g_k - alpha (theta_k - theta)`
+    * server: `h <- h - (alpha/m) sum_k (theta_k - theta)` with m all clients, then
+      `theta <- mean(theta_k) - h / alpha`
 
     Args:
-        alpha: strength of the regulariser (the paper tunes it in {0.1, 0.01, 0.001}). Default 0.1.
+        alpha: Strength of the regulariser (the paper tunes it in {0.1, 0.01, 0.001}). Default 0.1.
     """
 
     weighting = "uniform"  # the paper's mean counts every participant once

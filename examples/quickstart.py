@@ -1,9 +1,9 @@
-"""Eight ways to train ten hospitals' worth of digit classifiers, compared on the same data, seeds and steps.
+"""Eight methods on ten clients, compared on the same data, seeds and steps.
 
     python examples/quickstart.py [--rounds 15] [--out runs/quickstart]
 
 Data: scikit-learn's 1797 handwritten digits, split over 10 clients by Dirichlet(0.5) label skew. Every method trains
-the same small CNN for the same number of epochs. The table shows test accuracy; the figure, each client's own.
+the same small CNN for the same number of epochs. The table shows test accuracy, the figure that of each client.
 """
 
 from __future__ import annotations

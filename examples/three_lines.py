@@ -1,4 +1,4 @@
-"""Somebody's Lightning project, federated: three lines at the end, and not a word changed above them.
+"""A Lightning project, federated: three lines at the end, and no change above them.
 
 python examples/three_lines.py [--rounds 10] [--out runs/three_lines]
 """
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 
-# What was there before: a model and its data, as in Lightning's own tutorials.
+# The project as it was: a model and its data, as in Lightning's own tutorials.
 class LitDigits(L.LightningModule):
     def __init__(self, hidden: int = 64, lr: float = 5e-3):
         super().__init__()

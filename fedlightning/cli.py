@@ -1,4 +1,4 @@
-"""The console script ``fedlightning``. Nothing heavy is imported before a command needs it."""
+"""The console script `fedlightning`. A command is imported when it is run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ commands:
 {chr(10).join(f"  {name:<11} {text}" for name, text in COMMANDS.items())}
 
 options:
-  -h, --help    this text; after a command: its options
+  -h, --help    show this text, or the options of a command
   --version     print the version
-  --debug       show Python's traceback with every error (also: FEDLIGHTNING_DEBUG=1)
+  --debug       show the traceback of every error (also: FEDLIGHTNING_DEBUG=1)
 
 examples:
   fedlightning fit --config configs/quickstart.yaml
@@ -31,15 +31,18 @@ examples:
   fedlightning compare configs/heart_disease/*.yaml --seeds 5 --out runs/heart
   fedlightning algorithms fenda
 
-Exit codes: 0 success, 1 a crash (with traceback) or failed runs, 2 bad input (with a sentence), 130 interrupted.
+Exit codes: 0 success, 1 a crash or failed runs, 2 bad input (one sentence says what is wrong), 130 interrupted.
 """
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run ``fedlightning`` and answer with its exit code: 0 success, 1 a crash, 2 bad input.
+    """Run `fedlightning` and return its exit code.
 
     Args:
-        args: what follows ``fedlightning`` on the command line; default: ``sys.argv``.
+        args: Words after `fedlightning` on the command line. `None` takes those of `sys.argv`.
+
+    Returns:
+        0 for success, 1 for a crash or failed runs, 2 for bad input, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words or os.environ.get("FEDLIGHTNING_DEBUG", "0") not in ("", "0")
@@ -53,16 +56,16 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"fedlightning {__version__}")
         return 0
     command, rest = words[0], words[1:]
-    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # not for users: Lightning's own calls
+    os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # they are about Lightning's own calls
     with _short_warnings():
         try:
             return _find(command)(rest)
-        except SystemExit as stop:  # --help and --print_config end so
+        except SystemExit as stop:  # raised by --help and --print_config
             return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
         except KeyboardInterrupt:
             print("\nInterrupted. Go on with: fedlightning fit --config ... --resume last", file=sys.stderr)
             return 130
-        except BrokenPipeError:  # the reader of a pipe (head, less) has seen enough
+        except BrokenPipeError:  # the reader of a pipe (head, less) has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:
@@ -101,7 +104,7 @@ def _find(command: str) -> Callable[[list[str]], int]:
 
 
 def _report(command: str, error: Exception, debug: bool) -> int:
-    """Say what went wrong on stderr; the exit code."""
+    """Print what went wrong on stderr and return the exit code."""
     from fedlightning.config.errors import explain
 
     sentence = explain(error)
@@ -109,7 +112,7 @@ def _report(command: str, error: Exception, debug: bool) -> int:
         traceback.print_exception(error)
     if sentence is None:
         return 1
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # under DDP the first process speaks
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # under DDP only the first process prints
         return 2
     name = f"fedlightning {command}" if command in COMMANDS else "fedlightning"
     print(f"{name}: {sentence}", file=sys.stderr)
@@ -118,7 +121,7 @@ def _report(command: str, error: Exception, debug: bool) -> int:
 
 @contextmanager
 def _short_warnings() -> Iterator[None]:
-    """Warnings as one line, without the place in the source that raised them."""
+    """Print warnings as one line, without their place in the source."""
 
     def show(
         message: Warning | str,
@@ -136,6 +139,6 @@ def _short_warnings() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from fedlightning.cli import main as entry  # processes that it starts find it by this name
+    from fedlightning.cli import main as entry  # child processes must find `main` in fedlightning.cli, not __main__
 
     sys.exit(entry())

@@ -20,7 +20,8 @@ from rich.console import Console
 from fedlightning import FederatedTrainer
 from fedlightning.arguments import REPLACED
 from fedlightning.cli import main
-from fedlightning.commands.run import Commands, find_run
+from fedlightning.commands.folders import find_run
+from fedlightning.commands.run import Commands
 from fedlightning.config.errors import explain, parse_sentence, suggestion
 from fedlightning.config.names import option_names
 from fedlightning.study.table import client_table, important_metrics, print_results, results_table
@@ -203,7 +204,8 @@ def test_print_config_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([command, "--help"]) == 0
         shown = capsys.readouterr().out
         assert shown.startswith(f"usage: fedlightning {command}")
-        assert "``" not in shown
+        assert "`" not in shown
+        assert "known subclasses" not in shown
         assert "max_epochs" not in shown
     assert main([]) == 0
     assert "fedlightning fit --config" in capsys.readouterr().out
@@ -227,6 +229,8 @@ def test_test_an_interrupted_run(finished: Path, capsys: pytest.CaptureFixture[s
     from fedlightning.hooks import FederatedCallback
 
     class Interrupt(FederatedCallback):
+        takes_part = False
+
         def on_round_start(self, server: object) -> None:
             if server.round == 1:  # type: ignore[attr-defined]
                 raise KeyboardInterrupt
@@ -268,7 +272,7 @@ def test_partition(capsys: pytest.CaptureFixture[str]) -> None:
 def test_partition_of_data_alone_and_of_many_classes(capsys: pytest.CaptureFixture[str]) -> None:
     import numpy as np
 
-    from fedlightning.commands.run import partition_table
+    from fedlightning.commands.partition import partition_table
     from fedlightning.datamodules import PartitionReport
 
     data = str(Path(QUICKSTART).parent / "data/digits.yaml")

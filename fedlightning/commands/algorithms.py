@@ -1,9 +1,8 @@
-"""The command `fedlightning algorithms`: the catalogue as text."""
+"""`fedlightning algorithms`: the catalogue of algorithms on the terminal."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -12,51 +11,44 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedlightning.catalogue import FAMILIES, Algorithm, find, list_algorithms, rows
+from fedlightning.commands.terminal import console
 from fedlightning.config.errors import InputError
 
 
 def algorithms(words: Sequence[str]) -> int:
-    """List the algorithms, or explain those that are named.
+    """List the algorithms, or explain those that are named, and return the exit code.
 
     Args:
-        words: What follows `fedlightning algorithms`: names, patterns or families; all algorithms by default.
-
-    Returns:
-        The exit code.
+        words: Words after `algorithms` on the command line: names, patterns or families. None lists all algorithms.
 
     Raises:
-        InputError: If there is no algorithm of a name.
+        InputError: If there is no such algorithm.
     """
     parser = argparse.ArgumentParser(
         prog="fedlightning algorithms",
-        description="List the algorithms, or explain one: what travels, what stays, its options.",
+        description="List the algorithms, or explain one: what is sent, what is kept, and its options.",
         exit_on_error=False,
     )
-    parser.add_argument("name", nargs="*", help="names (any case), or a pattern such as 'fed*' or 'personal' to list")
+    parser.add_argument("name", nargs="*", help="algorithm (any case), or a pattern to list: 'fed*', 'personal'")
     names = parser.parse_args(list(words)).name
-    console = Console() if sys.stdout.isatty() else Console(width=100)
+    screen = console()
     if not names:
-        show_list(console, list_algorithms())
+        show_list(screen, list_algorithms())
     for name in names:
         listed = list_algorithms(name) if "*" in name or name.lower() in FAMILIES else []
         if listed:
-            show_list(console, listed)
+            show_list(screen, listed)
             continue
         try:
             row = find(name)
         except ValueError as error:
             raise InputError(str(error)) from error
-        show_algorithm(console, row)
+        show_algorithm(screen, row)
     return 0
 
 
 def show_list(console: Console, names: Sequence[str]) -> None:
-    """Print one line per algorithm, by family.
-
-    Args:
-        console: Where to print.
-        names: Names of the algorithms.
-    """
+    """Print one line an algorithm, by family."""
     for family, title in FAMILIES.items():
         members = [row for row in rows() if row.family == family and row.name in names]
         if not members:
@@ -73,12 +65,7 @@ def show_list(console: Console, names: Sequence[str]) -> None:
 
 
 def show_algorithm(console: Console, row: Algorithm) -> None:
-    """Print everything about one algorithm: its row and its options.
-
-    Args:
-        console: Where to print.
-        row: Its row; what the row leaves empty is not printed.
-    """
+    """Print everything about one algorithm. What its row leaves empty is not printed."""
     console.print(row.name, style="bold")
     console.print(escape(row.sentence), highlight=False)
     console.print()

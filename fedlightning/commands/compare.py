@@ -1,4 +1,4 @@
-"""``fedlightning compare``: methods side by side, over several seeds, with the baselines they must beat."""
+"""`fedlightning compare`: several methods over several seeds, with baselines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fedlightning.commands.study import (
     INTERRUPTED,
     Parser,
     check_jobs,
-    console,
     gpus_to_share,
     make_runs,
     parse_seeds,
+    show_commands,
     show_failures,
-    shown,
 )
+from fedlightning.commands.terminal import console, shown
 from fedlightning.experiments.baselines import AUTO, notes
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
@@ -32,15 +32,15 @@ from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.experiments.study_file import StudyFile, only_one
 
 DESCRIPTION = """\
-Train several configurations over several seeds, add the baselines, and write a report.
+Train several configurations over several seeds, add baselines, and write a report.
 
-Every CONFIG is a method: the YAML file of a run, labelled by its name, or NAME=FILE. One run is
-`fedlightning fit` on --config files, CONFIG, --override files and passed-on options, with the
-seed set. Each runs in a process of its own, one that fails does not stop the others, and the
-same command again goes on where it was: finished runs are kept, interrupted ones resumed.
+Every CONFIG is a method: the YAML file of a run, labelled by the name of the file, or NAME=FILE.
+A run is `fedlightning fit` with the --config files, CONFIG, the --override files, the options that
+are passed on, and the seed. Every run has a process of its own, and one that fails does not stop
+the others. The same command again continues: finished runs are kept, interrupted ones resumed.
 
-By default a seed changes the initialisation, the order of batches and which samples validate;
-who holds which samples, and what is tested on, stay the same for all runs."""
+By default a seed changes the initialisation, the order of batches and the validation samples. The
+samples of each client and the test data stay the same for all runs."""
 EXAMPLES = """\
 examples:
   fedlightning compare configs/heart_disease/*.yaml --seeds 5 --jobs 2 --out runs/heart
@@ -48,47 +48,48 @@ examples:
   fedlightning compare mild=a.yaml strong=b.yaml --seeds 0,3,7 --trainer.max_rounds=50 --baselines none
   fedlightning compare my.yaml --vary data.init_args.seed     # another partition for every seed
 
-Exit codes: 0 all runs are done, 1 some failed, 2 bad input (nothing was run, or no further run was),
+Exit codes: 0 all runs are done, 1 some runs failed, 2 bad input (no run, or no further run, was made),
 130 interrupted.
 """
 
 
 def parser() -> Parser:
-    """The command's options."""
-    made = Parser(
-        "compare", description=DESCRIPTION, epilog=EXAMPLES, usage="fedlightning compare CONFIG [CONFIG ...] [OPTIONS]"
-    )
-    made.add_argument("configs", nargs="+", metavar="CONFIG", help="a method: FILE.yaml, or NAME=FILE.yaml")
-    made.add_argument("--out", type=Path, metavar="DIR", help="folder for everything; default: runs/compare_LABELS")
-    made.add_argument("-c", "--config", action="append", default=[], metavar="FILE", help="read before every CONFIG")
-    made.add_argument("--override", action="append", default=[], metavar="FILE", help="read after every CONFIG")
+    """Return the parser of the command."""
+    made = Parser("compare", "CONFIG [CONFIG ...]", DESCRIPTION, EXAMPLES)
+    made.add_argument("configs", nargs="+", metavar="CONFIG", help="method: FILE.yaml, or NAME=FILE.yaml")
+    made.add_argument("--out", type=Path, metavar="DIR", help="folder for all files; default: runs/compare_LABELS")
+    made.add_list("-c", "--config", metavar="FILE", help="file to read before every CONFIG")
+    made.add_list("--override", metavar="FILE", help="file to read after every CONFIG")
     made.add_argument(
         "--baselines",
         default="auto",
         metavar="auto|none|NAME,NAME",
-        help="algorithms to add, on the first CONFIG's data, model and budget; auto: Local, Central, FedAvg and "
-        "LocalAdaptation, those left out that are given already",
+        help="algorithms to add, with the data, model and budget of the first CONFIG; auto (default): Local, Central, "
+        "FedAvg and LocalAdaptation, unless they are given already",
     )
-    made.add_argument("--trainer.KEY=..., --model.KEY=..., --data.KEY=...", dest="_", metavar="", help="for every run")
+    made.add_passed_on()
     made.add_runs("5")
     report = made.add_argument_group("report")
-    report.add_argument("--metric", default="accuracy", help="what is compared, on test data; default: accuracy")
+    report.add_argument("--metric", default="accuracy", help="metric to compare, on test data; default: accuracy")
     report.add_argument(
         "--checkpoint",
         default="deployed",
-        help="which models: deployed (best on validation data where they were kept, else the latest), latest, "
+        help="models to compare: deployed (best on validation data if the run kept them, else the latest), latest, "
         "best_local, best_global; default: deployed",
     )
-    report.add_argument("--no-report", action="store_true", help="leave the report out")
+    report.add_argument("--no-report", action="store_true", help="write no report")
     return made
 
 
 def compare(words: Sequence[str], main: Main) -> int:
-    """Carry out the command; its exit code.
+    """Carry out the command and return its exit code.
 
     Args:
-        words: what follows ``compare`` on the command line.
-        main: the command line that makes a run.
+        words: Words after `compare` on the command line.
+        main: Command line that makes a run.
+
+    Raises:
+        InputError: If the options or configurations are not valid.
     """
     options, passed = parser().parse(words)
     seeds, jobs = parse_seeds(options.seeds), check_jobs(options.jobs)
@@ -102,10 +103,7 @@ def compare(words: Sequence[str], main: Main) -> int:
     tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
     show_plan(screen, plan, seeds, jobs, tasks, out)
     if options.dry_run:
-        for task in tasks:
-            screen.print(
-                f"fedlightning {shlex.join(task.commands()[0])}", soft_wrap=True, highlight=False, markup=False
-            )
+        show_commands(tasks, screen)
         return 0
     with only_one(out):
         study = StudyFile(out)
@@ -137,10 +135,10 @@ def compare(words: Sequence[str], main: Main) -> int:
 def metric_watcher(
     metric: str, study: StudyFile, plan: Plan, seeds: Sequence[int], tasks: Sequence[Task]
 ) -> FirstResult:
-    """Stops everything at the first run that has no such metric.
+    """Return a watcher that stops all runs if the first one that succeeds does not have the metric.
 
     Raises:
-        InputError: that is so of a run that is there already, and there are more to make.
+        InputError: If a finished run does not have it, and there are more runs to make.
     """
     watcher = FirstResult(lambda folder: check_metric(folder, metric))
     again = {task.folder for task in tasks}
@@ -152,12 +150,12 @@ def metric_watcher(
 
 
 def default_out(names: Sequence[str]) -> Path:
-    """A folder that the same methods find again."""
+    """Return the default folder, which is the same for the same methods."""
     return Path("runs") / re.sub(r"[^\w.+-]", "-", "compare_" + "_".join(names))[:80]
 
 
 def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, tasks: Sequence[Task], out: Path) -> None:
-    """What will be run, and what changes with the seed."""
+    """Print the runs that will be made, and what the seed changes."""
     total = len(plan.methods) * len(seeds)
     screen.print(
         f"{len(plan.methods)} methods x {len(seeds)} seeds = {total} runs, {total - len(tasks)} of them there already; "

@@ -1,4 +1,4 @@
-"""``fedlightning completion``: a script for the shell, of all commands and options."""
+"""`fedlightning completion`: a script that completes commands and options in a shell."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ complete -o filenames -o bashdefault -F _fedlightning fedlightning
 
 
 def completion(words: Sequence[str]) -> int:
-    """Print the completion script of a shell."""
+    """Print the completion script of a shell, and return the exit code.
+
+    Args:
+        words: Words after `completion` on the command line.
+    """
     parser = argparse.ArgumentParser(
         prog="fedlightning completion",
-        description='Print a completion script. In bash: eval "$(fedlightning completion bash)", perhaps in ~/.bashrc.',
+        description='Print a completion script. To use it: eval "$(fedlightning completion bash)", best in ~/.bashrc.',
         exit_on_error=False,
     )
-    parser.add_argument("shell", choices=["bash", "zsh"])
+    parser.add_argument("shell", choices=["bash", "zsh"], help="shell that the script is for")
     print(script(parser.parse_args(list(words)).shell), end="")
     return 0
 
 
 def script(shell: str) -> str:
-    """The completion script of ``shell``; options are read off the parsers."""
+    """Return the completion script of `shell`, with the options of all parsers."""
     from fedlightning.catalogue import list_algorithms
     from fedlightning.commands import COMMANDS, compare, report, sweep
     from fedlightning.commands.run import Commands, cli_class

@@ -1,4 +1,4 @@
-"""``fedlightning report``: the report of runs that are there already."""
+"""`fedlightning report`: the report of finished runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fedlightning.commands.study import Parser, console, shown
+from fedlightning.commands.study import Parser
+from fedlightning.commands.terminal import console, shown
 from fedlightning.config.errors import InputError, explain
 
 DESCRIPTION = """\
 Compare finished runs: tables, figures and one HTML page.
 
-RUN is a run's folder (runs/NAME/version_N) or the --out folder of `fedlightning compare`; several
-may be mixed. Nothing is trained or scored again."""
+RUN is the folder of a run (runs/NAME/version_N), or the --out folder of `fedlightning compare`. Both
+kinds may be given together. Nothing is trained or scored again."""
 EXAMPLES = """\
 examples:
   fedlightning report runs/heart
@@ -28,26 +29,31 @@ examples:
 
 
 def parser() -> Parser:
-    """The command's options."""
-    made = Parser(
-        "report", description=DESCRIPTION, epilog=EXAMPLES, usage="fedlightning report RUN [RUN ...] [OPTIONS]"
-    )
-    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or that of a compare")
-    made.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: the RUN, if it is one compare")
-    made.add_argument("--metric", help="what is compared; default: that of the compare, else accuracy")
-    made.add_argument("--checkpoint", help="which models: deployed, latest, best_local, best_global")
-    made.add_argument("--title", help="the page's title")
+    """Return the parser of the command."""
+    made = Parser("report", "RUN [RUN ...]", DESCRIPTION, EXAMPLES)
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a compare")
+    made.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; default: RUN, if one compare")
+    made.add_argument("--metric", help="metric to compare; default: that of the compare, else accuracy")
+    made.add_argument("--checkpoint", help="models to compare: deployed, latest, best_local, best_global")
+    made.add_argument("--title", help="title of the page")
     return made
 
 
 def report(words: Sequence[str]) -> int:
-    """Carry out the command; its exit code."""
+    """Carry out the command and return its exit code.
+
+    Args:
+        words: Words after `report` on the command line.
+
+    Raises:
+        InputError: If the options are not valid.
+    """
     from fedlightning.study.report.build import build_report
     from fedlightning.study.runs import STUDY_FILE, load_study
 
     options = parser().parse_args(list(words))
     runs: list[Path] = options.runs
-    load_study(runs)  # refuses what is no run, with a sentence
+    load_study(runs)  # raises if a folder is no run
     studies = [path / STUDY_FILE for path in runs if (path / STUDY_FILE).exists()]
     if options.out is None and not (len(runs) == 1 and studies):
         raise InputError("--out is missing: say where the report of these runs is to go.")
@@ -64,7 +70,15 @@ def report(words: Sequence[str]) -> int:
 
 
 def write_report(out: Path, runs: Sequence[Path], metric: str, checkpoint: str, screen: Console) -> None:
-    """Print the overview, write the report. What goes wrong here is said, and loses nothing: the runs are done."""
+    """Print the overview and write the report. Errors are printed but not raised, since the runs are done.
+
+    Args:
+        out: Folder to write to.
+        runs: Folders of runs and of `compare`.
+        metric: Metric to compare.
+        checkpoint: Models to compare.
+        screen: Terminal to print to.
+    """
     try:
         show_overview(runs, metric, checkpoint, screen)
         from fedlightning.study.report.build import build_report
@@ -86,7 +100,15 @@ def write_report(out: Path, runs: Sequence[Path], metric: str, checkpoint: str, 
 
 
 def show_overview(runs: Sequence[Path], metric: str, checkpoint: str, screen: Console) -> None:
-    """One line a method, and what speaks against comparing them."""
+    """Print one line a method, and the problems of the runs.
+
+    Args:
+        runs: Folders of runs and of `compare`.
+        metric: Metric to compare.
+        checkpoint: Models to compare.
+        screen: Terminal to print to.
+    """
+    from fedlightning.study.columns import GLOBAL, POOLED
     from fedlightning.study.runs import load_study
     from fedlightning.study.study import Study
 
@@ -100,8 +122,8 @@ def show_overview(runs: Sequence[Path], metric: str, checkpoint: str, screen: Co
             escape(line["method"]),
             _cell(line["mean"], line["ci95"]),
             _cell(line["worst"]),
-            _cell(line["pooled"]),
-            _cell(line["global"]),
+            _cell(line[POOLED]),
+            _cell(line[GLOBAL]),
             "best" if line["best"] else _cell(line["gap"], line["gap_ci95"], "+"),
             _megabytes(line["mb_total"]),
             str(line["n_seeds"]) if line["n_seeds"] == line["seeds"] else f"{line['n_seeds']} of {line['seeds']}",

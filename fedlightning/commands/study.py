@@ -1,15 +1,14 @@
-"""What ``compare`` and ``sweep`` share: reading their words, making the runs, saying how they ended."""
+"""Parts of `compare` and `sweep`: their options, the execution of runs, and the list of failures."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+import shlex
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -24,42 +23,49 @@ from fedlightning.experiments.progress import View
 from fedlightning.experiments.study_file import StudyFile
 
 PASSED_ON = re.compile(r"--(?:trainer|model|data)(?:[.+=]|$)")
+"""Options that are passed on to every run."""
 INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 CLI = "fedlightning.commands.run:Commands"
-"""The class that parses a run's options; by name, since it imports torch."""
+"""Class that parses the options of a run, by name, since it imports torch."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps line breaks, and fits 100 columns."""
+    """A formatter that keeps line breaks and fits 100 columns."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=100)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises instead of leaving the program."""
+    """An argument parser that raises errors instead of ending the program.
 
-    def __init__(self, command: str, **arguments: Any) -> None:
+    Args:
+        command: Name of the command.
+        words: Words that must follow it.
+        description: Text above the options.
+        epilog: Text below the options.
+    """
+
+    def __init__(self, command: str, words: str, description: str, epilog: str) -> None:
+        name = f"fedlightning {command}"
         super().__init__(
-            prog=f"fedlightning {command}",
-            formatter_class=_Help,
-            allow_abbrev=False,
-            **arguments,
+            name, f"{name} {words} [OPTIONS]", description, epilog, formatter_class=_Help, allow_abbrev=False
         )
 
     def error(self, message: str) -> Any:
-        """Say what is wrong in a sentence.
+        """Raise the error of a word that cannot be parsed.
 
         Raises:
-            InputError: always.
+            InputError: Always.
         """
         raise InputError(f"{message}. See {self.prog} --help.")
 
     def parse(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The command's own options, and the options to pass on to every run.
+        """Return the options of the command, and the options to pass on to every run.
 
         Raises:
-            InputError: an option that is neither.
+            InputError: If an option is neither.
         """
         own, passed = split_words(words)
         options, unknown = self.parse_known_args(own)
@@ -71,34 +77,54 @@ class Parser(argparse.ArgumentParser):
         return options, passed
 
     def option_strings(self) -> list[str]:
-        """All options, for completion."""
+        """Return all options, for completion."""
         found = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         return [option for option in found if "=" not in option]  # passed-on options are shown as --trainer.KEY=...
 
+    def add_list(self, *names: str, metavar: str, help: str, group: Any = None) -> None:
+        """Add an option that may be repeated, to the parser or to a group of it."""
+        (group or self).add_argument(
+            *names, action="append", default=[], metavar=metavar, help=f"{help}; may be repeated"
+        )
+
+    def add_passed_on(self) -> None:
+        """Show the options that are passed on to every run."""
+        keys = "--trainer.KEY=..., --model.KEY=..., --data.KEY=..."
+        self.add_argument(keys, dest="_", metavar="", help="options of every run")
+
     def add_runs(self, seeds: str) -> None:
-        """The options about runs that both commands have."""
+        """Add the options about runs that both commands have.
+
+        Args:
+            seeds: Default of `--seeds`.
+        """
         group = self.add_argument_group("runs")
         group.add_argument(
-            "--seeds", default=seeds, help=f"how many seeds (5 is 0,1,2,3,4), or which ones (0,3,7); default: {seeds}"
+            "--seeds", default=seeds, help=f"number of seeds (5 is 0,1,2,3,4), or the seeds (0,3,7); default: {seeds}"
         )
         group.add_argument(
             "--vary",
             action="append",
             metavar="KEY",
-            help="a key that is set to the seed beside trainer.seed, such as data.init_args.seed; may be repeated; "
-            "default: data.init_args.val_seed where the data have it (which samples validate); the test data stay",
+            help="key to set to the seed beside trainer.seed, such as data.init_args.seed; may be repeated; default: "
+            "data.init_args.val_seed (which samples validate) if the data have it; the test data stay the same",
         )
         group.add_argument(
-            "--jobs", type=int, default=1, help="runs at a time; with more than one, each has one thread and one GPU"
+            "--jobs", type=int, default=1, help="runs at a time (default: 1); if more, each has one thread and one GPU"
         )
         group.add_argument(
             "--redo", choices=["failed", "all"], help="make failed runs again, or all of them; default: neither"
         )
-        group.add_argument("--dry-run", action="store_true", help="say what would be run, and stop")
+        group.add_argument("--dry-run", action="store_true", help="print the commands of all runs, and stop")
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command's own words, and those that are for every run: ``--trainer...``, ``--model...``, ``--data...``."""
+    """Split words into those of the command and those for every run (`--trainer...`, `--model...`, `--data...`).
+
+    Example:
+        >>> split_words(["a.yaml", "--trainer.max_rounds", "3", "--seeds=2"])
+        (['a.yaml', '--seeds=2'], ['--trainer.max_rounds', '3'])
+    """
     own: list[str] = []
     passed: list[str] = []
     rest = list(words)
@@ -114,10 +140,14 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """``5`` as 0 to 4, ``0,3,7`` as these.
+    """Parse the value of `--seeds`.
 
     Raises:
-        InputError: for anything else.
+        InputError: If it is neither a number of seeds nor a list of seeds.
+
+    Example:
+        >>> parse_seeds("3"), parse_seeds("0,3,7")
+        ([0, 1, 2], [0, 3, 7])
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if (
@@ -130,10 +160,10 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def check_jobs(jobs: int) -> int:
-    """``jobs``, if it is a number of runs.
+    """Return `jobs` if it is at least 1.
 
     Raises:
-        InputError: below 1.
+        InputError: If it is below 1.
     """
     if jobs < 1:
         raise InputError(f"--jobs is {jobs}: give the number of runs to make at a time, 1 or more.")
@@ -141,14 +171,13 @@ def check_jobs(jobs: int) -> int:
 
 
 def gpus_to_share(count: int) -> list[str]:
-    """What each run's ``CUDA_VISIBLE_DEVICES`` may be: those that are visible here."""
+    """Return values for the `CUDA_VISIBLE_DEVICES` of runs: the GPUs that are visible here.
+
+    Args:
+        count: Number of GPUs.
+    """
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return (visible or [str(index) for index in range(count)])[:count]
-
-
-def console() -> Console:
-    """The terminal; 100 columns where there is none to ask."""
-    return Console() if sys.stdout.isatty() else Console(width=100)
 
 
 def make_runs(
@@ -160,15 +189,19 @@ def make_runs(
     main: Main,
     watchers: Sequence[Watcher] = (),
 ) -> bool:
-    """Make the runs and keep ``study.json`` up to date.
+    """Make the runs and keep `study.json` up to date.
 
     Args:
-        study: where it is written; tasks, jobs, gpus: see :func:`fedlightning.experiments.execute.execute`.
-        screen: where it is shown; main: the command line.
-        watchers: who is told too, after the file is written; what they raise stops all runs.
+        study: States of the runs.
+        tasks: Runs to be made.
+        jobs: Number of runs at a time.
+        gpus: Values for `CUDA_VISIBLE_DEVICES`; empty without GPUs.
+        screen: Terminal for the progress.
+        main: Command line that makes a run.
+        watchers: Objects that are told about the progress after `study.json` is written. What they raise stops all runs.
 
     Returns:
-        Whether it went through: ``False`` after Ctrl-C (or SIGTERM), when all runs have been stopped.
+        True if it went through, False after Ctrl-C (or SIGTERM), when all runs have been stopped.
     """
     known: dict[str, list[float]] = {}
     for run in study.data["runs"]:
@@ -185,7 +218,7 @@ def make_runs(
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """A polite request to end works like Ctrl-C."""
+    """Treat SIGTERM like Ctrl-C."""
 
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -197,8 +230,15 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def show_commands(tasks: Sequence[Task], screen: Console) -> None:
+    """Print the command of each run."""
+    for task in tasks:
+        words = shlex.join(task.commands()[0])
+        screen.print(f"fedlightning {words}", soft_wrap=True, highlight=False, markup=False)
+
+
 def show_failures(study: StudyFile, failed: Sequence[dict[str, Any]], screen: Console) -> None:
-    """Which runs failed, why, and where their output is."""
+    """Print which runs failed, why, and where their output is."""
     if not failed:
         return
     screen.print(f"\n{len(failed)} run{'s' if len(failed) > 1 else ''} failed:", style="bold red")
@@ -213,9 +253,3 @@ def show_failures(study: StudyFile, failed: Sequence[dict[str, Any]], screen: Co
     screen.print(
         f"Output: {log}. Make them again: the same command with --redo failed.", soft_wrap=True, highlight=False
     )
-
-
-def shown(path: Path) -> str:
-    """A path as short as it can be said from here."""
-    full = path.resolve()
-    return str(full.relative_to(Path.cwd()) if full.is_relative_to(Path.cwd()) else full)

@@ -1,1 +1,1 @@
-"""From words and YAML files to a model, data and a trainer; and the sentence to say when that fails."""
+"""Configurations: their parser, the names of classes in them, and sentences for what is wrong."""

@@ -1,4 +1,4 @@
-"""From an exception to one sentence, where the input is to blame; a crash keeps its traceback."""
+"""Sentences for errors that bad input causes. Crashes keep their traceback."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ _EXAMPLE = "pass --config FILE, for example configs/quickstart.yaml"
 
 
 class InputError(ValueError):
-    """Something the user gave cannot work; the message is the sentence to show."""
+    """Raised if the user's input cannot work. The message is the sentence to show.
+
+    Example:
+        >>> str(InputError("--jobs is 0: give the number of runs to make at a time, 1 or more."))
+        '--jobs is 0: give the number of runs to make at a time, 1 or more.'
+    """
 
 
 def explain(error: BaseException) -> str | None:
-    """The sentence to show for an error that bad input caused; ``None`` for a crash, whose traceback matters."""
+    """Return the sentence to show for an error that bad input caused, or `None` for a crash."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, argparse.ArgumentError):
@@ -41,7 +46,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What a class's constructor raised, under what jsonargparse says about it."""
+    """Return the error that the constructor of a class raised, below those of jsonargparse."""
     while error.__cause__ is not None and _raised_in(error).startswith("jsonargparse"):
         error = error.__cause__
     return error
@@ -54,14 +59,19 @@ def _raised_in(error: BaseException) -> str:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """``Did you mean ...?``, or nothing where nothing is close."""
+    """Return "Did you mean ...?", or an empty text if nothing is close.
+
+    Example:
+        >>> suggestion("fedprocks", ["FedAvg", "FedProx"])
+        'Did you mean FedProx?'
+    """
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
     return f"Did you mean {' or '.join(by_lower[name] for name in close)}?" if close else ""
 
 
 def _on_purpose(error: BaseException) -> bool:
-    """Whether a ``raise`` statement of FedLightning or Lightning (not of the user, nor of torch) refused a value."""
+    """Return True if a `raise` statement of FedLightning or Lightning (not of users or torch) refused a value."""
     if not isinstance(error, ValueError | OSError | FloatingPointError | RuntimeError) or error.__traceback__ is None:
         return False
     frame = _innermost(error.__traceback__)
@@ -84,9 +94,14 @@ def _one_line(error: BaseException) -> str:
     return re.sub(r"(?<=\S)\.\.(?=\s|$)", ".", " ".join(str(error).split()))
 
 
-# -- what jsonargparse says --------------------------------------------------------------------------------------------
+# -- messages of jsonargparse ------------------------------------------------------------------------------------------
 def parse_sentence(message: str) -> str:
-    """The parser's account of everything it tried, cut down to what is wrong and where."""
+    """Return the place and the reason from a message of jsonargparse, which lists everything that it tried.
+
+    Example:
+        >>> parse_sentence("Option 'trainer.precison' is not accepted")
+        "the configuration has no option 'trainer.precison'. Did you mean trainer.precision or trainer.version?"
+    """
     where = ".".join(dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message)))
     text = re.sub(r"\[rank: \d+\] ", "", message)
     for pattern, answer in (

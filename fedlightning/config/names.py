@@ -1,4 +1,4 @@
-"""Names that may be written in a configuration: classes without their package, and the options of the trainer."""
+"""Names in configurations: classes without their package, and options of the trainer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fedlightning.trainer import FederatedTrainer
 
 @cache
 def class_names() -> dict[str, str]:
-    """Return the classes that can be named without their package: short name to full path.
+    """Return the classes that can be named without their package: short name -> full path.
 
-    Algorithms of other packages are among them, and are imported: jsonargparse finds the classes that are loaded.
+    Algorithms of other packages are included, and imported, because jsonargparse finds only classes that are loaded.
 
     Example:
         >>> class_names()["FedProx"]
@@ -52,21 +52,12 @@ def class_names() -> dict[str, str]:
 
 
 def trainer_options() -> list[str]:
-    """Return the trainer's arguments without those that it always refuses: Lightning's that have no meaning here."""
+    """Return the trainer's arguments, without those of Lightning that have no meaning here and are refused."""
     return [name for name in inspect.signature(FederatedTrainer).parameters if name not in REPLACED]
 
 
 def option_names() -> list[str]:
-    """Return all options of a fit, for suggestions."""
+    """Return all options of `fit`, for suggestions."""
     trainer = [f"--trainer.{name}" for name in trainer_options()]
-    return [
-        "--config",
-        "--resume",
-        "--test_after_fit",
-        "--allow_config_change",
-        "--run",
-        "--checkpoint",
-        "--out",
-        "--print_config",
-        *trainer,
-    ]
+    own = ("config", "resume", "test_after_fit", "allow_config_change", "run", "checkpoint", "out", "print_config")
+    return [*(f"--{name}" for name in own), *trainer]

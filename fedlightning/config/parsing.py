@@ -1,11 +1,11 @@
-"""From words and YAML files to a model, data and a trainer: a LightningCLI for one command at a time."""
+"""Parser of the command line and of YAML files, which makes the model, the data and the trainer of one command."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import textwrap
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Action
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,28 +25,30 @@ from fedlightning.config.old_names import read_old_names
 from fedlightning.trainer import FederatedTrainer
 
 TITLES = {
-    "trainer": "how to train (arguments of FederatedTrainer)",
-    "model": "what to train (any LightningModule)",
-    "data": "on what (a federated data module; Partitioned makes one of any other)",
+    "trainer": "trainer (arguments of FederatedTrainer)",
+    "model": "model (any LightningModule)",
+    "data": "data (a federated data module; Partitioned splits any other)",
 }
+"""Section -> title of its options in the help."""
 USAGE = dict.fromkeys(("validate", "test", "predict"), "--run FOLDER")
 HOW = """
 
 Options come from YAML files (--config, later ones override) and from the command line:
   --model Classifier --model.net DigitsCNN     a class by its name or full path, and its arguments
   --trainer.callbacks+=FedProx                 one more callback
-  --trainer.callbacks.mu=0.1                   an argument of the callback that is last in the list
+  --trainer.callbacks.mu=0.1                   an argument of the last callback in the list
 """
+"""Text below the description of a command in its help."""
 
 
 class FederatedCLI(LightningCLI):
-    """Parses one command's words, then makes the model, the data and the trainer.
+    """A command line that parses the words of one command, then makes the model, the data and the trainer.
 
     The options of a command are the arguments of the method of that name.
 
     Args:
-        command: name of a method.
-        words: what follows it on the command line.
+        command: Name of a method.
+        words: Words that follow it on the command line.
     """
 
     needs_model = True
@@ -66,7 +68,7 @@ class FederatedCLI(LightningCLI):
     # -- the parser ------------------------------------------------------------------------------------------------
     @classmethod
     def parser_options(cls, command: str) -> dict[str, Any]:
-        """What a command's parser is made with."""
+        """Return the arguments that the parser of a command is made with."""
         description = (inspect.getdoc(getattr(cls, command)) or "").partition("\n\nArgs:")[0]
         return {
             "prog": f"fedlightning {command}",
@@ -80,7 +82,7 @@ class FederatedCLI(LightningCLI):
 
     @classmethod
     def add_options(cls, parser: LightningArgumentParser, command: str) -> None:
-        """The command's own options, then ``trainer``, ``model`` and ``data``."""
+        """Add the command's own options, then `trainer`, `model` and `data`."""
         parser.add_method_arguments(cls, command)
         parser.add_class_arguments(FederatedTrainer, "trainer", instantiate=False, sub_configs=True, fail_untyped=False)
         parser.add_subclass_arguments(LightningModule, "model", fail_untyped=False, required=cls.needs_model)
@@ -89,7 +91,7 @@ class FederatedCLI(LightningCLI):
 
     @classmethod
     def option_strings(cls, command: str) -> list[str]:
-        """All options of a command, for completion."""
+        """Return all options of a command, for completion."""
         parser = LightningArgumentParser(**cls.parser_options(command))
         cls.add_options(parser, command)
         found = [option for action in parser._actions for option in action.option_strings]
@@ -97,10 +99,10 @@ class FederatedCLI(LightningCLI):
         return ["--config", "--print_config", *(o for o in found if o.startswith("--") and o not in hidden)]
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Lightning's ``seed_everything`` is ``trainer.seed`` here."""
+        """Add nothing: Lightning's `seed_everything` is `trainer.seed` here."""
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """All options of the command."""
+        """Add all options of the command."""
         self.add_options(parser, self.command)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -108,18 +110,18 @@ class FederatedCLI(LightningCLI):
         self.config = parser.parse_args(args)
 
     def _set_seed(self) -> None:
-        """Lightning's seeding happens in :meth:`before_instantiate_classes`."""
+        """Do nothing: the seed is set in :meth:`before_instantiate_classes`."""
 
     # -- the objects -----------------------------------------------------------------------------------------------
     def before_instantiate_classes(self) -> None:
-        """The same configuration gives the same first weights."""
+        """Set the seed, so that the same configuration gives the same first weights."""
         seed_everything(self.config.trainer.seed, workers=False, verbose=False)
 
     def instantiate_classes(self) -> None:
-        """Make the objects; a value that a constructor refuses is bad input.
+        """Make the objects.
 
         Raises:
-            InputError: with the constructor's sentence.
+            InputError: If a constructor refuses a value, with its sentence.
         """
         try:
             super().instantiate_classes()
@@ -132,13 +134,13 @@ class FederatedCLI(LightningCLI):
             raise
 
     def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
-        """The trainer; it checks its arguments and writes nothing yet."""
+        """Return the trainer, which checks its arguments and writes nothing yet."""
         trainer = FederatedTrainer(**{**self.config_init.trainer, **kwargs})
         trainer.config = self.run_config()
         return trainer
 
     def run_config(self) -> str:
-        """The complete configuration of the run, to be run again."""
+        """Return the complete configuration of the run as YAML, from which the run can be made again."""
         config = self.config.clone()
         for key in set(vars(config)) - {"trainer", "model", "data"}:
             config.pop(key)
@@ -147,13 +149,13 @@ class FederatedCLI(LightningCLI):
         return "# Run this again: fedlightning fit --config <this file>\n" + text
 
     def options(self) -> dict[str, Any]:
-        """The command's own options."""
+        """Return the values of the command's own options."""
         names = [name for name in inspect.signature(getattr(self, self.command)).parameters if name != "self"]
         return {name: self.config_init.get(name) for name in names}
 
 
 class Formatter(DefaultHelpFormatter):
-    """Keeps the line breaks of a description."""
+    """A formatter that keeps the line breaks of a description and leaves out lists of known classes."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = text.split("\n\n")
@@ -162,9 +164,13 @@ class Formatter(DefaultHelpFormatter):
         ]
         return "\n\n".join(filled)
 
+    def _expand_help(self, action: Action) -> str:
+        # The list of all callbacks alone fills several screens; `fedlightning algorithms` shows it better.
+        return re.sub(r", known subclasses: [^)]*", "", super()._expand_help(action))
+
 
 def tidy_help(parser: LightningArgumentParser) -> None:
-    """Titles and texts for people: no markup, no argument that is always refused, none without a word."""
+    """Give the help its titles, remove markup and the arguments that are always refused, and add missing texts."""
     for group in parser._action_groups:
         for action in group._group_actions:
             key = action.dest.partition(".")[0]
@@ -176,13 +182,18 @@ def tidy_help(parser: LightningArgumentParser) -> None:
             if name in REPLACED:
                 action.help = SUPPRESS
             elif isinstance(action.help, str) and action.help != SUPPRESS:
-                action.help = action.help.replace("``", "")
+                action.help = action.help.replace("`", "")
             if name in FORWARDED and not action.help:
-                action.help = "as in lightning.pytorch.Trainer, for each client's training."
+                action.help = "As in lightning.pytorch.Trainer, for each client's training."
 
 
 def full_paths(words: Sequence[str]) -> list[str]:
-    """Write our own classes out where a word names one (``--model.net=MLP``): torchvision has an MLP too."""
+    """Replace the names of our classes by their full paths, since other packages have the same names (torchvision's MLP).
+
+    Example:
+        >>> full_paths(["--model.net=MLP", "--trainer.callbacks+=FedProx"])
+        ['--model.net=fedlightning.models.MLP', '--trainer.callbacks+=fedlightning.callbacks.FedProx']
+    """
     out: list[str] = []
     names = class_names()
     pattern = r"(--(?:model|data|trainer\.callbacks)[\w.]*\+?)"

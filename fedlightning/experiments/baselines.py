@@ -1,4 +1,4 @@
-"""The baselines that ``compare`` adds: the first method's data, model and trainer with another algorithm."""
+"""Baselines that `compare` adds: the data, model and trainer of the first method with another algorithm."""
 
 from __future__ import annotations
 
@@ -9,36 +9,45 @@ from fedlightning.catalogue import find, installed, rows
 from fedlightning.experiments.methods import Config
 
 AUTO = ("Local", "Central", "FedAvg", "LocalAdaptation")
-"""What nobody shares, what could be had if data could move, one model for all, and that model fine-tuned."""
+"""Default baselines: nothing is shared, all data are in one place, one model for all, and that model fine-tuned."""
 
 _CANNOT_STAND_BESIDE = {"Local": ("GlobalCheckpoint",)}  # it has no global model
 _NOTES = {"Central": "a local step of Central is one step on the pooled data"}
-_DEFAULT = "FedAvg"  # what runs where no algorithm is named; naming it changes nothing
+_DEFAULT = "FedAvg"  # the algorithm of a run that names none, so naming it changes nothing
 
 
 def algorithms_of(config: Config) -> set[str]:
-    """Names of the algorithms among the callbacks; FedAvg is left out, for it is what runs without any."""
+    """Return the names of the algorithms among the callbacks, without FedAvg, which runs if there are none.
+
+    Example:
+        >>> algorithms_of({"trainer": {"callbacks": [{"class_path": "fedlightning.callbacks.FedProx"}]}})
+        {'FedProx'}
+    """
     return {name for name in map(_name, _callbacks(config)) if not _kept(name)} - {_DEFAULT}
 
 
-def missing_baselines(configs: Sequence[Config], wanted: Sequence[str] = AUTO) -> list[str]:
-    """Those of ``wanted`` that no configuration is already.
+def missing_baselines(configs: Sequence[Config], requested: Sequence[str] = AUTO) -> list[str]:
+    """Return the requested baselines that are not among the configurations.
+
+    Args:
+        configs: Complete configurations of the methods.
+        requested: Names of algorithms.
 
     Raises:
-        ValueError: an algorithm that is not in the catalogue.
+        ValueError: If an algorithm is not in the catalogue.
     """
     there = [algorithms_of(config) for config in configs]
-    names = [find(name).name for name in wanted]
+    names = [find(name).name for name in requested]
     return [name for name in names if {name} - {_DEFAULT} not in there]
 
 
 def notes(configs: Sequence[Config]) -> list[str]:
-    """What to bear in mind when these baselines are compared with others."""
+    """Return remarks that a reader needs to compare these baselines with other methods."""
     return [_NOTES[name] for config in configs for name in sorted(algorithms_of(config)) if name in _NOTES]
 
 
 def baseline_config(config: Config, name: str) -> Config:
-    """``config`` with its algorithm callbacks replaced by ``name``; checkpoints and ordinary callbacks stay."""
+    """Return `config` with its algorithms replaced by `name`. Checkpoints and ordinary callbacks stay."""
     row = find(name)
     without = _CANNOT_STAND_BESIDE.get(row.name, ())
     callbacks = [item for item in _callbacks(config) if _kept(_name(item)) and _name(item) not in without]
@@ -52,14 +61,14 @@ def _callbacks(config: Config) -> list[dict[str, Any]]:
 
 
 def _name(callback: dict[str, Any]) -> str:
-    """The class's own name where it is in the catalogue or in our package, else its full path."""
+    """Return the name of a class of this package or of the catalogue, or the full path of any other class."""
     path = str(callback["class_path"])
     listed = path.partition(".")[0] == "fedlightning" or path in {row.class_path for row in installed()}
     return path.rpartition(".")[2] if listed else path
 
 
 def _kept(name: str) -> bool:
-    """Checkpoints, diagnostics and ordinary callbacks stay; the catalogue's algorithms and users' own do not."""
+    """Return True for checkpoints, diagnostics and ordinary callbacks, False for algorithms, ours and users' own."""
     if "." not in name:
         return name not in {row.name for row in rows()}
     from importlib import import_module

@@ -1,8 +1,8 @@
-"""A process of its own for every run, forked in milliseconds from a server that has imported torch.
+"""Child processes for runs, forked in milliseconds from a server that has imported torch.
 
-A child leads a session of its own, so that Ctrl-C reaches only the process that watches it, and it ends when that one
-is gone. It is stopped by SIGKILL: a run's state on disk is complete at every instant (see ``persistence``), while a
-polite signal would reach Lightning in the middle of a visit.
+A child leads a session of its own, so that Ctrl-C reaches only its parent, and it ends when the parent is gone. It is
+stopped by SIGKILL: the state of a run on disk is complete at every instant (see `run.persistence`), while other signals
+would reach Lightning in the middle of a visit.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from fedlightning.config.errors import InputError, explain
 
 T = TypeVar("T")
 Main = Callable[[Sequence[str]], int]
-"""The command line as a function that can be imported: words in, exit code out."""
+"""The command line as an importable function: words in, exit code out."""
 _PRELOAD = "fedlightning.experiments.preload"
-_SENTENCE = re.compile(r"fedlightning(?: [\w-]+)?: (.+)")  # how ``cli.main`` reports bad input
+_SENTENCE = re.compile(r"fedlightning(?: [\w-]+)?: (.+)")  # how `cli.main` reports bad input
 
 
 class ChildCrash(Exception):
-    """A child process ended without an answer."""
+    """Raised if a child process ended without an answer."""
 
 
 def context() -> Any:
-    """The way children are made: forked from a preloaded server, or started anew where that does not exist."""
+    """Return the multiprocessing context: forked from a preloaded server, or spawned where there is no forkserver."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     found = multiprocessing.get_context("forkserver")
@@ -46,10 +46,15 @@ def context() -> Any:
 
 # -- a function --------------------------------------------------------------------------------------------------------
 def call(function: Callable[..., T], *arguments: Any) -> T:
-    """What ``function`` answers in a child process.
+    """Call `function` in a child process and return its result.
+
+    Args:
+        function: A function that can be imported.
+        arguments: Its arguments, which must be picklable.
 
     Raises:
-        InputError: bad input, in the child's words; ChildCrash: anything else (its traceback is on stderr).
+        InputError: If the input is bad, with the sentence of the child.
+        ChildCrash: If anything else went wrong; the traceback is on stderr.
     """
     ctx = context()
     ours, theirs = ctx.Pipe(duplex=False)
@@ -87,10 +92,11 @@ def _answer(connection: Connection, function: Callable[..., Any], arguments: Seq
 # -- a run -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Outcome:
-    """How a child ended.
+    """The end of a child process.
 
     Attributes:
-        error: ``None``, or a sentence; seconds: how long it took.
+        error: Sentence that says what went wrong, or `None`.
+        seconds: Duration.
     """
 
     error: str | None
@@ -98,14 +104,14 @@ class Outcome:
 
 
 class Child:
-    """``fedlightning`` commands in a process of their own, one after another until one fails.
+    """A process that carries out `fedlightning` commands, one after another until one fails.
 
     Args:
-        commands: what would follow ``fedlightning`` on the command line.
-        log: file that standard output and error are appended to.
-        threads: torch's threads; ``None``: its default.
-        gpu: the one GPU to see; ``None``: all.
-        main: the command line: words in, exit code out.
+        commands: Words after `fedlightning` on the command line, for each command.
+        log: File that standard output and error are appended to.
+        threads: Number of torch's threads. `None` uses its default.
+        gpu: The only GPU the process sees. `None` shows all.
+        main: Command line: words in, exit code out.
     """
 
     def __init__(
@@ -122,30 +128,30 @@ class Child:
 
     @property
     def sentinel(self) -> int:
-        """For ``multiprocessing.connection.wait``."""
+        """Handle for `multiprocessing.connection.wait`."""
         return int(self._process.sentinel)
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """Id of the process."""
         return int(self._process.pid)
 
     @property
     def seconds(self) -> float:
-        """Time since it was started."""
+        """Seconds since the start."""
         return time.monotonic() - self._started
 
     def ended(self) -> bool:
-        """Whether it is over."""
+        """Return True if the process has ended."""
         return self._process.exitcode is not None
 
     def outcome(self) -> Outcome:
-        """How it ended; waits for the end."""
+        """Wait for the end and return how it ended."""
         self._process.join()
         return Outcome(self._error(self._process.exitcode), self.seconds)
 
     def kill(self) -> None:
-        """Stop it and what it started, at once."""
+        """Kill the process and its own children."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -168,7 +174,7 @@ class Child:
 
 
 def _work(commands: list[list[str]], log: str, threads: int | None, gpu: str | None, main: Main) -> None:
-    """A child's main function."""
+    """Carry out the commands; the main function of a child."""
     _lead(Path(log))
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -178,17 +184,15 @@ def _work(commands: list[list[str]], log: str, threads: int | None, gpu: str | N
         torch.set_num_threads(threads)
     for words in commands:
         print(f"$ fedlightning {' '.join(words)}", flush=True)
-        sys.argv = [
-            str(sys.modules[main.__module__].__file__),
-            *words,
-        ]  # what Lightning starts again for every further device
+        # Lightning starts this command line again for every further device.
+        sys.argv = [str(sys.modules[main.__module__].__file__), *words]
         code = main(words)
         if code:
             sys.exit(code)
 
 
 def _lead(log: Path) -> None:
-    """A session of its own, output to a file, and an end when the parent is gone."""
+    """Start a session, send output to a file, and end when the parent is gone."""
     os.setsid()
     if str(log) != os.devnull:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,4 +1,4 @@
-"""Keeps a number of runs going until none is left."""
+"""Execution of many runs, a number of them at a time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ _TICK = 0.5  # seconds between looks at the runs
 
 @dataclass(frozen=True)
 class Task:
-    """One run to make.
+    """A run to be made.
 
     Attributes:
-        name, seed: what it is called; folder: where its files go.
-        words: ``fit`` and its options, all but where the files go.
-        rounds: how many it has; then: further commands to give in the same process.
+        name: Name of the method.
+        seed: Seed of the run.
+        folder: Folder of the run.
+        words: `fit` and its options, without those that say where the files go.
+        rounds: Number of rounds.
+        then: Further commands for the same process.
     """
 
     name: str
@@ -34,11 +37,11 @@ class Task:
 
     @property
     def resumable(self) -> bool:
-        """Whether there is a state to go on from."""
+        """Whether the folder has a state to resume from."""
         return (self.folder / "checkpoints/last/manifest.json").exists()
 
     def commands(self) -> list[list[str]]:
-        """The commands that make the run, or go on with it."""
+        """Return the commands that make the run, or resume it."""
         place = [
             f"--trainer.default_root_dir={self.folder.parent.parent}",
             f"--trainer.name={self.folder.parent.name}",
@@ -48,7 +51,7 @@ class Task:
         return [[*self.words, *place, *resume], *self.then]
 
     def clean(self) -> None:
-        """Remove what a run left that cannot be gone on with; its log stays."""
+        """Remove the files of a run that cannot be resumed, except its log."""
         if self.folder.exists() and not self.resumable:
             for path in self.folder.iterdir():
                 if path.is_dir():
@@ -58,30 +61,30 @@ class Task:
 
 
 class Watcher(Protocol):
-    """Who wants to know how the runs get on."""
+    """An object that is told about the progress of runs. What it raises stops all runs."""
 
     def started(self, task: Task, resumed: bool) -> None:
-        """A run begins, or goes on."""
+        """Called when a run starts or is resumed."""
 
     def ended(self, task: Task, outcome: Outcome) -> None:
-        """A run is over."""
+        """Called when a run has ended."""
 
     def tick(self, running: Mapping[Task, float]) -> None:
-        """Time passes; ``running`` says for how many seconds each run has been going."""
+        """Called about twice a second with the runs that are going and the seconds since their start."""
 
 
 def execute(tasks: Sequence[Task], jobs: int, gpus: Sequence[str], watchers: Sequence[Watcher], main: Main) -> None:
-    """Make every run, ``jobs`` at a time; a run that fails does not stop the others.
+    """Make every run, `jobs` at a time. A run that fails does not stop the others.
 
     Args:
-        tasks: in the order in which they are begun.
-        jobs: with more than one, every run has one thread and one GPU, given in turn.
-        gpus: what ``CUDA_VISIBLE_DEVICES`` may hold; empty without GPUs.
-        watchers: are told what happens.
-        main: the command line that makes a run.
+        tasks: Runs in the order in which they start.
+        jobs: Number of runs at a time. With more than one, every run has one thread and one GPU, given in turn.
+        gpus: Values for `CUDA_VISIBLE_DEVICES`; empty without GPUs.
+        watchers: Objects that are told about the progress.
+        main: Command line that makes a run.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; all runs are stopped and can be gone on with.
+        KeyboardInterrupt: After Ctrl-C. All runs are stopped and can be resumed.
     """
     waiting, free = list(tasks), list(range(jobs))
     running: dict[int, tuple[Task, Child]] = {}

@@ -1,4 +1,4 @@
-"""A look at the first run that ends well: a metric that it does not have, no other run will have either."""
+"""A check of the first run that succeeds: a metric that it does not have is missing in all other runs, too."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from fedlightning.experiments.execute import Task
 
 
 class FirstResult:
-    """Watches runs until one has ended well, and has ``check`` look at its folder.
+    """A watcher that checks the folder of the first run that succeeds.
 
     Args:
-        check: raises ``InputError`` where the other runs had better not be made; they are stopped then, and those that
-            are finished stay.
+        check: Function of a folder. If it raises `InputError`, the other runs are stopped; finished ones are kept.
     """
 
     def __init__(self, check: Callable[[Path], object]) -> None:
@@ -23,31 +22,32 @@ class FirstResult:
         self.waiting = True
 
     def look(self, folder: Path) -> None:
-        """Check the run in ``folder``, unless another one was."""
+        """Check the run in `folder`, unless another one has been checked."""
         if self.waiting:
             self.waiting = False
             self.check(folder)
 
     def started(self, task: Task, resumed: bool) -> None:
-        """Nothing to look at yet."""
+        """Do nothing: there is no result yet."""
 
     def ended(self, task: Task, outcome: Outcome) -> None:
-        """Look at the first one; what failed says nothing about metrics."""
+        """Check the first run that succeeds; a failed one says nothing about metrics."""
         if outcome.error is None:
             self.look(task.folder)
 
     def tick(self, running: Mapping[Task, float]) -> None:
-        """Nothing to look at."""
+        """Do nothing: no run has ended."""
 
 
 def check_metric(folder: Path, metric: str) -> None:
-    """Refuse a metric that a finished run was tested for others than.
+    """Check that a finished run has test scores of `metric`, if it has any.
 
     Args:
-        folder: the run's; metric: with or without ``test_``.
+        folder: Folder of the run.
+        metric: Name of the metric, with or without `test_`.
 
     Raises:
-        InputError: it has test scores, but none of this name; the sentence names those there are.
+        InputError: If there are test scores, but none of this name. The sentence lists those there are.
     """
     from fedlightning.scoring.metrics import bare
     from fedlightning.study.measures import RunScores

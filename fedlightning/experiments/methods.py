@@ -1,4 +1,4 @@
-"""What is compared: methods, each a complete configuration under a label."""
+"""Methods of a comparison: complete configurations with labels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Config = dict[str, Any]
-"""The sections ``trainer``, ``model`` and ``data`` of a complete configuration, as plain values."""
+"""Sections `trainer`, `model` and `data` of a complete configuration, as plain values."""
 
 _PLACE = ("name", "version", "default_root_dir", "enable_progress_bar")
 
@@ -21,12 +21,12 @@ class Method:
     """One method of a study.
 
     Attributes:
-        name: its label, which is also the name of its folder.
-        configs: the YAML files it was made of.
-        config: the complete configuration; values that vary with the seed hold 0 here.
-        baseline: whether it was added, to measure the others by.
-        num_clients: clients in its data.
-        defaults: what the trainer's arguments are where nobody sets them.
+        name: Label of the method, and name of its folder.
+        configs: YAML files it was made from.
+        config: Complete configuration; values that vary with the seed are 0 here.
+        baseline: Whether `compare` added it as a baseline.
+        num_clients: Number of clients in its data.
+        defaults: Defaults of the trainer's arguments.
     """
 
     name: str
@@ -38,34 +38,43 @@ class Method:
 
     @property
     def rounds(self) -> int:
-        """Rounds of one run."""
+        """Number of rounds of one run."""
         trainer = self.config["trainer"]
         return 1 if trainer.get("fast_dev_run") else int(trainer["max_rounds"])
 
     @property
     def budget(self) -> str:
-        """Local work of one run in words."""
+        """Rounds and local steps or epochs of one run, in words."""
         trainer = self.config["trainer"]
         steps, epochs = trainer.get("local_steps"), trainer.get("local_epochs") or 1
         return f"{self.rounds} rounds x {f'{steps} local steps' if steps else f'{epochs} local epochs'}"
 
     def fingerprint(self, seed: int, vary: Iterable[str]) -> str:
-        """A hash of all that decides a run's numbers: the configuration, what varies, the seed."""
+        """Return a hash of everything that decides the numbers of a run: configuration, keys that vary, and seed."""
         decides = [without_place(self.config), sorted(vary), seed]
         return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def without_place(config: Mapping[str, Any]) -> Config:
-    """A configuration without where its files go and what is shown."""
+    """Return a configuration without the options that say where files go and what is shown."""
     trainer = {key: value for key, value in config["trainer"].items() if key not in _PLACE}
     return {**config, "trainer": trainer}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> list[str]:
-    """How ``new`` departs from ``old``: ``["trainer.max_rounds is 5, was 3"]``.
+    """Return the differences between two configurations, in words.
 
-    A trainer's argument that ``old`` does not know, because it is of an older version, is no difference as long as it
-    has its default of ``defaults``.
+    A trainer's argument that `old` does not have, because an older version wrote it, is no difference as long as it has
+    its default.
+
+    Args:
+        old: The earlier configuration.
+        new: The present configuration.
+        defaults: Defaults of the trainer's arguments.
+
+    Example:
+        >>> differences({"trainer": {"max_rounds": 3}}, {"trainer": {"max_rounds": 5}})
+        ['trainer.max_rounds is 5, was 3']
     """
     added = {key for key, value in new["trainer"].items() if key not in old["trainer"] and key in (defaults or {})}
     same = {key for key in added if new["trainer"][key] == (defaults or {})[key]}
@@ -94,7 +103,12 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 # -- labels ------------------------------------------------------------------------------------------------------------
 def split_label(word: str) -> tuple[str | None, str]:
-    """``NAME=path.yaml`` as (name, path); a path alone has no name."""
+    """Split `NAME=path.yaml` into name and path. A path alone has no name.
+
+    Example:
+        >>> split_label("mild=configs/a.yaml"), split_label("configs/a.yaml")
+        (('mild', 'configs/a.yaml'), (None, 'configs/a.yaml'))
+    """
     name, sign, path = word.partition("=")
     if not sign or "/" in name or Path(word).exists():
         return None, word
@@ -102,13 +116,22 @@ def split_label(word: str) -> tuple[str | None, str]:
 
 
 def labels(names: Sequence[str | None], paths: Sequence[str], taken: Iterable[str] = ()) -> list[str]:
-    """A label for every file: the name it was given, else its stem, made unique.
+    """Return a unique label for every file: its given name, else the stem of the file.
 
-    Two files of one stem are told apart by their folders, and by numbers where that is not enough. Letters' case does
-    not tell labels apart, because it does not tell folders apart everywhere.
+    Two files with one stem get the names of their folders, too, and numbers if that is not enough. Labels that differ
+    only in case count as equal, because some file systems do not tell them apart.
+
+    Args:
+        names: Given names, `None` where there is none.
+        paths: Paths of the files.
+        taken: Labels that are in use already.
 
     Raises:
-        ValueError: for one name given twice.
+        ValueError: If one name is given twice.
+
+    Example:
+        >>> labels([None, None, "mine"], ["a/fedavg.yaml", "b/fedavg.yaml", "c.yaml"])
+        ['a-fedavg', 'b-fedavg', 'mine']
     """
     given = [name.lower() for name in names if name is not None]
     twice = next((name for name in given if given.count(name) > 1), None)
@@ -130,7 +153,7 @@ def labels(names: Sequence[str | None], paths: Sequence[str], taken: Iterable[st
 
 
 def unique(label: str, used: Iterable[str]) -> str:
-    """``label``, or the first of label_2, label_3 ... that is not in ``used`` (lower case)."""
+    """Return `label`, or the first of label_2, label_3 and so on that is not in `used` (lower case)."""
     number, found, known = 2, label, set(used)
     while found.lower() in known:
         found, number = f"{label}_{number}", number + 1
@@ -138,5 +161,5 @@ def unique(label: str, used: Iterable[str]) -> str:
 
 
 def _tidy(label: str) -> str:
-    """A label that is a folder's name everywhere."""
+    """Return a label that is a valid name of a folder on every system."""
     return re.sub(r"[^\w.+-]+", "-", label).strip(".-") or "run"

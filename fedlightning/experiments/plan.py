@@ -1,7 +1,7 @@
-"""From files and options to complete configurations: everything is parsed, built and its data found before a run starts.
+"""Plans: complete configurations from files and options. All of them are parsed and their data found before a run starts.
 
-Planning imports torch and the user's classes, so it happens in a child process (:func:`children.call`); the process
-that watches the runs stays small.
+Planning imports the user's classes, so it happens in a child process (:func:`children.call`), and the process that
+watches the runs stays small.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import yaml
 from fedlightning.config.errors import InputError, explain
 from fedlightning.experiments.baselines import AUTO, baseline_config, missing_baselines
 from fedlightning.experiments.methods import Config, Method, labels, split_label, unique
+from fedlightning.study.columns import LOCAL, POOLED
 
 MATRIX_CLIENTS = 20
-"""With more clients than this, the cross-client matrix costs more than it tells."""
+"""Up to this many clients, runs are tested with every client's model on every client's data; beyond, it costs too much."""
 SEED_KEY = "trainer.seed"
 _DATA_SEED = "val_seed"
 
@@ -32,13 +33,15 @@ class Request:
     """What was asked for on the command line.
 
     Attributes:
-        files: configurations, ``path`` or ``NAME=path``; one method each.
-        before, after: files under and over every one of them; options: words over all files.
-        vary: keys that are set to the seed beside ``trainer.seed``; ``None``: the seed of the validation cut, where
-            the data have one.
-        baselines: names of algorithms to add, those that are there already left out.
-        matrix: whether runs are tested with every client's model on every client's data.
-        cli: ``module:class`` of the command line that parses a run's options; by name, because it imports torch.
+        files: Configurations of the methods, as `path` or `NAME=path`.
+        cli: `module:class` of the command line that parses the options of a run, by name because it imports torch.
+        before: Files that are read before each of `files`.
+        after: Files that are read after each of `files`.
+        options: Options that override all files.
+        vary: Keys that are set to the seed beside `trainer.seed`. `None` takes the seed of the validation split, if the
+            data have one.
+        baselines: Names of algorithms to add, unless they are there already.
+        matrix: Whether runs are tested with every client's model on every client's data.
     """
 
     files: list[str]
@@ -56,9 +59,9 @@ class Plan:
     """What will be run.
 
     Attributes:
-        methods: in the order given, added baselines last.
-        vary: for every method's name the keys that are set to the seed.
-        gpus: how many GPUs there are.
+        methods: Methods in the order given, with added baselines last.
+        vary: Name of a method -> keys that are set to the seed.
+        gpus: Number of GPUs.
     """
 
     methods: list[Method]
@@ -67,20 +70,20 @@ class Plan:
 
 
 def make_plans(requests: Sequence[Request]) -> list[Plan]:
-    """A plan for every request; data that several have in common are looked at once."""
+    """Return a plan for every request. Data that several requests share are set up once."""
     clients: dict[str, int] = {}
     return [make_plan(request, clients) for request in requests]
 
 
 def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
-    """Parse everything that was asked for and find its data.
+    """Parse every configuration of a request and set up its data.
 
     Args:
-        request: what was asked for.
-        clients: numbers of clients by data configuration that are known already; added to.
+        request: What was asked for.
+        clients: Known numbers of clients, by data configuration. New ones are added.
 
     Raises:
-        InputError: the first thing that cannot work, with the configuration it is in.
+        InputError: If a configuration cannot work; the sentence names it.
     """
     import torch
 
@@ -113,13 +116,13 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
 
 @dataclass
 class _Reader:
-    """Reads stacks of files as ``fedlightning fit`` would; data that several stacks share are looked at once."""
+    """A reader of stacks of files, which it reads as `fedlightning fit` would. Shared data are set up once."""
 
     request: Request
     clients: dict[str, int]
 
     def read(self, name: str, files: Sequence[str], options: Sequence[str]) -> tuple[Config, int, list[str]]:
-        """The complete configuration, the number of clients, and the keys that vary with the seed."""
+        """Return the complete configuration, the number of clients, and the keys that vary with the seed."""
         words = [word for file in files for word in ("--config", file)]
         vary = list(dict.fromkeys([SEED_KEY, *(self.request.vary or [])]))
         words += [*options, *(f"--{key}=0" for key in vary)]
@@ -132,7 +135,7 @@ class _Reader:
             raise InputError(f"{name} ({' + '.join(files)}): {sentence}" if files else f"{name}: {sentence}") from error
 
     def read_config(self, name: str, config: Config) -> tuple[Config, int, list[str]]:
-        """The same for a configuration that is no file yet."""
+        """Return the same for a configuration that is not in a file."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.yaml"
             path.write_text(yaml.safe_dump(config, sort_keys=False))
@@ -151,11 +154,11 @@ class _Reader:
             vary = [*vary, f"data.init_args.{_DATA_SEED}"]
         clients = self._count(cli.datamodule, config["data"])
         if config["trainer"].get("test_data") is None and self.request.matrix and clients <= MATRIX_CLIENTS:
-            config["trainer"]["test_data"] = ["local", "pooled", "clients"]
+            config["trainer"]["test_data"] = [LOCAL, POOLED, "clients"]
         return config, clients, vary
 
     def _count(self, datamodule: Any, section: Any) -> int:
-        """Find the data (fetch what may be fetched), and count their clients."""
+        """Set up the data, downloading them if allowed, and count their clients."""
         from fedlightning.arguments import federated_data
         from fedlightning.compat.quiet import quiet
 

@@ -1,4 +1,4 @@
-"""What a run needs, imported once; every run's process is forked from the one that imported this."""
+"""Imports that every run needs. The processes of runs are forked from one that has imported this module."""
 
 # ruff: noqa: F401
 

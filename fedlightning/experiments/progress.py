@@ -1,4 +1,4 @@
-"""What a person sees while many runs are made: how many are done, which are going, how long it will take."""
+"""Progress of many runs on the terminal: how many are done, which are running, and the time left."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ _TAIL = 4096  # bytes of metrics.csv in which the last line is looked for
 
 
 def rounds_begun(folder: Path) -> int:
-    """The newest round in a run's ``metrics.csv``; 0 before the first."""
+    """Return the newest round in the `metrics.csv` of a run, 0 before the first."""
     path = folder / "metrics.csv"
     if not path.exists():
         return 0
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
-        lines = (
-            file.read().decode(errors="replace").split("\n")[1:-1]
-        )  # the first may be cut off, the last half written
+        # The first line may be cut off, and the last one half written.
+        lines = file.read().decode(errors="replace").split("\n")[1:-1]
     numbers = [line.partition(",")[0] for line in lines]
     return max((int(number) for number in numbers if number.isdigit()), default=0)
 
 
 class Estimate:
-    """How long the rest will take.
+    """An estimate of the time that is left.
 
-    A run is expected to take as long as the finished ones of its method; before there is one, as long as the rounds of a
-    run that is going say; else as long as the mean of all that is known.
+    A run is expected to take as long as the finished runs of its method. If there is none yet, the finished rounds of a
+    running one are extrapolated; else the mean over the other methods is taken.
 
     Args:
-        tasks: what is to be done; jobs: how many at a time.
-        known: seconds of runs that were finished before, by method.
+        tasks: Runs to be made.
+        jobs: Number of runs at a time.
+        known: Method -> seconds of runs that were finished before.
     """
 
     def __init__(self, tasks: Sequence[Task], jobs: int, known: Mapping[str, Sequence[float]]) -> None:
@@ -46,16 +46,16 @@ class Estimate:
         self.finished = {name: list(seconds) for name, seconds in known.items()}
 
     def ended(self, task: Task, seconds: float | None) -> None:
-        """A run is over; ``seconds`` is ``None`` where it says nothing of the others."""
+        """Record the end of a run. `seconds` is `None` if it is no measure for other runs."""
         self.left.remove(task)
         if seconds is not None:
             self.finished.setdefault(task.name, []).append(seconds)
 
     def seconds(self, running: Mapping[Task, tuple[float, int]]) -> float | None:
-        """Seconds left; ``None`` while nothing is known.
+        """Return the seconds that are left, or `None` while nothing is known.
 
         Args:
-            running: for every run that is going its seconds and its finished rounds since it was begun.
+            running: Running task -> seconds and finished rounds since its start.
         """
         expected = {name: sum(values) / len(values) for name, values in self.finished.items() if values}
         for task, (spent, rounds) in running.items():
@@ -72,11 +72,13 @@ class Estimate:
 
 
 class View:
-    """A bar of all runs with the time left; without a terminal one line for a run that begins or ends.
+    """A progress bar of all runs with the time left. Without a terminal, one line for each start and end of a run.
 
     Args:
-        tasks, jobs, known: see :class:`Estimate`.
-        console: where to show it.
+        tasks: Runs to be made.
+        jobs: Number of runs at a time.
+        known: Method -> seconds of runs that were finished before.
+        console: Console to print to.
     """
 
     def __init__(
@@ -110,14 +112,14 @@ class View:
             self.bar.stop()
 
     def started(self, task: Task, resumed: bool) -> None:
-        """A run begins, or goes on."""
+        """Note the start of a run."""
         self.before[task] = rounds_begun(task.folder) if resumed else 0
         if self.bar is None:
             again = f", goes on after round {self.before[task]} of {task.rounds}" if resumed else ""
             self._say(f"started {task.name}, seed {task.seed}{again}")
 
     def ended(self, task: Task, outcome: Outcome) -> None:
-        """A run is over."""
+        """Note the end of a run, and print it."""
         whole = outcome.error is None and not self.before.get(task)
         self.estimate.ended(task, outcome.seconds if whole else None)
         self.done += outcome.error is None
@@ -129,7 +131,7 @@ class View:
         )
 
     def tick(self, running: Mapping[Task, float]) -> None:
-        """Bring the bar up to date."""
+        """Update the bar."""
         if self.bar is None:
             return
         rounds = {task: rounds_begun(task.folder) for task in running}
@@ -147,7 +149,12 @@ class View:
 
 
 def duration(seconds: float) -> str:
-    """``75`` as ``1 min 15 s``."""
+    """Write a duration.
+
+    Example:
+        >>> duration(75)
+        '1 min 15 s'
+    """
     if seconds < 60:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

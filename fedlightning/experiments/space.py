@@ -1,4 +1,4 @@
-"""Which values a sweep tries: all combinations of a grid, or what Optuna proposes within ranges."""
+"""Values that a sweep tries: all combinations of a grid, or values within ranges for Optuna."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any
 from fedlightning.config.errors import InputError
 
 Values = dict[str, str]
-"""What is tried: option keys and values, as they would stand on the command line."""
+"""Keys of options -> values, as they would be written on the command line."""
 
 _FORMS = "log:LOW:HIGH, uniform:LOW:HIGH, int:LOW:HIGH or choice:A,B,C"
 
 
 def split_values(text: str) -> list[str]:
-    """``0.1,[8,4],relu`` as its three values: commas in brackets, braces and quotes do not separate."""
+    """Split at commas that are not in brackets, braces or quotes.
+
+    Example:
+        >>> split_values("0.1,[8,4],relu")
+        ['0.1', '[8,4]', 'relu']
+    """
     found, depth, quote = [""], 0, ""
     for sign in text:
         if quote:
@@ -36,10 +41,14 @@ def split_values(text: str) -> list[str]:
 
 
 def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
-    """``["trainer.callbacks.mu=0.1,1"]`` as ``{"trainer.callbacks.mu": ["0.1", "1"]}``.
+    """Parse the words of `--grid`.
 
     Raises:
-        InputError: a word that is none, a key given twice, a value that is missing.
+        InputError: If a word has another form, a key is given twice, or a value is missing.
+
+    Example:
+        >>> parse_grid(["trainer.callbacks.mu=0.1,1"])
+        {'trainer.callbacks.mu': ['0.1', '1']}
     """
     grid: dict[str, list[str]] = {}
     for word in words:
@@ -52,18 +61,21 @@ def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def combinations(grid: dict[str, list[str]]) -> Iterator[Values]:
-    """All combinations, the last key's values changing fastest."""
+    """Yield all combinations of a grid. The values of the last key change fastest."""
     for chosen in itertools.product(*grid.values()):
         yield dict(zip(grid, chosen, strict=True))
 
 
 @dataclass(frozen=True)
 class Range:
-    """Where Optuna looks for the value of one option.
+    """A range in which Optuna searches the value of one option.
 
     Attributes:
-        kind: ``"log"`` (uniform in the logarithm), ``"uniform"``, ``"int"`` (bounds included) or ``"choice"``.
-        low, high: the bounds; choices: the values of a choice.
+        key: Key of the option.
+        kind: `"log"` (uniform in the logarithm), `"uniform"`, `"int"` (bounds included) or `"choice"`.
+        low: Lower bound.
+        high: Upper bound.
+        choices: Values of a choice.
     """
 
     key: str
@@ -73,7 +85,7 @@ class Range:
     choices: tuple[str, ...] = ()
 
     def propose(self, trial: Any) -> str:
-        """A value from an Optuna trial, as it would stand on the command line."""
+        """Return a value from an Optuna trial, as it would be written on the command line."""
         if self.kind == "choice":
             return str(trial.suggest_categorical(self.key, self.choices))
         if self.kind == "int":
@@ -82,10 +94,14 @@ class Range:
 
 
 def parse_search(words: Sequence[str]) -> list[Range]:
-    """``["model.init_args.lr=log:1e-5:1e-1"]`` as ranges.
+    """Parse the words of `--search`.
 
     Raises:
-        InputError: a word that is none, bounds in the wrong order, a logarithm from zero or below.
+        InputError: If a word has another form, bounds are in the wrong order, or a logarithmic range starts at 0 or below.
+
+    Example:
+        >>> parse_search(["model.init_args.lr=log:1e-5:1e-1"])
+        [Range(key='model.init_args.lr', kind='log', low=1e-05, high=0.1, choices=())]
     """
     ranges: dict[str, Range] = {}
     for word in words:

@@ -1,10 +1,9 @@
-"""``study.json``: what an experiment consists of and how far it is. It is replaced atomically after every run."""
+"""`study.json`: the methods and runs of an experiment and their states. It is replaced atomically after every run."""
 
 from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,24 +17,30 @@ from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.methods import Method, differences
+from fedlightning.run.files import write_text_atomically
+from fedlightning.study.runs import STUDY_FILE
 
 FORMAT = 1
+"""Version of the file's content."""
 Redo = Literal["failed", "all"]
 
 
 class StudyFile:
-    """The state of all runs of an experiment.
+    """The states of all runs of an experiment. It is also a watcher that records them.
 
     Args:
-        folder: the experiment's folder; ``study.json`` there is read if it exists.
+        folder: Folder of the experiment. Its `study.json` is read if it exists.
 
     Attributes:
-        data: the file's content: ``methods``, ``runs``, ``seeds`` and what the command line said.
+        data: Content of the file: `methods`, `runs`, `seeds`, and options of the command line.
+
+    Raises:
+        InputError: If the file was written by a version with another format.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.path = folder / "study.json"
+        self.path = folder / STUDY_FILE
         self.data: dict[str, Any] = {"format": FORMAT, "methods": [], "runs": [], "seeds": []}
         if self.path.exists():
             self.data = json.loads(self.path.read_text())
@@ -48,44 +53,49 @@ class StudyFile:
     def save(self) -> None:
         """Replace the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name("study.json.tmp")
-        temporary.write_text(json.dumps(self.data, indent=1))
-        os.replace(temporary, self.path)
+        write_text_atomically(self.path, json.dumps(self.data, indent=1))
 
     # -- runs ----------------------------------------------------------------------------------------------------
     def entry(self, name: str, seed: int) -> dict[str, Any] | None:
-        """What is known of a run."""
+        """Return the entry of a run, or `None`."""
         found = (run for run in self.data["runs"] if (run["run"], run["seed"]) == (name, seed))
         return next(found, None)
 
     def run_folder(self, name: str, seed: int) -> Path:
-        """Where a run's files go."""
+        """Return the folder of a run."""
         return self.folder / "runs" / name / f"seed_{seed}"
 
     def config_file(self, name: str) -> Path:
-        """Where a method's complete configuration lies."""
+        """Return the file with the complete configuration of a method."""
         return self.folder / "configs" / f"{name}.yaml"
 
     def plan(
         self, methods: Sequence[Method], seeds: Sequence[int], vary: Mapping[str, Sequence[str]], redo: Redo | None
     ) -> list[Task]:
-        """The runs that are to be made now, seed by seed; nothing is written.
+        """Return the runs that are still to be made, seed by seed. Nothing is written.
 
-        Finished runs are left out, and so are failed ones unless ``redo`` names them; interrupted ones go on.
+        Finished runs are left out, and so are failed ones unless `redo` includes them. Interrupted runs are resumed.
+
+        Args:
+            methods: Methods of the experiment.
+            seeds: Seeds of every method.
+            vary: Name of a method -> keys that are set to the seed.
+            redo: Runs to be made again.
 
         Raises:
-            InputError: where there are runs of another configuration; the sentence says what differs.
+            InputError: If a folder has a run of another configuration; the sentence says what differs.
         """
         tasks = []
         for seed in seeds:
             for method in methods:
-                if self._wanted(method, seed, vary[method.name], redo):
+                if self._is_open(method, seed, vary[method.name], redo):
                     words = ["fit", "--config", str(self.config_file(method.name))]
                     words += [f"--{key}={seed}" for key in vary[method.name]]
                     tasks.append(Task(method.name, seed, self.run_folder(method.name, seed), words, method.rounds))
         return tasks
 
-    def _wanted(self, method: Method, seed: int, vary: Sequence[str], redo: Redo | None) -> bool:
+    def _is_open(self, method: Method, seed: int, vary: Sequence[str], redo: Redo | None) -> bool:
+        """Return True if a run is still to be made."""
         entry, folder = self.entry(method.name, seed), self.run_folder(method.name, seed)
         there = (folder / "metrics.csv").exists()
         if redo == "all" or (entry is None and not there):
@@ -99,12 +109,12 @@ class StudyFile:
         return entry["state"] != "done" or not (folder / "summary.json").exists()
 
     def _same(self, entry: Mapping[str, Any], method: Method, vary: Sequence[str]) -> bool:
-        """Whether a run is of this configuration, whatever newer version added at its default."""
+        """Return True if a run has this configuration; arguments that a newer version added count if not at default."""
         seed, file = entry["seed"], self.config_file(method.name)
         if entry["config"] == method.fingerprint(seed, vary) or not file.exists():
             return bool(entry["config"] == method.fingerprint(seed, vary))
         old = replace(method, config=yaml.safe_load(file.read_text()))
-        known = entry["config"] == old.fingerprint(seed, vary)  # else the file is not the run's
+        known = entry["config"] == old.fingerprint(seed, vary)  # otherwise the file belongs to another run
         return known and not differences(old.config, method.config, method.defaults)
 
     def _refusal(self, method: Method, seed: int, vary: Sequence[str], entry: Mapping[str, Any] | None) -> str:
@@ -132,9 +142,16 @@ class StudyFile:
         tasks: Sequence[Task],
         redo: Redo | None,
     ) -> None:
-        """Write the configurations and enter the runs; what was there of other methods and seeds stays.
+        """Write the configurations and add the runs. Entries of other methods and seeds stay.
 
-        Runs that start anew lose what they left (see :meth:`plan` for which these are).
+        The folder of a run that starts again from the beginning is removed.
+
+        Args:
+            methods: Methods of the experiment.
+            seeds: Seeds of every method.
+            vary: Name of a method -> keys that are set to the seed.
+            tasks: Runs to be made, from :meth:`plan`.
+            redo: Runs to be made again.
         """
         (self.folder / "configs").mkdir(parents=True, exist_ok=True)
         known = {method["name"]: method for method in self.data["methods"]}
@@ -170,10 +187,10 @@ class StudyFile:
 
     # -- as a watcher --------------------------------------------------------------------------------------------
     def started(self, task: Task, resumed: bool) -> None:
-        """Nothing to write: a run is pending until it ends."""
+        """Do nothing: a run is pending until it ends."""
 
     def ended(self, task: Task, outcome: Outcome) -> None:
-        """Write how a run ended."""
+        """Record how a run ended."""
         entry = self.entry(task.name, task.seed)
         assert entry is not None
         entry["state"] = "done" if outcome.error is None else "failed"
@@ -182,10 +199,10 @@ class StudyFile:
         self.save()
 
     def tick(self, running: Mapping[Task, float]) -> None:
-        """Nothing to write."""
+        """Do nothing: no state has changed."""
 
     def states(self, methods: Sequence[str], seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
-        """The entries of these methods and seeds, by state."""
+        """Return the entries of these methods and seeds, by state."""
         found: dict[str, list[dict[str, Any]]] = {"done": [], "failed": [], "pending": []}
         for run in self.data["runs"]:
             if run["run"] in methods and run["seed"] in seeds:
@@ -195,10 +212,10 @@ class StudyFile:
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Refuse to work in a folder in which another process does.
+    """Lock a folder against other processes.
 
     Raises:
-        InputError: with a sentence.
+        InputError: If another process works in the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:

@@ -1,11 +1,11 @@
-"""A sweep: trials, how good each is on validation data, and the best one as an override file."""
+"""Trials of a sweep, their scores on validation data, and the best one as an override file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.methods import Config
 from fedlightning.experiments.space import Range, Values
+from fedlightning.study.columns import GLOBAL, PERSONAL
 
 NO_TEST = ["--trainer.test_data=[]"]
-"""Put over every trial's configuration: nothing is scored on test data."""
-_DEPLOYED = (("personal", "best_local", None), ("global", "best_global", None), ("personal", "latest", "L1"))
+"""Options of every trial: nothing is scored on test data."""
+_DEPLOYED = ((PERSONAL, "best_local", None), (GLOBAL, "best_global", None), (PERSONAL, "latest", "L1"))
 
 
 @dataclass
@@ -24,8 +25,8 @@ class Trial:
     """One choice of values.
 
     Attributes:
-        values: what was tried.
-        per_seed: each seed's objective; ``None`` where the run failed or the objective is not defined.
+        values: Keys of options -> values.
+        per_seed: Seed -> objective, `None` if the run failed or the objective is not defined.
     """
 
     values: Values
@@ -33,35 +34,38 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """A name that the same values always have."""
+        """Name of the trial, made from its values: the same values always have the same name."""
         text = json.dumps(sorted(self.values.items()))
         return f"trial_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     @property
     def options(self) -> list[str]:
-        """The values as words of the command line."""
+        """Values as words of the command line."""
         return [f"--{key}={value}" for key, value in self.values.items()]
 
     @property
     def objective(self) -> float | None:
-        """The mean over seeds; ``None`` unless every seed has one."""
+        """Mean over seeds; `None` unless every seed has an objective."""
         found = [value for value in self.per_seed.values() if value is not None]
         return sum(found) / len(found) if found and len(found) == len(self.per_seed) else None
 
 
 def objective(folder: Path, metric: str = "loss") -> float | None:
-    """How good a run is on validation data: the mean over clients, weighted by validation samples.
+    """Return the validation score of a run: the mean over clients, weighted by validation samples.
 
-    The models are those that the run would deploy: each client's best on its own validation data where they were kept,
-    else the federation's best, else what every client holds in the end (stage L1).
+    The models are those that the run would deploy: each client's best on its own validation data if the run kept them,
+    else the best global model, else the last model that each client received (stage L1).
 
     Args:
-        folder: a run that was validated with all its checkpoints.
-        metric: which score, with or without ``val_``.
+        folder: Folder of a run that was validated with all its checkpoints.
+        metric: Name of the metric, with or without `val_`.
 
     Returns:
-        ``None`` where a client that has validation samples has no finite score: a diverged client must not make a run
-        look better.
+        The score, or `None` if a client with validation samples has no finite score, since a diverged client must not
+        make a run look better.
+
+    Raises:
+        InputError: If the run has no such validation score.
     """
     from fedlightning.study.runs import load_run
 
@@ -81,7 +85,7 @@ def objective(folder: Path, metric: str = "loss") -> float | None:
 
 
 def ranked(trials: Sequence[Trial], higher_is_better: bool = False) -> list[Trial]:
-    """Best first; trials without an objective last; equals in the order they were tried."""
+    """Return the trials, best first. Those without an objective come last; equal ones keep their order."""
 
     def key(trial: Trial) -> tuple[bool, float]:
         value = trial.objective
@@ -91,16 +95,18 @@ def ranked(trials: Sequence[Trial], higher_is_better: bool = False) -> list[Tria
 
 
 class Proposals:
-    """Values from Optuna's TPE sampler, asked for and answered in a fixed order.
+    """Proposals of values from Optuna's TPE sampler, asked for and answered in a fixed order.
 
-    The same seed and the same answers give the same proposals, so a sweep that is started again goes through what it
-    has done without running it.
+    The same seed and the same objectives give the same proposals, so a sweep that is started again passes through its
+    finished trials without running them.
 
     Args:
-        ranges: where to look; seed: the sampler's; higher_is_better: the direction.
+        ranges: Ranges of the values.
+        seed: Seed of the sampler.
+        higher_is_better: Whether a higher objective is better.
 
     Raises:
-        InputError: Optuna is not installed.
+        InputError: If Optuna is not installed.
     """
 
     def __init__(self, ranges: Sequence[Range], seed: int, higher_is_better: bool) -> None:
@@ -119,12 +125,12 @@ class Proposals:
         self._open: list[Any] = []
 
     def ask(self, number: int) -> list[Values]:
-        """The next values to try."""
+        """Return the next `number` values to try."""
         self._open = [self._study.ask() for _ in range(number)]
         return [{found.key: found.propose(trial) for found in self._ranges} for trial in self._open]
 
     def tell(self, objectives: Sequence[float | None]) -> None:
-        """How good they were, in the same order; ``None``: it failed."""
+        """Report the objectives of the values last asked for, in the same order; `None` for a failed trial."""
         for trial, value in zip(self._open, objectives, strict=True):
             if value is None:
                 self._study.tell(trial, state=self._failed)
@@ -134,9 +140,18 @@ class Proposals:
 
 # -- the best, as a file -----------------------------------------------------------------------------------------------
 def override(config: Config, keys: Sequence[str]) -> Config:
-    """The part of a complete configuration that holds ``keys``: an override for the files it was made of.
+    """Return the part of a complete configuration that holds `keys`, as an override for the files it was made from.
 
-    Lists replace each other when files are stacked, so of a list (callbacks) everything is taken; of a class its path.
+    When files are stacked, lists replace each other, so a list (callbacks) is taken whole. A class is taken with its path.
+
+    Args:
+        config: Complete configuration.
+        keys: Keys of the options.
+
+    Example:
+        >>> config = {"model": {"class_path": "Mine", "init_args": {"lr": 0.1, "depth": 2}}, "trainer": {"seed": 0}}
+        >>> override(config, ["model.init_args.lr"])
+        {'model': {'class_path': 'Mine', 'init_args': {'lr': 0.1}}}
     """
     found: Config = {}
     for key in keys:
@@ -155,9 +170,3 @@ def _copy(source: Mapping[str, Any], target: dict[str, Any], path: Sequence[str]
         _copy(value, target.setdefault(name, {}), rest)
     else:
         target[name] = value
-
-
-def batches(values: Iterator[Values], size: int) -> Iterator[list[Values]]:
-    """Lists of ``size``."""
-    while chunk := [value for _, value in zip(range(size), values, strict=False)]:
-        yield chunk

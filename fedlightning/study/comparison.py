@@ -1,6 +1,6 @@
-"""Runs of this session side by side, without their folders: a table on the terminal, a figure per client, the files.
+"""Comparison of runs of this session, without their folders: a table on the terminal, a figure per client, files.
 
-For runs on disk, several seeds and a report, see :class:`fedlightning.study.study.Study` and ``fedlightning compare``.
+For runs on disk, several seeds and a report, see :class:`fedlightning.study.study.Study` and `fedlightning compare`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,30 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fedlightning.study.columns import GLOBAL, POOLED
 from fedlightning.study.runs import Run
 from fedlightning.study.study import Study, write_comparison
 
 
 class Comparison:
-    """Collects the summaries of runs on the same data.
+    """A comparison of runs on the same data, made from their summaries.
 
-    Which models are compared is fixed before looking at test data: each client's ``best_local`` checkpoint where there is
-    one, else the latest (stage L1); the global model is ``best_global``, else the latest (stage G).
+    The compared models are fixed before test data are seen: each client's `best_local` checkpoint if there is one, else
+    its latest model (stage L1). The global model is `best_global`, else the latest (stage G).
 
     Args:
-        metric: the score to compare, with or without its ``test_`` prefix.
-        split: ``"test"`` or ``"val"``.
+        metric: Score to compare, with or without its `test_` prefix.
+        split: `"test"` or `"val"`.
+
+    Example:
+        >>> from fedlightning.scoring.results import Row, summarise
+        >>> comparison = Comparison()
+        >>> for name, accuracies in {"Local": (0.5, 0.7), "APFL": (0.7, 0.9)}.items():
+        ...     rows = [Row(5, "L1", "personal", "latest", "local", "test", f"client{i}", "test_accuracy", value, 10)
+        ...             for i, value in enumerate(accuracies)]
+        ...     comparison.add(name, {"results": summarise(rows)})
+        >>> [(line["method"], line["mean"], line["best"]) for line in comparison.study.overview()]
+        [('Local', 0.6, False), ('APFL', 0.8, True)]
     """
 
     def __init__(self, metric: str = "accuracy", split: str = "test") -> None:
@@ -34,25 +45,25 @@ class Comparison:
         self.runs: list[Run] = []
 
     def add(self, name: str, summary: Mapping[str, Any]) -> None:
-        """Add a run; the same name again is another seed of it.
+        """Add a run. Runs with the same name and different seeds are averaged.
 
         Args:
-            name: its name in the table.
-            summary: what ``summary.json`` holds (``trainer.summary``).
+            name: Name of the method in the table.
+            summary: `trainer.summary`, which is the content of `summary.json`.
         """
         self.runs.append(Run(name, int(summary.get("seed", 0)), Path(), dict(summary)))
 
     @property
     def study(self) -> Study:
-        """The runs so far, with every table and statistic.
+        """The runs so far as a :class:`~fedlightning.study.study.Study`, with every table and statistic.
 
         Raises:
-            ValueError: if there is no run, or none has the metric.
+            ValueError: If there is no run, or none has the metric.
         """
         return Study(self.runs, metric=self.metric, split=self.split)
 
     def table(self) -> Table:
-        """The comparison as a table: the best of each column is bold."""
+        """Return the comparison as a table, with the best value of each column in bold."""
         study = self.study
         table = Table(
             title=f"{self.split} {study.metric}, mean over clients ± standard deviation", title_justify="left"
@@ -62,7 +73,7 @@ class Comparison:
         rows = study.overview()
         better = max if study.higher_is_better else min
         shown = {}
-        for key in ("mean", "worst", "pooled", "global"):
+        for key in ("mean", "worst", POOLED, GLOBAL):
             known = [row[key] for row in rows if row[key] is not None]
             shown[key] = [_cell(row[key], bool(known) and row[key] == better(known)) for row in rows]
         shared = [[score.spread for score in study.shared(row["method"]).values()] for row in rows]
@@ -71,8 +82,8 @@ class Comparison:
                 row["method"],
                 shown["mean"][i] + _spread(row["std"]),
                 shown["worst"][i],
-                shown["pooled"][i],
-                shown["global"][i]
+                shown[POOLED][i],
+                shown[GLOBAL][i]
                 + _spread(math.fsum(s.std for s in shared[i] if s) / len(shared[i]) if shared[i] else None),
                 _number(row["mb_total"], 1),
                 _number(row["seconds"], 0),
@@ -80,7 +91,7 @@ class Comparison:
         return table
 
     def print(self) -> None:
-        """Print the table, what its columns mean, and what is wrong with the runs."""
+        """Print the table, the meaning of its columns, and the problems of the runs."""
         console = Console(width=None if Console().is_terminal else 100)
         console.print(self.table())
         console.print(
@@ -94,13 +105,13 @@ class Comparison:
                 console.print(f"[yellow]{problem.text}[/]", highlight=False)
 
     def write(self, path: Path) -> None:
-        """Write ``comparison.json`` and ``comparison.csv`` into a folder; see
+        """Write `comparison.json` and `comparison.csv` into a folder; see
         :func:`fedlightning.study.export.write_comparison`.
         """
         write_comparison(self.study, path)
 
     def plot_clients(self, path: Path) -> None:
-        """One panel per run: every client's deployed model on its own data, against the first run's."""
+        """Draw one panel per run: the score of each client's deployed model on its own data, against the first run's."""
         import matplotlib.pyplot as plt
 
         study = self.study
@@ -122,8 +133,8 @@ class Comparison:
                 places, [math.nan if v is None else v for v in of.values()], color=_GREY if name == first else _BLUE
             )
             if name != first:
-                marks = [math.nan if (v := scores[first].get(client)) is None else v for client in of]
-                axis.scatter(places, marks, marker="_", s=90, color=_RED, label=first, zorder=3)
+                reference = [math.nan if (v := scores[first].get(client)) is None else v for client in of]
+                axis.scatter(places, reference, marker="_", s=90, color=_RED, label=first, zorder=3)
                 axis.legend(loc="lower right", fontsize=7)
             axis.set_title(f"{name}: {_number(means[name], 3)}", fontsize=10)
             axis.set_xticks(places, list(of), fontsize=7)
@@ -139,7 +150,7 @@ class Comparison:
 
 _BLUE, _GREY, _RED = "#4477aa", "#999999", "#cc3311"
 _EXPECTED = ("single_seed", "no_baseline", "uncomparable_baseline")
-"""Kinds of problems that touch no number of the table."""
+"""Kinds of problems that change no number of the table."""
 
 
 def _cell(value: float | None, best: bool) -> str:

@@ -1,32 +1,36 @@
-"""What it costs to reach a target: rounds, steps, megabytes, seconds."""
+"""Costs of reaching a target score: rounds, steps, megabytes, seconds."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fedlightning.study.columns import LOCAL
 from fedlightning.study.curves import curves
-
-if TYPE_CHECKING:
-    from fedlightning.study.study import Study
+from fedlightning.study.data import StudyData, Table
 
 SHARES = (0.90, 0.95, 1.0)
 """Default targets, as shares of FedAvg's best validation score."""
-STAGE, DATA = "L1", "local"
-"""The curve that is watched: what clients hold after aggregation, on their own validation data."""
+STAGE, DATA = "L1", LOCAL
+"""The curve that must reach the target: models as received after aggregation, on each client's own validation data."""
 
 
-def costs(study: Study, target: float | None = None) -> list[dict[str, Any]]:
-    """One line for each (method, target): when the curve of its mean over seeds first reaches the target.
+def costs(study: StudyData, target: float | None = None) -> Table:
+    """Return what each method spends until the mean over its seeds first reaches a target.
 
-    The curve is each client's model as received (L1) on its own validation data, so no test data are touched.
-    ``target`` is the value, ``share`` and ``of`` where it comes from (``None`` for a given one); ``rounds``,
-    ``local_steps`` (all clients together), ``mb_up``, ``mb_down``, ``mb`` (1 MB = 10**6 bytes) and ``seconds`` are what
-    was spent by then, ``None`` where the target is never reached (``reached`` is False) or costs were not recorded.
+    The curve that must reach it is each client's model as received (L1) on its own validation data, so no test data are
+    used.
 
     Args:
-        study: the study.
-        target: a score; default: 90, 95 and 100 % of FedAvg's best value (without FedAvg: of the method whose best is
-            worst). For a loss a target is the best value divided by the share, so that a smaller share is easier.
+        study: Runs to compare.
+        target: Score to reach. `None` takes three: 90, 95 and 100 % of FedAvg's best value (without FedAvg, of the
+            method whose best is worst). For a loss, a target is the best value divided by the share, so that a smaller
+            share is easier.
+
+    Returns:
+        One line for each (method, target). `target` is the value; `share` and `of` say where it comes from (`None` for a
+        given one). `rounds`, `local_steps` (all clients together), `mb_up`, `mb_down`, `mb` (1 MB = 10**6 bytes) and
+        `seconds` are what was spent by then. They are `None` where the target is never reached (`reached` is False) or
+        costs were not recorded.
     """
     tracks: dict[str, list[dict[str, Any]]] = {method: [] for method in study.methods}
     for line in curves(study):
@@ -44,7 +48,7 @@ def costs(study: Study, target: float | None = None) -> list[dict[str, Any]]:
 
 
 def _targets(
-    study: Study, tracks: dict[str, list[dict[str, Any]]], target: float | None
+    study: StudyData, tracks: dict[str, list[dict[str, Any]]], target: float | None
 ) -> list[tuple[float, float | None, str | None]]:
     if target is not None:
         return [(target, None, None)]
@@ -58,7 +62,7 @@ def _targets(
     return [(best[of] * share if good else best[of] / share, share, of) for share in SHARES]
 
 
-def _reaches(study: Study, value: float, target: float) -> bool:
+def _reaches(study: StudyData, value: float, target: float) -> bool:
     return value >= target if study.higher_is_better else value <= target
 
 

@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedlightning.scoring.metrics import bare
+from fedlightning.study.columns import STAGES
+from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
 from fedlightning.study.runs import Run
 
-if TYPE_CHECKING:
-    from fedlightning.study.study import Study
-
 COSTS = {"bytes_up": "bytes_up", "bytes_down": "bytes_down", "local_steps": "steps", "seconds": "seconds"}
-"""Column -> key of ``per_round`` in ``summary.json``."""
+"""Column -> key in `per_round` of `summary.json`."""
 
 
-def curves(study: Study, metric: str | None = None) -> list[dict[str, Any]]:
-    """Validation scores of the latest models: one line for each (method, stage, data, round).
+def curves(study: StudyData, metric: str | None = None) -> Table:
+    """Return the validation scores of the latest models over rounds.
 
-    ``mean`` is the mean over seeds of the mean over clients, with ``ci95``, ``ci95_radius`` and ``n_seeds``; it is ``None``
-    at a round where a client's value is NaN or infinite in any seed. ``bytes_up``, ``bytes_down``, ``mb`` (both, in 10**6
-    bytes), ``local_steps`` (all clients together) and ``seconds`` are sums from the start to the end of that round, means
-    over seeds; ``None`` where a run did not record them by round. Rounds that not every seed was scored at are left out.
+    Rounds that not every seed was scored at are left out.
 
     Args:
-        study: the study.
-        metric: default the study's.
+        study: Runs to compare.
+        metric: Name of the metric. `None` uses the metric of the study.
+
+    Returns:
+        One line for each (method, stage, data, round). `mean` is the mean over seeds of the mean over clients, with
+        `ci95`, `ci95_radius` and `n_seeds`; it is `None` if a client's value is NaN or infinite in any seed.
+        `bytes_up`, `bytes_down`, `mb` (both together, in 10**6 bytes), `local_steps` (all clients together) and
+        `seconds` are sums from the start to the end of the round, averaged over seeds. They are `None` if a run did not
+        record them by round.
     """
-    wanted = bare(metric or study.metric)
+    metric = bare(metric or study.metric)
     lines = []
     for method in study.methods:
         seeds = study.seeds_of(method)
         runs = [study.finished[method, seed].run for seed in seeds]
-        found = [round_means(run, wanted) for run in runs]
+        found = [round_means(run, metric) for run in runs]
         spent = [cumulative_costs(run) for run in runs]
         shared = set.intersection(*(set(one) for one in found)) if found else set()
         for stage, data, number in sorted(shared, key=_order):
@@ -49,7 +52,7 @@ def curves(study: Study, metric: str | None = None) -> list[dict[str, Any]]:
 
 
 def round_means(run: Run, metric: str) -> dict[tuple[str, str, int], float | None]:
-    """(stage, data, round) -> mean over clients on validation data; ``None`` if a value is not finite."""
+    """Return (stage, data, round) -> mean over clients on validation data, `None` if a value is not finite."""
     groups: dict[tuple[str, str, int], list[float]] = {}
     for row in run.rows:
         if row.split == "val" and row.checkpoint == "latest" and bare(row.metric) == metric:
@@ -58,7 +61,7 @@ def round_means(run: Run, metric: str) -> dict[tuple[str, str, int], float | Non
 
 
 def cumulative_costs(run: Run) -> dict[int, dict[str, float]]:
-    """Round -> what the run had cost by its end; empty where the run did not record costs by round."""
+    """Return round -> costs of the run until the end of that round; empty if the run did not record them by round."""
     total = dict.fromkeys(COSTS, 0.0)
     found = {}
     for entry in run.summary.get("per_round", []):
@@ -69,4 +72,4 @@ def cumulative_costs(run: Run) -> dict[int, dict[str, float]]:
 
 def _order(key: tuple[str, str, int]) -> tuple[int, str, int]:
     stage, data, number = key
-    return ("G", "L1", "L2").index(stage), data, number
+    return STAGES.index(stage), data, number

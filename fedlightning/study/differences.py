@@ -1,31 +1,31 @@
-"""Is the difference real? Paired over seeds: the same seed is the same split."""
+"""Differences between methods, paired over seeds, since the same seed is the same split."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
 from fedlightning.study.statistics import holm, paired_difference, wilcoxon
 
-if TYPE_CHECKING:
-    from fedlightning.study.study import Study
 
-
-def differences(study: Study, reference: str | None = None) -> list[dict[str, Any]]:
-    """Every other method against a reference, on the deployed score (mean over clients), seed by seed.
-
-    One line a method: ``mean`` of (method - reference), ``ci95`` and ``ci95_radius`` of it, ``p`` of the paired t-test,
-    ``p_holm`` after Holm's adjustment over the lines of this table, ``p_wilcoxon`` of the signed-rank test (with n
-    pairs it cannot be below 2 / 2**n), ``n`` pairs, ``per_seed``, and ``better``: whether the mean favours the method.
-    ``p`` is ``None`` with fewer than two pairs; everything is where a run diverged.
+def differences(study: StudyData, reference: str | None = None) -> Table:
+    """Compare every other method with a reference, seed by seed, by the deployed score (mean over clients).
 
     Args:
-        study: the study.
-        reference: a method's name, or ``"best"`` (see :func:`best_method`); default: the siloed baseline, else FedAvg,
-            else the first method.
+        study: Runs to compare.
+        reference: Name of a method, or `"best"` (see :func:`best_method`). `None` takes the siloed baseline, else
+            FedAvg, else the first method.
+
+    Returns:
+        One line a method. `mean` is that of (method - reference), with `ci95` and `ci95_radius`. `p` is that of the
+        paired t-test, `p_holm` the same after Holm's adjustment over the lines of this table, and `p_wilcoxon` that of
+        the signed-rank test (with n pairs it cannot be below 2 / 2**n). `n` counts the pairs, `per_seed` has their
+        differences, and `better` says whether the mean favours the method. `p` is `None` with fewer than two pairs, and
+        every number is `None` if a run diverged.
 
     Raises:
-        ValueError: if there is no such method.
+        ValueError: If there is no such method.
     """
     if reference == "best" and "best" not in study.methods:
         reference = best_method(study)
@@ -42,8 +42,8 @@ def differences(study: Study, reference: str | None = None) -> list[dict[str, An
     return lines
 
 
-def difference(study: Study, method: str, reference: str) -> dict[str, Any]:
-    """One line of :func:`differences`, not yet adjusted."""
+def difference(study: StudyData, method: str, reference: str) -> dict[str, Any]:
+    """Return one line of :func:`differences`, not yet adjusted for the number of comparisons."""
     a, b = pairs(study, method, reference)
     line: dict[str, Any] = {"method": method, "reference": reference}
     line |= dict.fromkeys(("mean", "ci95", "ci95_radius", "p", "p_holm", "p_wilcoxon", "better"))
@@ -60,8 +60,11 @@ def difference(study: Study, method: str, reference: str) -> dict[str, Any]:
     return line
 
 
-def pairs(study: Study, method: str, other: str) -> tuple[dict[int, float | None], dict[int, float | None]]:
-    """Deployed means of two methods at the seeds both have, on the same test data; all ``None`` if a run diverged."""
+def pairs(study: StudyData, method: str, other: str) -> tuple[dict[int, float | None], dict[int, float | None]]:
+    """Return the deployed means of two methods, by seed.
+
+    Only seeds that both methods have on the same test data are in it. All means are `None` if a run diverged.
+    """
     if not (study.comparable(method) and study.comparable(other)):
         return {}, {}
     a, b = study.deployed(method), study.deployed(other)
@@ -71,10 +74,10 @@ def pairs(study: Study, method: str, other: str) -> tuple[dict[int, float | None
     return {seed: a[seed].mean for seed in seeds}, {seed: b[seed].mean for seed in seeds}
 
 
-def best_method(study: Study) -> str | None:
-    """The method with the best deployed mean, of those that have the most seeds.
+def best_method(study: StudyData) -> str | None:
+    """Return the method with the best deployed mean among those that have the most seeds, or `None`.
 
-    Central training, which moves the data, is not asked, and neither is a method that was tested on other data.
+    Central training is left out because it moves the data, and so is a method that was tested on other data.
     """
     means, seeds = {}, {}
     for method in study.methods:

@@ -1,4 +1,4 @@
-"""A study as files: ``comparison.json`` and ``comparison.csv``."""
+"""The tables of a study as files: `comparison.json` and `comparison.csv`."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlightning.run.files import write_text_atomically
+from fedlightning.study.data import StudyData
+from fedlightning.study.overview import overview
+from fedlightning.study.problems import find_problems
 from fedlightning.study.ranks import ranks
-
-if TYPE_CHECKING:
-    from fedlightning.study.study import Study
+from fedlightning.study.scores import results
 
 TABLES = ("results", "overview", "problems")
+"""Keys of `comparison.json` that hold lines of a table; the others say what the lines are of."""
 
 
-def write_comparison(study: Study | Mapping[str, Study], out: str | Path) -> dict[str, Any]:
-    """Write ``comparison.json`` and ``comparison.csv`` into a folder.
+def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path) -> dict[str, Any]:
+    """Write `comparison.json` and `comparison.csv` into a folder.
 
-    The JSON has the lines of ``results``, ``overview`` and ``problems``, and what they are of: ``methods``, ``seeds``,
-    ``metric`` ... There is ``null`` where there is no number, never NaN. Of several studies every line begins with its
-    ``dataset``, what they are of is listed under ``datasets``, and ``ranks`` holds
-    :func:`fedlightning.study.ranks.ranks` (``null`` where there can be none).
+    The JSON has the lines of `results`, `overview` and `problems`, and says what they are of: `methods`, `seeds`,
+    `metric` and so on. A missing number is `null`, never NaN. For several studies every line begins with its `dataset`,
+    `datasets` describes each of them, and `ranks` holds :func:`fedlightning.study.ranks.ranks` (`null` where there can
+    be none).
 
-    The CSV has ``results`` without nested columns: ``ci95`` as ``ci95_low`` and ``ci95_high``, ``undefined`` and
-    ``diverged`` as text; values by seed and by client are in the JSON alone.
+    The CSV has `results` without nested columns: `ci95` becomes `ci95_low` and `ci95_high`, and `undefined` and
+    `diverged` become text. Values by seed and by client are only in the JSON.
 
     Args:
-        study: one study, or data set -> study.
-        out: the folder; made if it is not there.
+        study: One study, or data set -> study.
+        out: Folder to write to. It is created if needed.
 
     Returns:
-        What the JSON holds.
+        The content of `comparison.json`.
     """
     found = comparison(study)
     folder = Path(out)
@@ -45,14 +47,15 @@ def write_comparison(study: Study | Mapping[str, Study], out: str | Path) -> dic
     return found
 
 
-def comparison(study: Study | Mapping[str, Study]) -> dict[str, Any]:
-    """What ``comparison.json`` holds; see :func:`write_comparison`."""
+def comparison(study: StudyData | Mapping[str, StudyData]) -> dict[str, Any]:
+    """Return the content of `comparison.json`; see :func:`write_comparison`."""
     if not isinstance(study, Mapping):
+        problems = find_problems(study)
         found: dict[str, Any] = plain(
             {
-                "results": study.results(),
-                "overview": study.overview(),
-                "problems": [problem.as_dict() for problem in study.problems],
+                "results": results(study),
+                "overview": overview(study, problems),
+                "problems": [problem.as_dict() for problem in problems],
                 "methods": study.methods,
                 "seeds": study.seeds,
                 "seed_text": study.seed_text,
@@ -75,12 +78,17 @@ def comparison(study: Study | Mapping[str, Study]) -> dict[str, Any]:
     try:
         ranked = plain(ranks(study))
     except ValueError:
-        ranked = None  # fewer than 3 methods that all have; the report says why
+        ranked = None  # fewer than 3 methods that every study has; the report says why
     return tables | {"methods": methods, "seeds": seeds, "datasets": about, "ranks": ranked}
 
 
 def flat(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line without nested values."""
+    """Return a line of a table without nested values.
+
+    Example:
+        >>> flat({"mean": 0.7, "ci95": [0.6, 0.8], "undefined": ["a", "b"], "per_seed": {"0": 0.7}})
+        {'mean': 0.7, 'ci95_low': 0.6, 'ci95_high': 0.8, 'undefined': 'a; b'}
+    """
     found: dict[str, Any] = {}
     for name, value in line.items():
         if name.endswith("ci95"):
@@ -94,7 +102,7 @@ def flat(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_csv(lines: list[dict[str, Any]]) -> str:
-    """Lines of a table as CSV text; an empty cell is no number."""
+    """Return the lines of a table as CSV text, with empty cells for missing numbers."""
     if not lines:
         return ""
     file = io.StringIO()
@@ -105,7 +113,12 @@ def as_csv(lines: list[dict[str, Any]]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The same with text keys, and ``None`` for numbers that JSON has no word for."""
+    """Return `value` with text keys, and with `None` for NaN and infinity, which JSON cannot hold.
+
+    Example:
+        >>> plain({0: [0.5, float("nan")]})
+        {'0': [0.5, None]}
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

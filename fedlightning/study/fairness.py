@@ -1,4 +1,4 @@
-"""Who gains, who loses: spread over clients and incentives to take part (PLayer-FL, FLIU, PI-FL)."""
+"""Measures of fairness: spread of a score over clients, and incentives to take part (PLayer-FL, FLIU, PI-FL, MaxFL)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 
 Scores = Mapping[str, float]
-"""One score per client."""
+"""Client -> score."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a score is spread over clients. ``variance`` is the population variance (PLayer-FL, equation A.5): lower is
-    fairer, but a uniformly bad model is fair too, so read it beside the mean and the worst client.
+    """Statistics of a score over clients.
+
+    Attributes:
+        mean: Uniform mean over clients.
+        median: Median client.
+        std: Population standard deviation.
+        variance: Population variance (PLayer-FL, equation A.5). Lower is fairer, but a uniformly bad model is fair too,
+            so read it beside the mean and the worst client.
+        worst: Score of the worst client.
+        tenth_percentile: 10th percentile, counted from the bad end.
+        best: Score of the best client.
     """
 
     mean: float
@@ -27,10 +36,21 @@ class Spread:
 
 
 def spread(scores: Scores, higher_is_better: bool = True) -> Spread:
-    """Mean, median, deviation, variance, worst client, the 10th percentile from the bad end, best client.
+    """Return the statistics of a score over clients.
+
+    Args:
+        scores: One score for each client.
+        higher_is_better: False for losses, whose worst client has the highest value.
 
     Raises:
-        ValueError: for no client or a NaN.
+        ValueError: If there is no client, or a score is NaN or infinite.
+
+    Example:
+        >>> found = spread({"a": 0.5, "b": 0.75, "c": 1.0})
+        >>> found.mean, found.worst, found.best
+        (0.75, 0.5, 1.0)
+        >>> spread({"a": 0.5, "b": 0.75, "c": 1.0}, higher_is_better=False).worst
+        1.0
     """
     x = _values(scores)
     bad, good = (x.min(), x.max()) if higher_is_better else (x.max(), x.min())
@@ -46,26 +66,42 @@ def spread(scores: Scores, higher_is_better: bool = True) -> Spread:
 
 
 def above(scores: Scores, threshold: float) -> int:
-    """FLIU's ``rho_eps``: how many clients score strictly above ``threshold``."""
+    """Return how many clients score strictly above `threshold` (FLIU's `rho_eps`).
+
+    Example:
+        >>> above({"a": 0.5, "b": 0.75, "c": 1.0}, 0.75)
+        1
+    """
     return int((_values(scores) > threshold).sum())
 
 
 def below(scores: Scores, threshold: float) -> int:
-    """How many clients score strictly below ``threshold`` (what FLIU's figures count)."""
+    """Return how many clients score strictly below `threshold` (FLIU's figures count these).
+
+    Example:
+        >>> below({"a": 0.5, "b": 0.75, "c": 1.0}, 0.8)
+        2
+    """
     return int((_values(scores) < threshold).sum())
 
 
 def incentivised_participation_rate(
     scores: Scores, local: Scores, federated: Scores, higher_is_better: bool = True
 ) -> float:
-    """PLayer-FL's IPR (equation A.6), in percent: clients strictly better off than with both baselines.
+    """Return the percentage of clients that are strictly better off than with both baselines (PLayer-FL, equation A.6).
 
     Args:
-        scores: of the method; local: of each client's siloed model; federated: of FedAvg; on the same test sets.
+        scores: Scores of the method.
+        local: Scores of each client's siloed model on the same test sets.
+        federated: Scores of FedAvg on the same test sets.
         higher_is_better: False for losses.
 
     Raises:
-        ValueError: if the three are not of the same clients.
+        ValueError: If the three do not have the same clients, or `scores` has no client or a NaN.
+
+    Example:
+        >>> incentivised_participation_rate({"a": 0.9, "b": 0.7}, {"a": 0.8, "b": 0.6}, {"a": 0.7, "b": 0.7})
+        50.0
     """
     _same_clients(scores, local, federated)
     sign = 1.0 if higher_is_better else -1.0
@@ -74,22 +110,54 @@ def incentivised_participation_rate(
 
 
 def personal_model_appeal(scores: Scores, federated: Scores) -> dict[str, float]:
-    """PI-FL's PMA (equation 14): each client's personal score minus what FedAvg gives it."""
+    """Return each client's personal score minus its score with FedAvg (PI-FL's PMA, equation 14).
+
+    Args:
+        scores: Scores of the method.
+        federated: Scores of FedAvg on the same test sets.
+
+    Raises:
+        ValueError: If the two do not have the same clients, or `scores` has no client or a NaN.
+
+    Example:
+        >>> personal_model_appeal({"a": 0.75, "b": 0.5}, {"a": 0.5, "b": 0.75})
+        {'a': 0.25, 'b': -0.25}
+    """
     _same_clients(scores, federated)
     return {client: scores[client] - federated[client] for client in scores}
 
 
 def opt_outs(scores: Scores, federated: Scores) -> float:
-    """PI-FL's opt-outs (equation 15): share of clients whose personal model is strictly worse than FedAvg's."""
+    """Return the share of clients whose personal model is strictly worse than FedAvg's (PI-FL, equation 15).
+
+    Args:
+        scores: Scores of the method.
+        federated: Scores of FedAvg on the same test sets.
+
+    Raises:
+        ValueError: If the two do not have the same clients, or `scores` has no client or a NaN.
+
+    Example:
+        >>> opt_outs({"a": 0.75, "b": 0.5}, {"a": 0.5, "b": 0.75})
+        0.5
+    """
     appeal = personal_model_appeal(scores, federated)
     return sum(value < 0 for value in appeal.values()) / len(appeal)
 
 
 def global_model_appeal(losses: Scores, requirements: Scores) -> int:
-    """MaxFL's GMA: clients for whom the global model's training loss is strictly below their own requirement.
+    """Count the clients for which the global model's training loss is strictly below their own requirement (MaxFL's GMA).
 
     Args:
-        losses: of the global model on each client; requirements: training loss of each client's local model.
+        losses: Training loss of the global model on each client.
+        requirements: Training loss of each client's local model.
+
+    Raises:
+        ValueError: If the two do not have the same clients, or `losses` has no client or a NaN.
+
+    Example:
+        >>> global_model_appeal({"a": 0.2, "b": 0.9}, {"a": 0.3, "b": 0.4})
+        1
     """
     _same_clients(losses, requirements)
     return sum(losses[client] < requirements[client] for client in losses)

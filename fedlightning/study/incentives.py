@@ -1,39 +1,40 @@
-"""Who gains by taking part: participation rate, appeal, opt-outs, thresholds, beside the spread over clients."""
+"""Incentives to take part (participation rate, appeal, opt-outs, thresholds) beside the spread over clients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedlightning.study import fairness as measure
-from fedlightning.study.baselines import comparable_seeds, federated_scores, siloed_scores
+from fedlightning.study.columns import GLOBAL, PERSONAL
+from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import SeedScore, mean_of
+from fedlightning.study.roles import NEEDED
 from fedlightning.study.scores import STATISTICS, statistic
-
-if TYPE_CHECKING:
-    from fedlightning.study.study import Study
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 """Levels eps of FLIU's rho_eps, for scores between 0 and 1."""
 
 Scores = dict[str, float]
+"""Client -> score."""
 
 
-def fairness(study: Study, thresholds: Sequence[float] | None = None) -> list[dict[str, Any]]:
-    """One line a method: how its score is spread over clients, and how many gain.
-
-    Statistics over clients are taken for each seed and averaged over seeds: ``mean``, ``weighted_mean``, ``median``,
-    ``std``, ``variance``, ``worst``, ``tenth_percentile``, ``best``. ``variance_of_medians`` is the population variance
-    over clients of each client's median over seeds (as PLayer-FL's code). ``ipr``, ``ipr_of_medians``, ``opt_outs``
-    (percent), ``pma``, ``gma`` ...: see :func:`incentives`. ``above_E`` and ``below_E``: clients strictly above and below
-    each threshold.
+def fairness(study: StudyData, thresholds: Sequence[float] | None = None) -> Table:
+    """Return how the score of each method is spread over clients, and how many clients gain.
 
     Args:
-        study: the study.
-        thresholds: default :data:`THRESHOLDS`, and none for a loss.
+        study: Runs to compare.
+        thresholds: Levels to count clients above and below. `None` takes :data:`THRESHOLDS`, and none for a loss.
+
+    Returns:
+        One line a method. `mean`, `weighted_mean`, `median`, `std`, `variance`, `worst`, `tenth_percentile` and `best`
+        are statistics over clients, taken for each seed and averaged over seeds. `variance_of_medians` is the population
+        variance over clients of each client's median over seeds (as in PLayer-FL's code). `ipr`, `ipr_of_medians`,
+        `opt_outs`, `pma` and `gma` are those of :func:`incentives`. `above_E` and `below_E` count the clients strictly
+        above and below each threshold.
     """
     if thresholds is None:
         thresholds = THRESHOLDS if study.higher_is_better else ()
@@ -54,23 +55,30 @@ def fairness(study: Study, thresholds: Sequence[float] | None = None) -> list[di
     return lines
 
 
-def incentives(study: Study, method: str) -> dict[str, Any]:
-    """Participation rate, appeal and opt-outs of one method, against baselines that are comparable.
+def incentives(study: StudyData, method: str) -> dict[str, Any]:
+    """Return participation rate, appeal and opt-outs of one method, against comparable baselines.
+
+    For a loss, a gain is a lower value.
+
+    Args:
+        study: Runs to compare.
+        method: Name of the method.
 
     Returns:
-        ``ipr`` (PLayer-FL, eq. A.6): percent of clients strictly better off than with their siloed model and with
-        FedAvg's global model, mean over seeds; ``ipr_of_medians``: the same of each client's median over seeds;
-        ``ipr_seeds``: the seeds of both; empty for the two baselines themselves. ``pma`` (PI-FL, eq. 14): mean over
-        clients of the gain over FedAvg's global model; ``opt_outs`` (eq. 15): percent of clients that lose by it. For a
-        loss, a gain is a lower value. ``gma`` (MaxFL): see :func:`global_appeal`.
+        `ipr` (PLayer-FL, eq. A.6): percent of clients strictly better off than with their siloed model and with FedAvg's
+        global model, averaged over seeds. `ipr_of_medians`: the same for each client's median over seeds. `ipr_seeds`:
+        number of seeds of both. These are empty for the two baselines themselves.
+        `pma` (PI-FL, eq. 14): mean over clients of the gain over FedAvg's global model. `opt_outs` (eq. 15): percent of
+        clients that lose by it. `pma_seeds`: number of seeds of both.
+        `gma` and `gma_loss` (MaxFL): see :func:`global_appeal`.
     """
     found: dict[str, Any] = dict.fromkeys(("ipr", "ipr_of_medians", "pma", "opt_outs"))
     found["ipr_seeds"] = found["pma_seeds"] = 0
     role = study.role(method)
-    scores, silo, federated = study.deployed(method), siloed_scores(study), federated_scores(study)
-    if role not in ("siloed", "fedavg") and {"siloed", "fedavg"} <= set(study.baselines):
-        names = (study.baselines["siloed"], study.baselines["fedavg"])
-        seeds = [s for s in comparable_seeds(study, method, *names) if s in scores and s in silo and s in federated]
+    scores, silo, federated = study.deployed(method), study.siloed_scores(), study.federated_scores()
+    if role not in NEEDED and set(NEEDED) <= set(study.baselines):
+        names = [study.baselines[needed] for needed in NEEDED]
+        seeds = [s for s in study.comparable_seeds(method, *names) if s in scores and s in silo and s in federated]
         each = [common(scores[s], silo[s], federated[s]) for s in seeds]
         found["ipr"] = mean_of([_rate(study, groups) for groups in each])
         middle = [medians([group[s] for s in seeds]) for group in (scores, silo, federated)]
@@ -88,14 +96,14 @@ def incentives(study: Study, method: str) -> dict[str, Any]:
     return found | global_appeal(study, method)
 
 
-def appeal_by_seed(study: Study, method: str) -> dict[int, Scores | None]:
-    """PMA of each client by seed, positive where the method is better; ``None`` where a model diverged."""
+def appeal_by_seed(study: StudyData, method: str) -> dict[int, Scores | None]:
+    """Return the PMA of each client by seed, positive if the method is better; `None` if a model diverged."""
     if "fedavg" not in study.baselines:
         return {}
-    scores, federated = study.deployed(method), federated_scores(study)
+    scores, federated = study.deployed(method), study.federated_scores()
     sign = 1.0 if study.higher_is_better else -1.0
     found: dict[int, Scores | None] = {}
-    for seed in comparable_seeds(study, method, study.baselines["fedavg"]):
+    for seed in study.comparable_seeds(method, study.baselines["fedavg"]):
         if seed in scores and seed in federated:
             pair = common(scores[seed], federated[seed])
             gains = measure.personal_model_appeal(*pair) if pair else None
@@ -103,11 +111,11 @@ def appeal_by_seed(study: Study, method: str) -> dict[int, Scores | None]:
     return found
 
 
-def appeal(study: Study) -> list[dict[str, Any]]:
-    """Personal model appeal, for its distribution over clients: one line for each (method, client).
+def appeal(study: StudyData) -> Table:
+    """Return the personal model appeal of each client: one line for each (method, client), without FedAvg itself.
 
-    ``pma``: what the client gains over FedAvg's global model, mean over seeds (for a loss: how much lower it is);
-    ``n_seeds``. FedAvg itself is not in it.
+    `pma` is the gain of the client over FedAvg's global model, averaged over `n_seeds` seeds (for a loss, the amount by
+    which it is lower).
     """
     lines = []
     for method in study.methods:
@@ -121,22 +129,22 @@ def appeal(study: Study) -> list[dict[str, Any]]:
     return lines
 
 
-def global_appeal(study: Study, method: str) -> dict[str, Any]:
-    """MaxFL's GMA: clients whose loss with the global model is strictly below that of their own siloed model.
+def global_appeal(study: StudyData, method: str) -> dict[str, Any]:
+    """Count the clients whose loss with the global model is strictly below that of their own siloed model (MaxFL's GMA).
 
-    The paper takes training losses. A run records none of the global model, so unless it has them (split ``train``,
-    stage G and L1) the validation losses of both latest models are taken, and ``gma_loss`` says so.
+    The paper takes training losses. A run usually has none of the global model, so without them (split `train`, stages G
+    and L1) the validation losses of both latest models are taken, and `gma_loss` says so.
 
     Returns:
-        ``gma``: a number of clients, mean over seeds; ``gma_loss``: ``"training"``, ``"validation"`` or ``None``.
+        `gma`: number of clients, averaged over seeds. `gma_loss`: `"training"`, `"validation"` or `None`.
     """
     siloed = study.baselines.get("siloed")
     for split, word in (("train", "training"), ("val", "validation")):
         if siloed is None or method == siloed:
             break
-        mine = study.find(method, "loss", split=split, model="global", checkpoint="latest")
-        own = study.find(siloed, "loss", split=split, model="personal", checkpoint="latest", stage="L1")
-        seeds = [seed for seed in comparable_seeds(study, method, siloed) if seed in mine and seed in own]
+        mine = study.find(method, "loss", split=split, model=GLOBAL, checkpoint="latest")
+        own = study.find(siloed, "loss", split=split, model=PERSONAL, checkpoint="latest", stage="L1")
+        seeds = [seed for seed in study.comparable_seeds(method, siloed) if seed in mine and seed in own]
         if seeds:
             pairs = [common(mine[seed], own[seed]) for seed in seeds]
             counts = [measure.global_model_appeal(*pair) if pair else None for pair in pairs]
@@ -145,7 +153,7 @@ def global_appeal(study: Study, method: str) -> dict[str, Any]:
 
 
 def medians(scores: Sequence[SeedScore]) -> Scores:
-    """Each client's median over seeds; empty if a model diverged."""
+    """Return each client's median over seeds; empty if a model diverged."""
     if not scores or not all(score.sound for score in scores):
         return {}
     clients = [client for client in scores[0].defined if all(client in score.defined for score in scores)]
@@ -153,15 +161,15 @@ def medians(scores: Sequence[SeedScore]) -> Scores:
 
 
 def common(*groups: SeedScore) -> list[Scores] | None:
-    """The scores of clients that all of them have; ``None`` if a model diverged or nobody is left."""
+    """Return the scores of the clients that all groups have; `None` if a model diverged or there is no such client."""
     if not all(score.sound for score in groups):
         return None
     shared = [client for client in groups[0].defined if all(client in score.defined for score in groups)]
     return [{client: score.defined[client] for client in shared} for score in groups] if shared else None
 
 
-def _rate(study: Study, groups: list[Scores] | None) -> float | None:
-    """Participation rate of (method, siloed, FedAvg) scores."""
+def _rate(study: StudyData, groups: list[Scores] | None) -> float | None:
+    """Return the participation rate for (method, siloed, FedAvg) scores."""
     if groups is None:
         return None
     own, silo, federated = groups

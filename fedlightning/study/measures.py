@@ -1,4 +1,4 @@
-"""Scores of one run that say what is wrong with them, and their mean over seeds."""
+"""Scores of one run, with the clients that diverged or have none, and means over seeds."""
 
 from __future__ import annotations
 
@@ -8,24 +8,32 @@ from functools import cached_property
 from typing import Any
 
 from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.study.columns import LOCAL, PERSONAL
 from fedlightning.study.fairness import Spread, spread
 from fedlightning.study.runs import DEPLOYED, Run
 from fedlightning.study.statistics import mean_interval
 
 Address = tuple[str, str, str, str, str, str]
-"""Model, stage, checkpoint, data, split, metric (without its split): what a row of ``summary.json`` is of."""
+"""Model, stage, checkpoint, data, split and metric (without its split) of a row of `summary.json`."""
 FIELDS = ("model", "stage", "checkpoint", "data", "split")
+"""Keys of a row that make its address, beside its metric."""
 
 
 @dataclass(frozen=True)
 class SeedScore:
-    """One row of one run's ``summary.json``.
+    """One row of one run's `summary.json`.
 
     Attributes:
-        seed: of the run; row: as written.
-        diverged: clients whose model has no finite loss here: none of its scores mean anything, and there is no mean.
-        undefined: clients whose loss is finite and whose score does not exist (AUROC of one class): the mean is that
-            of the others.
+        seed: Seed of the run.
+        row: The row as written.
+        diverged: Clients whose model has no finite loss. None of its scores mean anything, so there is no mean.
+        undefined: Clients whose loss is finite but whose score does not exist (such as AUROC with one class). The mean is
+            that of the others.
+
+    Example:
+        >>> row = {"metric": "test_auroc", "weighted_mean": 0.75, "per_client": {"a": 0.5, "b": 1.0, "c": None}}
+        >>> SeedScore(0, row, undefined=("c",)).mean, SeedScore(0, row, diverged=("c",)).mean
+        (0.75, None)
     """
 
     seed: int
@@ -35,38 +43,42 @@ class SeedScore:
 
     @cached_property
     def per_client(self) -> dict[str, float | None]:
-        """One score a client; ``None`` where it diverged or is not defined."""
+        """Client -> score, `None` if it diverged or is not defined."""
         return {client: None if client in self.diverged else value for client, value in self.row["per_client"].items()}
 
     @cached_property
     def defined(self) -> dict[str, float]:
-        """The clients that have a score."""
+        """Client -> score of the clients that have one."""
         return {client: value for client, value in self.per_client.items() if value is not None}
 
     @property
     def sound(self) -> bool:
-        """Whether statistics over the clients may be taken: no client diverged, at least one has a score."""
+        """Whether statistics over clients may be taken: no client diverged, and at least one has a score."""
         return not self.diverged and bool(self.defined)
 
     @cached_property
     def spread(self) -> Spread | None:
-        """Statistics over clients; ``None`` where a client diverged."""
+        """Statistics over clients; `None` if a client diverged."""
         return spread(self.defined, higher_is_better(self.row["metric"])) if self.sound else None
 
     @property
     def mean(self) -> float | None:
-        """Uniform mean over clients; ``None`` where a client diverged."""
+        """Uniform mean over clients; `None` if a client diverged."""
         return None if self.spread is None else self.spread.mean
 
     @property
     def weighted_mean(self) -> float | None:
-        """Mean weighted by the samples that were scored; ``None`` where a client diverged."""
+        """Mean weighted by the samples that were scored; `None` if a client diverged."""
         value: float | None = self.row["weighted_mean"] if self.sound else None
         return value
 
 
 class RunScores:
-    """The rows of one run's ``summary.json``, by their address."""
+    """The rows of one run's `summary.json`, by their address.
+
+    Args:
+        run: A finished run.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -76,11 +88,11 @@ class RunScores:
         return (self._score(row) for row in self._rows.values())
 
     def metrics(self, split: str) -> list[str]:
-        """Names of what was scored on ``split``."""
+        """Return the names of the metrics that were scored on `split`."""
         return list(dict.fromkeys(key[5] for key in self._rows if key[4] == split))
 
     def get(self, key: Address) -> SeedScore | None:
-        """The row at an address."""
+        """Return the score at an address, or `None`."""
         row = self._rows.get(key)
         return None if row is None else self._score(row)
 
@@ -88,26 +100,26 @@ class RunScores:
         self,
         metric: str,
         split: str = "test",
-        model: str = "personal",
+        model: str = PERSONAL,
         checkpoint: str = DEPLOYED,
         stage: str | None = None,
-        data: str = "local",
+        data: str = LOCAL,
     ) -> SeedScore | None:
-        """The row that :meth:`fedlightning.study.runs.Run.result` chooses, whose arguments it takes."""
+        """Return the score that :meth:`fedlightning.study.runs.Run.result` chooses; it takes the same arguments."""
         row = self.run.result(metric, split, model, checkpoint, stage, data)
         return None if row is None else self._score(row)
 
     def _score(self, row: Mapping[str, Any]) -> SeedScore:
         empty = [client for client, value in row["per_client"].items() if value is None]
         losses = self._rows.get((*address(row)[:5], "loss"), {}).get("per_client")
-        if losses is None:  # nothing tells a score that does not exist from a model that is broken
+        if losses is None:  # without losses, a score that does not exist looks like a model that diverged
             return SeedScore(self.run.seed, row, tuple(empty))
         diverged = tuple(client for client in row["per_client"] if losses.get(client) is None)
         return SeedScore(self.run.seed, row, diverged, tuple(client for client in empty if client not in diverged))
 
 
 def address(row: Mapping[str, Any]) -> Address:
-    """What a row of ``summary.json`` is of."""
+    """Return the address of a row of `summary.json`."""
     model, stage, checkpoint, data, split = (str(row[name]) for name in FIELDS)
     return model, stage, checkpoint, data, split, bare(row["metric"])
 
@@ -117,9 +129,9 @@ class Estimate:
     """A mean over seeds.
 
     Attributes:
-        mean: ``None`` if there is no value, or if a seed has none: nothing is averaged away.
-        ci95: confidence interval ``[low, high]``; ``None`` for fewer than two seeds.
-        n: seeds that have a value.
+        mean: The mean, or `None` if any seed has no value: missing values are not averaged away.
+        ci95: Confidence interval `[low, high]`; `None` for fewer than two seeds.
+        n: Number of seeds that have a value.
     """
 
     mean: float | None = None
@@ -133,11 +145,19 @@ class Estimate:
 
 
 def estimate(values: Sequence[float | None], confidence: float = 0.95, interval: str = "t") -> Estimate:
-    """Mean over seeds with its confidence interval.
+    """Return the mean over seeds with its confidence interval.
 
     Args:
-        values: one a seed; ``None`` where that seed's run diverged.
-        confidence, interval: see :func:`fedlightning.study.statistics.mean_interval`.
+        values: One value a seed; `None` if the run of that seed diverged.
+        confidence: Confidence of the interval, in (0, 1).
+        interval: Method of :func:`fedlightning.study.statistics.mean_interval`.
+
+    Example:
+        >>> found = estimate([0.70, 0.74, 0.72])
+        >>> round(found.mean, 2), round(found.radius, 3), found.n
+        (0.72, 0.05, 3)
+        >>> estimate([0.70, None]).mean is None
+        True
     """
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
@@ -147,6 +167,11 @@ def estimate(values: Sequence[float | None], confidence: float = 0.95, interval:
 
 
 def mean_of(values: Sequence[float | None]) -> float | None:
-    """Mean over seeds; ``None`` if there is none, or one of them is missing."""
+    """Return the mean over seeds, or `None` if there is no value or one of them is missing.
+
+    Example:
+        >>> mean_of([0.5, 1.0]), mean_of([0.5, None])
+        (0.75, None)
+    """
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None

@@ -1,21 +1,21 @@
-"""What stands in the way of comparing runs, in sentences: never averaged away, always said."""
+"""Reasons why runs cannot be compared, in sentences. They are shown beside the numbers and never averaged away."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlightning.scoring.metrics import bare
-from fedlightning.study.runs import Run
-
-if TYPE_CHECKING:
-    from fedlightning.study.study import Study
+from fedlightning.study.baselines import odd_splits, why_not
+from fedlightning.study.columns import LOCAL
+from fedlightning.study.data import StudyData
+from fedlightning.study.roles import NEEDED
 
 NOTES = ("single_seed", "different_budget", "undefined", "identical_seeds", "uncomparable_baseline")
-"""Kinds that leave every score as it is, and must be known to read it."""
+"""Kinds of problems that leave every score as it is, and that a reader must know."""
 TOLERANCE = 0.01
 """Relative difference of optimizer steps that still counts as the same budget."""
 
@@ -25,10 +25,11 @@ class Problem:
     """One thing that a reader must know.
 
     Attributes:
-        kind: ``failed``, ``duplicate``, ``missing_seed``, ``missing_score``, ``mixed_models``, ``different_splits``,
-            ``different_training_data``, ``nan``, ``no_baseline``, or one of :data:`NOTES`.
-        run: the method, ``None`` for the whole study; seed: ``None`` for all of its seeds.
-        text: the sentence.
+        kind: `failed`, `duplicate`, `missing_seed`, `missing_score`, `mixed_models`, `different_splits`,
+            `different_training_data`, `nan`, `no_baseline`, or one of :data:`NOTES`.
+        run: Method that has the problem, or `None` for the whole study.
+        seed: Seed that has the problem, or `None` for all seeds of the method.
+        text: The problem and the way out, in a sentence or two.
     """
 
     kind: str
@@ -38,53 +39,31 @@ class Problem:
 
     @property
     def severity(self) -> str:
-        """``"note"`` where every score stands as it is, else ``"problem"``."""
+        """`"note"` if every score stands as it is, else `"problem"`."""
         return "note" if self.kind in NOTES else "problem"
 
     def as_dict(self) -> dict[str, Any]:
-        """As a line of ``comparison.json``."""
+        """Return the problem as a line of `comparison.json`."""
         return {"kind": self.kind, "severity": self.severity, "run": self.run, "seed": self.seed, "text": self.text}
 
 
-def fingerprint(run: Run, split: str) -> str:
-    """Equal for two runs on the same ``split``; runs that wrote none are told apart by their clients' sizes."""
-    known = run.summary.get("data", {}).get("splits", {}).get(split)
-    return str(known) if known is not None else f"sizes {sorted(run.summary.get('num_samples', {}).items())}"
-
-
-def odd_splits(runs: Sequence[Run], split: str) -> dict[tuple[str, int], Run]:
-    """Runs whose ``split`` is not the one that most runs of the same seed have (the first of equally many).
-
-    Returns:
-        (method, seed) -> a run of the majority.
-    """
-    by_seed: dict[int, list[Run]] = {}
-    for run in runs:
-        by_seed.setdefault(run.seed, []).append(run)
-    odd: dict[tuple[str, int], Run] = {}
-    for seed, members in by_seed.items():
-        usual = Counter(fingerprint(run, split) for run in members).most_common(1)[0][0]
-        example = next(run for run in members if fingerprint(run, split) == usual)
-        odd |= {(run.name, seed): example for run in members if fingerprint(run, split) != usual}
-    return odd
-
-
-def find_problems(study: Study) -> list[Problem]:
-    """All that is wrong with a study's runs, the worst first."""
+def find_problems(study: StudyData) -> list[Problem]:
+    """Return everything that is wrong with the runs of a study, the worst first."""
     return [
         *_absent_runs(study),
         *_splits(study),
         *_broken(study),
         *_missing_scores(study),
         *_mixed_models(study),
-        *study.baseline_problems,
+        *_missing_baselines(study),
+        *_other_than_baseline(study),
         *_budgets(study),
         *_undefined(study),
         *_seeds(study),
     ]
 
 
-def _absent_runs(study: Study) -> Iterator[Problem]:
+def _absent_runs(study: StudyData) -> Iterator[Problem]:
     for run in study.runs:
         if run.error is not None:
             sentence = f"{run.name}, seed {run.seed}, has no result: {run.error.rstrip('.')}."
@@ -104,7 +83,7 @@ def _absent_runs(study: Study) -> Iterator[Problem]:
             yield Problem("missing_seed", name, seed, text)
 
 
-def _splits(study: Study) -> Iterator[Problem]:
+def _splits(study: StudyData) -> Iterator[Problem]:
     for (name, seed), usual in study.odd.items():
         yield Problem(
             "different_splits",
@@ -125,8 +104,8 @@ def _splits(study: Study) -> Iterator[Problem]:
         yield Problem("different_training_data", name, seed, text)
 
 
-def _broken(study: Study) -> Iterator[Problem]:
-    """Models without a finite loss, one problem a run."""
+def _broken(study: StudyData) -> Iterator[Problem]:
+    """Find runs with models that have no finite loss, one problem a run."""
     for (name, seed), scores in study.finished.items():
         places: dict[str, list[str]] = {}
         for score in scores:
@@ -158,7 +137,7 @@ def _broken(study: Study) -> Iterator[Problem]:
             yield Problem("nan", name, seed, text)
 
 
-def _missing_scores(study: Study) -> Iterator[Problem]:
+def _missing_scores(study: StudyData) -> Iterator[Problem]:
     for (name, seed), scores in study.finished.items():
         if seed in study.deployed(name, every_seed=True):
             continue
@@ -170,8 +149,8 @@ def _missing_scores(study: Study) -> Iterator[Problem]:
         yield Problem("missing_score", name, seed, text)
 
 
-def _mixed_models(study: Study) -> Iterator[Problem]:
-    """Methods whose seeds deploy models of different checkpoints or stages."""
+def _mixed_models(study: StudyData) -> Iterator[Problem]:
+    """Find methods that deploy models of different checkpoints or stages at different seeds."""
     for name in study.methods:
         found: dict[str, list[str]] = {}
         for seed, score in study.deployed(name).items():
@@ -185,11 +164,11 @@ def _mixed_models(study: Study) -> Iterator[Problem]:
             yield Problem("mixed_models", name, None, text)
 
 
-def _undefined(study: Study) -> Iterator[Problem]:
+def _undefined(study: StudyData) -> Iterator[Problem]:
     found: dict[str, list[str]] = {}
     for scores in study.finished.values():
         for score in scores:
-            if score.undefined and score.row["data"] == "local" and score.row["split"] == study.split:
+            if score.undefined and score.row["data"] == LOCAL and score.row["split"] == study.split:
                 clients = found.setdefault(score.row["metric"], [])
                 clients += [client for client in score.undefined if client not in clients]
     for metric, clients in found.items():
@@ -200,14 +179,45 @@ def _undefined(study: Study) -> Iterator[Problem]:
         yield Problem("undefined", None, None, text)
 
 
-def steps(study: Study, method: str) -> float | None:
-    """Optimizer steps of one run of a method, all clients together, mean over its seeds."""
+def _missing_baselines(study: StudyData) -> Iterator[Problem]:
+    for role, name, measures in (
+        ("siloed", "siloed run (Local)", "participation rates"),
+        ("fedavg", "FedAvg run", "participation rates, appeal and opt-outs"),
+    ):
+        if role not in study.baselines and study.finished:
+            text = f"There is no {name} among the runs, so {measures} are empty. Add it."
+            yield Problem("no_baseline", None, None, text)
+
+
+def _other_than_baseline(study: StudyData) -> Iterator[Problem]:
+    """Find methods that cannot be measured against a baseline at some of their seeds."""
+    pairs = [(name, study.baselines[role]) for name in study.methods for role in NEEDED if role in study.baselines]
+    for method, baseline in pairs:
+        reasons: dict[str, list[int]] = {}
+        for seed in study.seeds_of(method) if method != baseline else []:
+            if (baseline, seed) not in study.finished:
+                why: str | None = f"{baseline} has no result there"
+            else:
+                why = why_not(study.finished[method, seed].run, study.finished[baseline, seed].run)
+            if why is not None:
+                reasons.setdefault(why, []).append(seed)
+        for why, seeds in reasons.items():
+            listed = ", ".join(map(str, seeds))
+            text = (
+                f"{method} cannot be measured against {baseline} at seed {listed}: {why}. Participation rate, appeal and "
+                "opt-outs leave that out."
+            )
+            yield Problem("uncomparable_baseline", method, seeds[0] if len(seeds) == 1 else None, text)
+
+
+def steps(study: StudyData, method: str) -> float | None:
+    """Return the optimizer steps of one run of a method, summed over clients and averaged over seeds."""
     found = [study.finished[method, seed].run.summary.get("local_steps_total") for seed in study.seeds_of(method)]
     known = [float(value) for value in found if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def _budgets(study: Study) -> Iterator[Problem]:
+def _budgets(study: StudyData) -> Iterator[Problem]:
     budgets: Mapping[str, float] = {
         name: count for name in study.methods if (count := steps(study, name)) is not None and count > 0
     }
@@ -224,7 +234,7 @@ def _budgets(study: Study) -> Iterator[Problem]:
             yield Problem("different_budget", name, None, text)
 
 
-def _seeds(study: Study) -> Iterator[Problem]:
+def _seeds(study: StudyData) -> Iterator[Problem]:
     if len(study.seeds) == 1:
         text = f"There is one seed ({study.seeds[0]}): nothing can be said about chance. Use --seeds 3 or more."
         yield Problem("single_seed", None, None, text)

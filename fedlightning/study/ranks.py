@@ -1,33 +1,45 @@
-"""Methods ranked over data sets: average ranks, Friedman's test, and which pairs differ."""
+"""Ranks of methods over data sets: average ranks, Friedman's test, and which pairs differ."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fedlightning.study.data import StudyData
 from fedlightning.study.measures import mean_of
 from fedlightning.study.statistics import friedman, nemenyi
 
-if TYPE_CHECKING:
-    from fedlightning.study.study import Study
 
-
-def ranks(studies: Mapping[str, Study], alpha: float = 0.05) -> dict[str, Any]:
-    """Rank the methods that every data set has, by their deployed mean (1 is best, ties share a rank).
+def ranks(studies: Mapping[str, StudyData], alpha: float = 0.05) -> dict[str, Any]:
+    """Rank the methods that every data set has by their deployed mean (1 is best, ties share a rank).
 
     Args:
-        studies: data set -> study; all of one metric.
-        alpha: level of the critical difference.
+        studies: Data set -> study, all of one metric.
+        alpha: Level of the critical difference.
 
     Returns:
-        ``blocks`` (``"data sets"``), their ``names`` and number ``datasets``, ``metric``, ``methods`` (best mean rank
-        first), ``scores`` {method: [one a data set]}, ``ranks`` {method: mean rank}, ``statistic`` and ``p_value``
-        (Friedman's chi-square, corrected for ties), ``iman_davenport`` (infinite where all data sets agree) and
-        ``iman_davenport_p``, ``critical_difference`` (Nemenyi, at ``alpha``), ``pairwise`` {a: {b: p}} (Nemenyi,
-        symmetric), and ``left_out`` {method: why}.
+        `blocks` (`"data sets"`), their `names` and number `datasets`, `metric`, `methods` (best mean rank first),
+        `scores` {method: [one a data set]}, `ranks` {method: mean rank}, `statistic` and `p_value` (Friedman's
+        chi-square, corrected for ties), `iman_davenport` (infinite where all data sets agree) and `iman_davenport_p`,
+        `critical_difference` (Nemenyi, at `alpha`), `pairwise` {a: {b: p}} (Nemenyi, symmetric), and `left_out`
+        {method: why}.
 
     Raises:
-        ValueError: for studies of different metrics, fewer than 3 methods that every data set has, or 2 data sets.
+        ValueError: If the studies have different metrics, fewer than 3 methods in common, or are fewer than 2.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from fedlightning.scoring.results import Row, summarise
+        >>> from fedlightning.study.runs import Run
+        >>> from fedlightning.study.study import Study
+        >>> def run(method, accuracy):
+        ...     row = Row(5, "L1", "personal", "latest", "local", "test", "client0", "test_accuracy", accuracy, 10)
+        ...     return Run(method, 0, Path(), {"results": summarise([row])})
+        >>> digits = Study([run("local", 0.6), run("fedavg", 0.7), run("apfl", 0.8)])
+        >>> heart = Study([run("local", 0.7), run("fedavg", 0.6), run("apfl", 0.9)])
+        >>> found = ranks({"digits": digits, "heart": heart})
+        >>> found["ranks"], round(found["p_value"], 2), round(found["critical_difference"], 2)
+        ({'apfl': 1.0, 'local': 2.5, 'fedavg': 2.5}, 0.22, 2.34)
     """
     metrics = {study.metric for study in studies.values()}
     if len(metrics) != 1:
@@ -49,12 +61,21 @@ def ranks(studies: Mapping[str, Study], alpha: float = 0.05) -> dict[str, Any]:
     return _ranked(scores, good, alpha, "data sets", list(studies), metrics.pop(), left_out)
 
 
-def seed_ranks(study: Study, alpha: float = 0.05) -> dict[str, Any]:
-    """The same over the seeds of one study. Seeds are no data sets: this says which order the splits agree on, and
-    nothing about other data. Methods that lack a seed, or diverged at one, are left out.
+def seed_ranks(study: StudyData, alpha: float = 0.05) -> dict[str, Any]:
+    """Rank the methods over the seeds of one study.
+
+    Seeds are no data sets: this says which order the splits agree on, and nothing about other data. Methods that lack a
+    seed, or diverged at one, are left out.
+
+    Args:
+        study: Runs to compare.
+        alpha: Level of the critical difference.
+
+    Returns:
+        The same as :func:`ranks`, with `"seeds"` as `blocks`.
 
     Raises:
-        ValueError: for fewer than 3 methods that have every seed, or 2 seeds.
+        ValueError: If fewer than 3 methods have every seed, or there are fewer than 2 seeds.
     """
     left_out: dict[str, str] = {}
     scores: dict[str, list[float]] = {}
@@ -112,7 +133,7 @@ def _ranked(
     }
 
 
-def _score(study: Study, method: str) -> tuple[float | None, str]:
+def _score(study: StudyData, method: str) -> tuple[float | None, str]:
     if method not in study.methods:
         return None, "not run"
     if not study.comparable(method):

@@ -1,11 +1,13 @@
-"""Which runs are baselines: told by the callbacks they were made with, or else by their names."""
+"""Baseline roles of runs, known by the callbacks of a run, or else by its name."""
 
 from __future__ import annotations
 
 from fedlightning.study.runs import Run
 
 ROLES = {"siloed": "Local", "fedavg": "FedAvg", "finetuned": "LocalAdaptation", "central": "Central"}
-"""Role in a comparison -> the catalogue's algorithm that plays it."""
+"""Role in a comparison -> name of the catalogue's algorithm that plays it."""
+NEEDED = ("siloed", "fedavg")
+"""Roles that incentive measures are taken against."""
 _OTHER_NAMES = {
     "siloed": ("local", "siloed", "silo"),
     "fedavg": ("fedavg",),
@@ -15,10 +17,18 @@ _OTHER_NAMES = {
 
 
 def role(run: Run) -> str | None:
-    """``"siloed"``, ``"fedavg"``, ``"finetuned"`` (FedAvg, then local adaptation), ``"central"``, or ``None``.
+    """Return the baseline role of a run, or `None`.
 
-    A run plays a role if its algorithm is that one alone: FedAvg with a proximal term is no FedAvg baseline. Callbacks
-    that only watch or select (checkpoints, diagnostics) do not count, a callback that is not ours does.
+    The roles are `"siloed"`, `"fedavg"`, `"finetuned"` (FedAvg, then local adaptation) and `"central"`. A run has a role
+    if it uses that algorithm alone: FedAvg with a proximal term is no FedAvg baseline. Checkpoints and diagnostics of
+    this package do not count as algorithms; every callback from elsewhere does.
+
+    Example:
+        >>> from pathlib import Path
+        >>> role(Run("mine", 0, Path(), {"callbacks": {"FedAvg": {}, "LocalCheckpoint": {}}}))
+        'fedavg'
+        >>> role(Run("mine", 0, Path(), {"callbacks": {"FedProx": {"mu": 0.1}}})) is None
+        True
     """
     if "callbacks" not in run.summary:
         plain = run.name.lower().replace("-", "").replace("_", "").replace(" ", "")
@@ -31,7 +41,7 @@ def role(run: Run) -> str | None:
 
 
 def _onlookers() -> set[str]:
-    """Callbacks of ours that are no algorithm: checkpoints and diagnostics."""
+    """Return the names of our callbacks that are no algorithm: checkpoints and diagnostics."""
     from fedlightning import callbacks
     from fedlightning.catalogue import ALGORITHMS
 

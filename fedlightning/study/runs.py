@@ -1,4 +1,4 @@
-"""Finished runs, read back from their folders."""
+"""Runs, read back from their folders."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import yaml
 
 from fedlightning.scoring.metrics import bare
 from fedlightning.scoring.results import Row, read_rows
+from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
 
 STUDY_FILE = "study.json"
 DEPLOYED = "deployed"
-"""The checkpoint rule that is fixed before anybody looks at test data; see :meth:`Run.scores`."""
-_BEST = {"personal": ("best_local", "L1"), "global": ("best_global", "G")}
+"""Checkpoint rule that is fixed before test data are seen; see :meth:`Run.result`."""
+_BEST = {PERSONAL: ("best_local", "L1"), GLOBAL: ("best_global", "G")}
 
 Scores = dict[str, float | None]
-"""One score a client; ``None`` where it is not defined."""
+"""Client -> score, `None` if it is not defined."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,14 @@ class Run:
     """One run: a method with one seed.
 
     Attributes:
-        name: the method's label; seed: the run's seed; path: its folder.
-        summary: ``summary.json``, empty where there is none; rows: ``metrics.csv``; config: ``config.yaml``.
-        error: why there is no result, ``None`` for a finished run.
-        baseline: whether ``compare`` added it of its own accord.
+        name: Label of the method.
+        seed: Seed of the run.
+        path: Folder of the run.
+        summary: Content of `summary.json`, empty if there is none.
+        rows: Rows of `metrics.csv`.
+        config: Content of `config.yaml`.
+        error: Reason why there is no result, `None` for a finished run.
+        baseline: Whether `compare` added it as a baseline.
     """
 
     name: str
@@ -45,33 +50,34 @@ class Run:
 
     @cached_property
     def clients(self) -> list[str]:
-        """Client ids in the run's order."""
+        """Client ids, in the order of the run."""
         return list(self.summary.get("num_samples", {}))
 
     @property
     def results(self) -> list[dict[str, Any]]:
-        """Rows of ``summary.json``."""
+        """Rows of `summary.json`."""
         return list(self.summary.get("results", []))
 
     def result(
         self,
         metric: str,
         split: str = "test",
-        model: str = "personal",
+        model: str = PERSONAL,
         checkpoint: str = DEPLOYED,
         stage: str | None = None,
-        data: str = "local",
+        data: str = LOCAL,
     ) -> dict[str, Any] | None:
-        """One row of ``summary.json``; ``None`` where the run has none.
+        """Return one row of `summary.json`, or `None` if the run has none.
 
         Args:
-            metric: with or without the split's prefix.
-            split: ``"test"`` or ``"val"``; data: ``"local"``, ``"pooled"`` or ``"client:NAME"``.
-            model: ``"personal"`` or ``"global"``.
-            checkpoint: a checkpoint's name, or ``"deployed"``: the model selected on validation data (``best_local``
-                for personal models, ``best_global`` for the global one) if the run has one, else the latest as
-                received (L1) or after aggregation (G).
-            stage: ``"G"``, ``"L1"`` or ``"L2"``; default: L1 and G for latest models, any for selected ones.
+            metric: Name of the metric, with or without the prefix of its split.
+            split: `"test"` or `"val"`.
+            model: `"personal"` or `"global"`.
+            checkpoint: Name of a checkpoint, or `"deployed"`: the model selected on validation data (`best_local` for
+                personal models, `best_global` for the global one) if the run has one, else the latest as received (L1)
+                or after aggregation (G).
+            stage: `"G"`, `"L1"` or `"L2"`. `None` takes L1 or G for latest models, and any stage for selected ones.
+            data: `"local"`, `"pooled"` or `"client:NAME"`.
         """
         best, latest_stage = _BEST[model]
         found = [
@@ -80,28 +86,29 @@ class Run:
             if (row["model"], row["data"], row["split"]) == (model, data, split) and bare(row["metric"]) == bare(metric)
         ]
         for name in (best, "latest") if checkpoint == DEPLOYED else (checkpoint,):
-            wanted = stage or (latest_stage if name == "latest" else None)
+            only = stage or (latest_stage if name == "latest" else None)
             for row in found:
-                if row["checkpoint"] == name and wanted in (None, row["stage"]):
+                if row["checkpoint"] == name and only in (None, row["stage"]):
                     return row
         return None
 
     def scores(self, metric: str, **where: Any) -> Scores | None:
-        """Each client's score: ``per_client`` of :meth:`result`, whose arguments it takes."""
+        """Return `per_client` of the row that :meth:`result` returns; it takes the same arguments."""
         row = self.result(metric, **where)
         return None if row is None else dict(row["per_client"])
 
 
 def load_run(path: str | Path, name: str | None = None, error: str | None = None, baseline: bool = False) -> Run:
-    """Read a run's folder.
+    """Read the folder of a run.
 
     Args:
-        path: the run's folder.
-        name: the method's label; default: the folder above it, which is the run's name.
-        error, baseline: see :class:`Run`.
+        path: Folder of the run.
+        name: Label of the method. `None` takes the name of the folder above, which is the name of the run.
+        error: Reason why the run has no result, if it has none.
+        baseline: Whether `compare` added the run as a baseline.
 
     Raises:
-        FileNotFoundError: if it is no run's folder; the sentence says what is missing.
+        FileNotFoundError: If it is no folder of a run; the sentence says what is missing.
     """
     folder = Path(path)
     summary_file, config_file = folder / "summary.json", folder / "config.yaml"
@@ -125,12 +132,15 @@ def load_run(path: str | Path, name: str | None = None, error: str | None = None
 
 
 def load_study(paths: Iterable[str | Path]) -> list[Run]:
-    """The runs of run folders and of the folders that ``compare`` leaves, in order.
+    """Read the runs of run folders and of `compare` folders, in order.
 
-    A run that ``compare`` lists and that failed or has not been made is there with its ``error``.
+    A run that `compare` lists but that failed, or was not made yet, is included with its `error`.
+
+    Args:
+        paths: Folders of runs, and `--out` folders of `compare`.
 
     Raises:
-        FileNotFoundError: for a folder that is neither.
+        FileNotFoundError: If a folder is neither.
     """
     runs: list[Run] = []
     for path in map(Path, paths):

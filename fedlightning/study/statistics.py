@@ -1,4 +1,4 @@
-"""Is the difference real? Intervals over seeds, ranks over data sets, the Friedman test and its post-hoc distance."""
+"""Statistics of comparisons: intervals over seeds, paired tests, Friedman's test over data sets and its post-hoc test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from scipy import stats
 
 @dataclass(frozen=True)
 class Interval:
-    """A centre with its confidence interval; ``n`` values, ``low == high`` when they are all equal or only one."""
+    """A centre with its confidence interval.
+
+    Attributes:
+        centre: Mean or median.
+        low: Lower end. It equals `high` if all values are equal, or there is only one.
+        high: Upper end.
+        n: Number of values.
+        method: Name of the method that made the interval.
+    """
 
     centre: float
     low: float
@@ -29,18 +37,25 @@ class Interval:
 
 
 def mean_interval(values: ArrayLike, confidence: float = 0.95, method: str = "t", seed: int = 0) -> Interval:
-    r"""Mean over runs with its confidence interval.
-
-    ``"t"``: :math:`t_{(1+c)/2, R-1}\, s / \sqrt{R}` with the sample deviation (R = 5: 2.776 s / 2.236); ``"normal"``:
-    1.96 in the place of t; ``"bootstrap"``: percentiles of 1000 seeded resamples of the mean.
+    r"""Return the mean over runs with its confidence interval.
 
     Args:
-        values: one number per run; NaN is refused, not averaged away.
-        confidence: in (0, 1).
-        method, seed: as above.
+        values: One number per run. NaN is refused, not averaged away.
+        confidence: Confidence of the interval, in (0, 1).
+        method: `"t"`: the radius is :math:`t_{(1+c)/2, R-1}\, s / \sqrt{R}` with the sample deviation `s` of R runs
+            (R = 5: 2.776 s / 2.236). `"normal"`: 1.96 in the place of t. `"bootstrap"`: percentiles of 1000 seeded
+            resamples of the mean.
+        seed: Seed of the bootstrap.
 
     Raises:
-        ValueError: for no value, a NaN, or an unknown method.
+        ValueError: If there is no value, a NaN, or the method is unknown.
+
+    Example:
+        >>> found = mean_interval([0.70, 0.72, 0.69, 0.75, 0.74])
+        >>> round(found.centre, 3), round(found.low, 3), round(found.high, 3)
+        (0.72, 0.688, 0.752)
+        >>> round(mean_interval([0.70, 0.72, 0.69, 0.75, 0.74], method="normal").radius, 3)
+        0.022
     """
     x = _finite(values)
     centre = float(x.mean())
@@ -56,7 +71,23 @@ def mean_interval(values: ArrayLike, confidence: float = 0.95, method: str = "t"
 
 
 def median_interval(values: ArrayLike, confidence: float = 0.95, seed: int = 0) -> Interval:
-    """Median with percentiles of 1000 seeded bootstrap resamples (PLayer-FL); below 5 values the median alone."""
+    """Return the median with percentiles of 1000 seeded bootstrap resamples (PLayer-FL).
+
+    Fewer than 5 values give the median without an interval.
+
+    Args:
+        values: One number per run.
+        confidence: Confidence of the interval, in (0, 1).
+        seed: Seed of the bootstrap.
+
+    Raises:
+        ValueError: If there is no value, or one is NaN or infinite.
+
+    Example:
+        >>> found = median_interval([0.70, 0.72, 0.69, 0.75, 0.74])
+        >>> found.low <= found.centre <= found.high, found.centre
+        (True, 0.72)
+    """
     x = _finite(values)
     centre = float(np.median(x))
     if len(x) < 5:
@@ -68,14 +99,23 @@ def median_interval(values: ArrayLike, confidence: float = 0.95, seed: int = 0) 
 def paired_difference(
     a: ArrayLike, b: ArrayLike, confidence: float = 0.95, method: str = "t"
 ) -> tuple[Interval, float]:
-    """Mean of ``a - b`` over paired runs with its interval, and the p-value of the paired t-test (1 if all equal).
+    """Return the mean of `a - b` over paired runs with its interval, and the p-value of the paired t-test.
+
+    The p-value is 1 if all pairs are equal.
 
     Args:
-        a, b: one number per run, in the same order.
-        confidence, method: of the interval, as in :func:`mean_interval`.
+        a: One number per run.
+        b: One number per run, in the same order.
+        confidence: Confidence of the interval, in (0, 1).
+        method: Method of the interval, as in :func:`mean_interval`.
 
     Raises:
-        ValueError: if the two are not of one length.
+        ValueError: If the two have different lengths, no value, or a NaN.
+
+    Example:
+        >>> found, p = paired_difference([0.80, 0.82, 0.81], [0.75, 0.78, 0.75])
+        >>> round(found.centre, 3), round(found.radius, 3), round(p, 3)
+        (0.05, 0.025, 0.013)
     """
     x, y = _finite(a), _finite(b)
     if len(x) != len(y):
@@ -90,17 +130,37 @@ def paired_difference(
 
 
 def wilcoxon(a: ArrayLike, b: ArrayLike) -> float:
-    """Two-sided p-value of Wilcoxon's signed-rank test of paired runs; equal pairs say nothing (1 if all are).
+    """Return the two-sided p-value of Wilcoxon's signed-rank test of paired runs.
 
-    With n pairs that differ it is at least 2 / 2**n: five seeds cannot reach 0.05.
+    Equal pairs are ignored; the p-value is 1 if all are equal. With n pairs that differ it is at least 2 / 2**n, so five
+    seeds cannot reach 0.05.
+
+    Args:
+        a: One number per run.
+        b: One number per run, in the same order.
+
+    Raises:
+        ValueError: If there is no value, or one is NaN or infinite.
+
+    Example:
+        >>> wilcoxon([0.80, 0.82, 0.85, 0.81, 0.90], [0.75, 0.76, 0.77, 0.78, 0.76])
+        0.0625
     """
     difference = _finite(a) - _finite(b)
     return 1.0 if not difference.any() else float(stats.wilcoxon(difference).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted for the number of comparisons (Holm 1979): the i-th smallest of m times (m - i + 1), then made
-    non-decreasing, at most 1; in the order given.
+    """Return p-values adjusted for the number of comparisons (Holm 1979), in the order given.
+
+    The i-th smallest of m is multiplied by (m - i + 1). The results are then made non-decreasing and at most 1.
+
+    Args:
+        p_values: One p-value per comparison.
+
+    Example:
+        >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
+        [0.03, 0.06, 0.06]
     """
     adjusted = [1.0] * len(p_values)
     largest = 0.0
@@ -115,10 +175,13 @@ class Friedman:
     """Average ranks and the Friedman test.
 
     Attributes:
-        ranks: mean rank of each algorithm (1 is best).
-        statistic, p_value: chi-square form with tie correction; iman_davenport, iman_davenport_p: the F form, less
-            conservative (Demšar 2006). critical_difference: Nemenyi distance of mean ranks at ``alpha``.
-        datasets: how many rows were ranked.
+        ranks: Mean rank of each algorithm (1 is best).
+        statistic: Chi-square form of the test, corrected for ties.
+        p_value: p-value of `statistic`.
+        iman_davenport: F form of the test, which is less conservative (Demšar 2006).
+        iman_davenport_p: p-value of `iman_davenport`.
+        critical_difference: Nemenyi's distance of mean ranks at `alpha`.
+        datasets: Number of data sets that were ranked.
     """
 
     ranks: dict[str, float]
@@ -131,12 +194,23 @@ class Friedman:
 
 
 def friedman(scores: Mapping[str, Sequence[float]], higher_is_better: bool = True, alpha: float = 0.05) -> Friedman:
-    """Do the algorithms differ over data sets? One list per algorithm, one entry per data set, in the same order.
+    """Test whether algorithms differ over data sets. Ties get mid-ranks.
 
-    (One list per data set would test whether the data sets differ, which is another question.) Ties get mid-ranks.
+    Args:
+        scores: Algorithm -> one score per data set, in the same order. (One list per data set would test whether the
+            data sets differ, which is another question.)
+        higher_is_better: False for losses.
+        alpha: Level of the critical difference.
 
     Raises:
-        ValueError: for fewer than 3 algorithms or 2 data sets, lists of different lengths, or a NaN.
+        ValueError: If there are fewer than 3 algorithms or 2 data sets, lists of different lengths, or a NaN.
+
+    Example:
+        >>> found = friedman({"local": [0.6, 0.7, 0.5], "fedavg": [0.7, 0.6, 0.6], "apfl": [0.8, 0.9, 0.7]})
+        >>> {name: round(rank, 2) for name, rank in found.ranks.items()}
+        {'local': 2.67, 'fedavg': 2.33, 'apfl': 1.0}
+        >>> round(found.statistic, 2), round(found.p_value, 3), round(found.critical_difference, 2)
+        (4.67, 0.097, 1.91)
     """
     names = list(scores)
     lengths = {len(values) for values in scores.values()}
@@ -151,7 +225,7 @@ def friedman(scores: Mapping[str, Sequence[float]], higher_is_better: bool = Tru
     mean_ranks = ranks.mean(axis=1)
     q = float(stats.studentized_range.ppf(1 - alpha, k, np.inf)) / math.sqrt(2)
     distance = q * math.sqrt(k * (k + 1) / (6 * d))
-    if bool((ranks == ranks[0]).all()):  # every row is one big tie: 0/0
+    if bool((ranks == ranks[0]).all()):  # all algorithms tie on every data set, where the statistic is 0/0
         statistic, p = 0.0, 1.0
     else:
         result = stats.friedmanchisquare(*table)
@@ -163,10 +237,16 @@ def friedman(scores: Mapping[str, Sequence[float]], higher_is_better: bool = Tru
 
 
 def nemenyi(ranks: Mapping[str, float], datasets: int) -> dict[tuple[str, str], float]:
-    """Nemenyi's post-hoc test of mean ranks: p-value of every pair (Demšar 2006, section 3.2.2).
+    """Return the p-value of every pair by Nemenyi's post-hoc test of mean ranks (Demšar 2006, section 3.2.2).
 
     Args:
-        ranks: mean rank of each algorithm; datasets: over how many data sets.
+        ranks: Mean rank of each algorithm.
+        datasets: Number of data sets that the ranks are means over.
+
+    Example:
+        >>> found = nemenyi({"local": 2.67, "fedavg": 2.33, "apfl": 1.0}, datasets=3)
+        >>> round(found["local", "apfl"], 3), round(found["local", "fedavg"], 3)
+        (0.102, 0.909)
     """
     names, k = list(ranks), len(ranks)
     unit = math.sqrt(k * (k + 1) / (6 * datasets))
@@ -179,7 +259,7 @@ def nemenyi(ranks: Mapping[str, float], datasets: int) -> dict[tuple[str, str], 
 
 @lru_cache(maxsize=64)
 def _quantile(confidence: float, degrees: int | None) -> float:
-    """Upper quantile of Student's t, or of the normal distribution; scipy takes longer for one than for a table."""
+    """Return the upper quantile of Student's t, or of the normal distribution. Cached, since scipy's take long."""
     tail = (1 + confidence) / 2
     return float(stats.norm.ppf(tail) if degrees is None else stats.t.ppf(tail, degrees))
 

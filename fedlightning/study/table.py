@@ -1,4 +1,4 @@
-"""Results for people: what a run found, as tables of at most 100 columns."""
+"""Results of one run as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from fedlightning.study.columns import LOCAL, POOLED
+
 PREFERRED = ("accuracy", "balanced_accuracy", "f1_macro", "auroc", "loss")
-"""Metrics shown first, where a module has them; others follow in the module's order while there is room."""
+"""Metrics shown first, if a module has them. Others follow in the module's order while there is room."""
 STAGES = {"G": "G: server's model", "L1": "L1: as received", "L2": "L2: after local training"}
 _LABEL_COLUMNS = ("checkpoint", "stage", "data")
 _CELL = len("0.0000 ± 0.0000")
@@ -18,31 +20,41 @@ _ORDER = {"latest": 0, "best_global": 1, "best_local": 2}
 _LABELS = {"balanced_accuracy": "balanced acc.", "f1_macro": "macro F1", "auroc": "AUROC"}
 
 Result = dict[str, Any]
-"""A row of ``summary.json``: see :func:`fedlightning.scoring.results.summarise`."""
+"""A row of `summary.json`: see :func:`fedlightning.scoring.results.summarise`."""
 
 
 def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:
-    """Metrics worth a column, best known first: without the split's prefix (``test_loss`` is ``loss``)."""
+    """Return the metrics in `results` without their split (`test_loss` is `loss`), those of :data:`PREFERRED` first.
+
+    Args:
+        results: Rows of `summary.json`.
+        limit: Number of metrics to return. `None` returns all.
+
+    Example:
+        >>> rows = [{"metric": f"test_{name}", "split": "test"} for name in ("loss", "dice", "accuracy")]
+        >>> important_metrics(rows)
+        ['accuracy', 'loss', 'dice']
+    """
     found = list(dict.fromkeys(bare(row) for row in results))
     known = [name for name in PREFERRED if name in found]
     return (known + [name for name in found if name not in known])[:limit]
 
 
 def bare(row: Result) -> str:
-    """The metric's name without its split."""
+    """Return the name of a row's metric without its split."""
     name: str = row["metric"]
     return name.removeprefix(f"{row['split']}_")
 
 
 def results_table(results: Sequence[Result], split: str = "test", width: int = 80) -> Table:
-    """Models as rows and metrics as columns: mean ± standard deviation over clients.
+    """Return a table with models as rows and metrics as columns: mean ± standard deviation over clients.
 
     Args:
-        results: rows of ``summary.json``.
-        split: ``"test"`` or ``"val"``.
-        width: columns of the terminal; as many metrics are shown as fit.
+        results: Rows of `summary.json`.
+        split: `"test"` or `"val"`.
+        width: Columns of the terminal. As many metrics are shown as fit.
     """
-    rows = [row for row in results if row["split"] == split and row["data"] in ("local", "pooled")]
+    rows = [row for row in results if row["split"] == split and row["data"] in (LOCAL, POOLED)]
     groups: dict[tuple[str, str, str], dict[str, Result]] = {}
     for row in rows:
         groups.setdefault((row["checkpoint"], row["stage"], row["data"]), {})[bare(row)] = row
@@ -66,18 +78,18 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
 def client_table(
     results: Sequence[Result], split: str = "test", metric: str | None = None, width: int = 80
 ) -> Table | None:
-    """Clients as rows and models as columns: one metric on each client's own data.
+    """Return a table with clients as rows and models as columns: one metric on each client's own data.
 
     Args:
-        results: rows of ``summary.json``.
-        split: ``"test"`` or ``"val"``.
-        metric: which; default the most important one.
-        width: columns of the terminal.
+        results: Rows of `summary.json`.
+        split: `"test"` or `"val"`.
+        metric: Name of the metric. `None` takes the first of :func:`important_metrics`.
+        width: Columns of the terminal.
 
     Returns:
-        ``None`` where there is nothing by client.
+        The table, or `None` if there are no scores by client.
     """
-    rows = [row for row in results if row["split"] == split and row["data"] == "local"]
+    rows = [row for row in results if row["split"] == split and row["data"] == LOCAL]
     metric = metric or next(iter(important_metrics(rows)), None)
     columns = {(row["checkpoint"], row["stage"]): row for row in rows if bare(row) == metric}
     if not columns:
@@ -96,13 +108,13 @@ def client_table(
 def print_results(
     results: Sequence[Result], split: str = "test", console: Console | None = None, clients: int = 20
 ) -> None:
-    """Print the results of a run, and those of each client where there are at most ``clients``.
+    """Print the results of a run, and those of each client if there are at most `clients`.
 
     Args:
-        results: rows of ``summary.json``.
-        split: ``"test"`` or ``"val"``.
-        console: where to; default the terminal.
-        clients: the most clients to list.
+        results: Rows of `summary.json`.
+        split: `"test"` or `"val"`.
+        console: Console to print to. `None` takes the terminal.
+        clients: Number of clients up to which each one is listed.
     """
     console = console or Console()
     if not any(row["split"] == split for row in results):
@@ -112,9 +124,7 @@ def print_results(
     console.print(f"Results on {words} (mean ± standard deviation over clients)", style="bold")
     console.print(results_table(results, split, console.width))
     console.print(_caption([row for row in results if row["split"] == split]), highlight=False)
-    ids = {
-        client for row in results if row["split"] == split and row["data"] == "local" for client in row["per_client"]
-    }
+    ids = {client for row in results if row["split"] == split and row["data"] == LOCAL for client in row["per_client"]}
     table = client_table(results, split, width=console.width)
     if table is not None and 1 < len(ids) <= clients:
         metric = important_metrics([row for row in results if row["split"] == split])[0]
@@ -129,7 +139,7 @@ def _rank(key: tuple[str, ...]) -> tuple[int, str, int]:
 
 def _caption(rows: Sequence[Result]) -> str:
     stages = [text for stage, text in STAGES.items() if any(row["stage"] == stage for row in rows)]
-    pooled = "; pooled: all clients' data" if any(row["data"] == "pooled" for row in rows) else ""
+    pooled = "; pooled: all clients' data" if any(row["data"] == POOLED for row in rows) else ""
     return "; ".join(stages) + ". local: a client's own data" + pooled + "."
 
 

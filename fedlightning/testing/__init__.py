@@ -1,10 +1,4 @@
-"""Checks that every algorithm must pass; for the algorithms here and for your own.
-
->>> from fedlightning.callbacks import FedProx
->>> from fedlightning.testing import check_algorithm
->>> check_algorithm(FedProx(mu=0.1), only=["copies"])
-['copies']
-"""
+"""Conformance checks for algorithms, those of this package and your own."""
 
 from __future__ import annotations
 
@@ -32,21 +26,26 @@ def check_algorithm(
     """Run the conformance checks on an algorithm.
 
     Args:
-        algorithm: an instance with the options to check, which is copied for every check, or an algorithm's name
-            (as in :func:`fedlightning.catalogue.find`) for one with its defaults.
-        neutral: an instance that must equal plain training with one client (``FedProx(mu=0)``); by default the check
-            ``one_client`` is run on ``algorithm`` itself.
-        only: names of the checks to run; by default all of :data:`fedlightning.testing.checks.CHECKS`.
-        full: always use the toy module with batch normalisation, frozen, tied and integer entries.
-        arguments: of the trainer, where the algorithm needs some (``local_steps=1``).
-        skip: checks that cannot hold by the definition of the method (say why where you skip).
+        algorithm: Instance with the options to check, which is copied for every check, or the name of an algorithm (as
+            in :func:`fedlightning.catalogue.find`) for one with its defaults.
+        neutral: Instance that must equal plain training with one client, such as `FedProx(mu=0)`. `None` runs the check
+            `one_client` on `algorithm` itself.
+        only: Names of the checks to run. `None` runs all of :data:`fedlightning.testing.checks.CHECKS`.
+        skip: Names of checks that cannot hold by the definition of the method; say why where you skip them.
+        full: Always use the toy module with batch normalisation, frozen, tied and integer entries.
+        arguments: Arguments of the trainer that the algorithm needs, such as `local_steps=1`.
 
     Returns:
         The names of the checks that passed.
 
     Raises:
-        AssertionError: from the first check that fails, with what was broken.
-        ValueError: for an unknown check.
+        AssertionError: If a check fails; the message says which rule was broken.
+        ValueError: If there is no check of a given name.
+
+    Example:
+        >>> from fedlightning.callbacks import FedProx
+        >>> check_algorithm(FedProx(mu=0.1), only=["arguments", "copies"])
+        ['arguments', 'copies']
     """
     chosen, left_out = list(CHECKS if only is None else only), set(skip)
     unknown = sorted({*chosen, *left_out} - set(CHECKS))

@@ -1,4 +1,4 @@
-"""A small federation that holds every kind of state entry, for checks of algorithms."""
+"""A small federation with every kind of state entry, for checks of algorithms."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import POOLED, FederatedCallback
 from fedlightning.trainer import FederatedTrainer
 
 FEATURES, CLASSES, WIDTH = 6, 3, 8
 
 
 class ToyModule(LightningModule):
-    """A classifier in two layers and a head; with ``full``, also every entry that algorithms stumble over.
+    """A classifier of two layers and a head.
 
     Args:
-        full: adds batch normalisation, a frozen parameter, a parameter tied under two names and an integer buffer.
-        lr: of plain SGD.
+        full: Add every kind of entry that algorithms may fail at: batch normalisation, a frozen parameter, a parameter
+            tied under two names, and an integer buffer.
+        lr: Learning rate of plain SGD.
+
+    Shapes:
+        x: `(batch, 6)`.
+        logits: `(batch, 3)`.
+
+    Example:
+        >>> ToyModule()(torch.zeros(2, 6)).shape
+        torch.Size([2, 3])
     """
 
     def __init__(self, full: bool = False, lr: float = 0.1) -> None:
@@ -43,7 +52,7 @@ class ToyModule(LightningModule):
             self.register_buffer("code", torch.arange(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, 3) of x (B, 6)."""
+        """Return the logits."""
         features = torch.tanh(self.middle(self.body(x)))
         if self.full:
             features = self.scale * torch.tanh(self.again(features)) + features
@@ -51,7 +60,7 @@ class ToyModule(LightningModule):
         return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Cross entropy."""
+        """Return the cross entropy."""
         x, y = batch
         return F.cross_entropy(self(x), y)
 
@@ -61,7 +70,7 @@ class ToyModule(LightningModule):
         self.log("val_loss", F.cross_entropy(self(x), y))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD, which every algorithm accepts."""
+        """Return plain SGD, which every algorithm accepts."""
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
@@ -69,10 +78,15 @@ class ToyData(FederatedDataModule):
     """Skewed random data of a few clients, in batches of 5.
 
     Args:
-        sizes: training samples of each client; validation has 6 each.
-        identical: every client has the same samples, in the same fixed order.
-        nan: this client's features are NaN.
-        listed: the order in which clients are listed (by default as named).
+        sizes: Number of training samples of each client; each has 6 validation samples.
+        identical: Give every client the same samples, in the same fixed order.
+        nan: Name of a client whose features are NaN.
+        listed: Order in which clients are listed. `None` uses the order of their names.
+
+    Example:
+        >>> data = ToyData(sizes=(12, 7))
+        >>> data.client_ids, data.num_samples("site1")
+        (['site0', 'site1'], 7)
     """
 
     def __init__(
@@ -97,33 +111,33 @@ class ToyData(FederatedDataModule):
 
     @property
     def client_ids(self) -> list[str]:
-        """The clients as listed."""
+        """Ids of the clients, in the order given."""
         return self.listed
 
     @property
     def num_classes(self) -> int:
-        """Three."""
+        """Number of classes (3)."""
         return CLASSES
 
     def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
-        """Addressed batches of 5."""
+        """Return batches of 5 of a client's split."""
         dataset = self.data.get((client, split))
         return None if dataset is None else self._loader(dataset, client, split)
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        """The union."""
+        """Return batches of 5 of the union of all clients' splits."""
         parts = [self.data[name, split] for name in self.names if (name, split) in self.data]
         if not parts:
             return None
         joined = TensorDataset(*(torch.cat([part.tensors[k] for part in parts]) for k in range(2)))
-        return self._loader(joined, "pooled", split)
+        return self._loader(joined, POOLED, split)
 
     def num_samples(self, client: str, split: str = "train") -> int:
-        """Length of the client's split."""
+        """Return the number of samples of a client's split."""
         return len(self.data[client, split]) if (client, split) in self.data else 0
 
     def class_counts(self, client: str, split: str = "train") -> list[int] | None:
-        """Samples of each class; ``None`` where there is no such split."""
+        """Return the number of samples of each class, or `None` if there is no such split."""
         held = self.data.get((client, split))
         return None if held is None else torch.bincount(held.tensors[1], minlength=CLASSES).tolist()
 
@@ -143,13 +157,17 @@ def federate(
     others: Sequence[Callback] = (),
     **arguments: Any,
 ) -> FederatedTrainer:
-    """Run a small quiet federation of :class:`ToyModule` and return its trainer.
+    """Run a small federation of :class:`ToyModule` without output, and return its trainer.
 
     Args:
-        algorithm: the callback under test; ``None``: FedAvg.
-        data: who has what; root: where the run is written.
-        full, lr: of the module; others: more callbacks; resume: go on with the run that lies there.
-        arguments: of the trainer.
+        algorithm: Callback to check. `None` runs FedAvg.
+        data: Data of the clients.
+        root: Folder of the run.
+        full: Use the module with every kind of entry.
+        lr: Learning rate of the module.
+        resume: Resume the run in the folder.
+        others: More callbacks.
+        arguments: Arguments of the trainer.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)

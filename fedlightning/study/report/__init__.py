@@ -1,4 +1,4 @@
-"""A report that people want to read: one HTML file, publication-ready figures, and the numbers behind them."""
+"""The report of a comparison: one HTML file, figures for print, and the numbers behind them."""
 
 from fedlightning.study.report.build import build_report
 

@@ -1,4 +1,4 @@
-"""From finished runs to ``report.html``, ``figures/``, ``comparison.json`` and ``comparison.csv``."""
+"""Builds `report.html`, `figures/`, `comparison.json` and `comparison.csv` from finished runs."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ REPORT_FILE = "report.html"
 def build_report(
     out: Path, runs: Sequence[Path], *, metric: str = "accuracy", checkpoint: str = DEPLOYED, title: str | None = None
 ) -> Path:
-    """Write a report that opens offline.
+    """Write a report that opens offline. The same runs give the same bytes.
 
     Args:
-        out: the folder for ``report.html``, ``figures/``, ``comparison.json`` and ``comparison.csv``.
-        runs: folders that ``compare`` left, each a data set of its own, and folders of single runs, which are one data
-            set together.
-        metric: the score to compare, without its split (``"accuracy"``, ``"f1_macro"``, ``"loss"`` ...).
-        checkpoint: the models to compare; see :meth:`fedlightning.study.runs.Run.result`.
-        title: of the page; default: from the data.
+        out: Folder for `report.html`, `figures/`, `comparison.json` and `comparison.csv`.
+        runs: Folders of `compare`, each a data set of its own, and folders of single runs, which are one data set
+            together.
+        metric: Score to compare, without its split (`"accuracy"`, `"f1_macro"`, `"loss"` and so on).
+        checkpoint: Models to compare; see :meth:`fedlightning.study.runs.Run.result`.
+        title: Title of the page. `None` makes one from the data.
 
     Returns:
-        The path of ``report.html``. The same runs give the same bytes.
+        The path of `report.html`.
 
     Raises:
-        FileNotFoundError: for a folder that holds neither a run nor a study.
-        ValueError: if no run is given.
+        FileNotFoundError: If a folder holds neither a run nor a study.
+        ValueError: If no run is given.
     """
     if not runs:
         raise ValueError("There is no run to report. Give run folders, or the --out folder of a compare.")
@@ -59,11 +59,13 @@ def make_page(
     title: str | None = None,
     about: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Page:
-    """The page of one or several studies; draws the figures.
+    """Draw the figures and return the page of one or several studies.
 
     Args:
-        studies: by data set; figures: where figures are written, ``None`` for nowhere; title: of the page.
-        about: what ``study.json`` says of each.
+        studies: Data set -> study.
+        figures: Folder for figures. `None` writes none.
+        title: Title of the page. `None` makes one from the data.
+        about: Data set -> content of its `study.json`.
     """
     look = styles(
         (method for study in studies.values() for method in study.methods),
@@ -115,7 +117,7 @@ PARTS = (
 
 
 def _groups(runs: Sequence[Path]) -> dict[str, list[Path]]:
-    """Folders by data set: each study folder alone, single runs together."""
+    """Group folders by data set: each study folder alone, single runs together."""
     groups: dict[str, list[Path]] = {}
     single: list[Path] = []
     for path in map(Path, runs):
@@ -140,11 +142,11 @@ def _about(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def _troubles(context: Context, severity: str) -> list[Trouble]:
-    """Problems of one severity in the order they were found: by methods; what several methods share is said once."""
+    """Return the problems of one severity in the order they were found; a problem of several methods is told once."""
     found: dict[str, list[Problem]] = {}
     for problem in context.study.problems:
         if problem.severity == severity:
-            tail = problem.text.removeprefix(f"{problem.run} ")  # what it says of the method it begins with
+            tail = problem.text.removeprefix(f"{problem.run} ")  # the same for all methods that share the problem
             found.setdefault(tail, []).append(problem)
     texts: dict[tuple[str | None, ...], list[str]] = {}
     for tail, problems in found.items():

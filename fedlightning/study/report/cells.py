@@ -1,4 +1,4 @@
-"""Numbers as people read them: one number of decimals a column, so that decimal points stand under each other."""
+"""Cells of tables: each column has one number of decimals, so that decimal points stand under each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 Kind = Literal["text", "method", "score", "difference", "amount", "count", "p", "percent", "interval", "figures"]
 NONE = "–"
-"""Where nothing was measured and nothing went wrong."""
+"""Text of a cell where nothing was measured and nothing went wrong."""
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,17 @@ class Column:
     """One column of a table.
 
     Attributes:
-        key: of the row's value; title: above the column; group: above several columns.
-        kind: how a value is written. ``score``: fixed decimals; ``difference``: with its sign; ``amount``: decimals
-            by size; ``count``: whole, with thin spaces; ``interval``: a pair ``[low, high]``; ``p``: a p-value;
-            ``figures``: three significant digits.
-        decimals: of scores, differences and intervals.
-        radius: key of a half width, written small behind the value as ±.
-        interval: key of a pair, written small behind the value as [low, high].
-        better: which end is set in bold type.
-        help: what the column means, in one line.
+        key: Key of the value in a row.
+        title: Title above the column.
+        kind: Format of the value. `score`: fixed decimals; `difference`: with its sign; `amount`: decimals by size;
+            `count`: whole, with thin spaces; `interval`: a pair `[low, high]`; `p`: a p-value; `figures`: three
+            significant digits.
+        group: Title above several columns.
+        decimals: Decimals of scores, differences and intervals.
+        radius: Key of a half width, written small behind the value as ±.
+        interval: Key of a pair, written small behind the value as [low, high].
+        better: End that is set in bold type.
+        help: Meaning of the column, in one line.
     """
 
     key: str
@@ -42,7 +44,15 @@ class Column:
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in a cell: ``text``, small ``extra`` behind it, the full ``value``, a longer ``title``, its ``state``."""
+    """A cell of a table.
+
+    Attributes:
+        text: Text of the cell.
+        extra: Small text behind it.
+        value: The number with all its digits, for sorting.
+        state: `"best"` is bold, `"none"` grey, `"bad"` red.
+        title: Longer text, shown on hovering.
+    """
 
     text: str
     extra: str = ""
@@ -52,7 +62,7 @@ class Cell:
 
 
 Missing = Callable[[Mapping[str, Any], Column], str | None]
-"""Why a row has no value in a column, in a few words; ``None`` where there is nothing to say."""
+"""Function that returns in a few words why a row has no value in a column, or `None` if there is nothing to say."""
 
 
 def layout(
@@ -61,11 +71,13 @@ def layout(
     missing: Missing | None = None,
     across: bool = False,
 ) -> list[list[Cell]]:
-    """The cells of a table, row by row.
+    """Return the cells of a table, row by row.
 
     Args:
-        columns, rows: what stands where; missing: says why a value is not there.
-        across: the best cell is that of a row, among the columns that have a better end; default: of each column.
+        columns: Columns of the table.
+        rows: Values by the columns' keys.
+        missing: Says why a value is missing.
+        across: Mark the best cell of each row, among the columns that have a better end, not that of each column.
     """
     down = {column.key: _best(column, rows) for column in columns}
     digits = {column.key: _decimals(column, rows) for column in columns}
@@ -73,13 +85,13 @@ def layout(
     for row in rows:
         best = _best_across(columns, row) if across else down
         lines.append(
-            _said_once([_cell(row, column, digits[column.key], best[column.key], missing) for column in columns])
+            _shortened([_cell(row, column, digits[column.key], best[column.key], missing) for column in columns])
         )
     return lines
 
 
-def _said_once(cells: list[Cell]) -> list[Cell]:
-    """A reason stands in full where it comes first in a row, and in brief after that."""
+def _shortened(cells: list[Cell]) -> list[Cell]:
+    """Write a reason in full where it comes first in a row, and in brief after that."""
     said: set[str] = set()
     out = []
     for cell in cells:
@@ -92,12 +104,12 @@ def _said_once(cells: list[Cell]) -> list[Cell]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number."""
+    """Return True if `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def number(value: float, decimals: int = 3, sign: bool = False) -> str:
-    """Fixed decimals with a true minus; thousands by thin spaces."""
+    """Write a number with fixed decimals, a true minus and thin spaces between thousands."""
     text = f"{value:+,.{decimals}f}" if sign else f"{value:,.{decimals}f}"
     if float(text.replace(",", "")) == 0:
         text = text.replace("-", "+" if sign else "")
@@ -105,15 +117,36 @@ def number(value: float, decimals: int = 3, sign: bool = False) -> str:
 
 
 def p_value(p: float) -> str:
-    """Two digits that matter, never "0"."""
+    """Write a p-value with two or three decimals, and "< 0.001" below that."""
     if p < 0.001:
         return "< 0.001"
     return f"{p:.3f}" if p < 0.095 else f"{p:.2f}"
 
 
 def pair(interval: Sequence[float], decimals: int = 3, sign: bool = False) -> str:
-    """``[low, high]``."""
+    """Write an interval as `[low, high]`."""
     return f"[{number(interval[0], decimals, sign)}, {number(interval[1], decimals, sign)}]"
+
+
+def interval_of(row: Mapping[str, Any], key: str = "ci95") -> Sequence[float] | None:
+    """Return the interval of a row if both ends are numbers and it is made from more than one value, else `None`."""
+    ends = row.get(key)
+    if ends is None or not all(map(is_number, ends)) or row.get("n_seeds", 2) < 2:
+        return None
+    return list(ends)
+
+
+def summary(values: Sequence[tuple[str, float | None]], decimals: int = 3, most: int = 12) -> str:
+    """Return names with their numbers, for an alternative text.
+
+    Args:
+        values: Names and numbers; those without a number are left out.
+        decimals: Decimals of the numbers.
+        most: Number of entries to list; the rest is counted.
+    """
+    known = [f"{name} {value:.{decimals}f}" for name, value in values if is_number(value) and value is not None]
+    more = f", and {len(known) - most} more" if len(known) > most else ""
+    return ", ".join(known[:most]) + more
 
 
 def _cell(row: Mapping[str, Any], column: Column, decimals: int, best: float | None, missing: Missing | None) -> Cell:
@@ -124,7 +157,7 @@ def _cell(row: Mapping[str, Any], column: Column, decimals: int, best: float | N
         if value is None or not all(map(is_number, value)):
             return _absent(row, column, value, missing)
         return Cell(pair(value, decimals), value=f"{value[0]!r} {value[1]!r}")
-    if isinstance(value, str):  # a word in the place of a number: "best"
+    if isinstance(value, str):  # a word instead of a number, such as "best"
         return Cell(value)
     if not is_number(value):
         return _absent(row, column, value, missing)
@@ -160,7 +193,7 @@ def _extra(row: Mapping[str, Any], column: Column, decimals: int) -> str:
 
 def _absent(row: Mapping[str, Any], column: Column, value: Any, missing: Missing | None) -> Cell:
     why = missing(row, column) if missing is not None else None
-    if isinstance(value, float) and why is None:  # NaN or infinite: a number was computed and is none
+    if isinstance(value, float) and why is None:  # NaN or infinite
         why = f"undefined ({value})"
     return Cell(why, state="bad") if why else Cell(NONE, state="none")
 
@@ -188,7 +221,7 @@ def _best(column: Column, rows: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _best_across(columns: Sequence[Column], row: Mapping[str, Any]) -> dict[str, float | None]:
-    """The best of a row for every column that takes part, which all have the same better end."""
+    """Return the best value of a row for every column with a better end, which is the same for all of them."""
     asked = [column for column in columns if column.better is not None]
     values = [value for column in asked if is_number(value := row.get(column.key)) and value is not None]
     best = None if len(values) < 2 else max(values) if asked[0].better == "high" else min(values)
@@ -196,5 +229,5 @@ def _best_across(columns: Sequence[Column], row: Mapping[str, Any]) -> dict[str,
 
 
 def is_ranked(row: Mapping[str, Any]) -> bool:
-    """Whether a row's numbers are of all seeds, on the data of the other rows: else none of them is called the best."""
+    """Return True if a row covers all seeds on the data of the other rows. Only such rows have best values."""
     return bool(row.get("comparable", True)) and row.get("n_seeds", 0) >= row.get("seeds", 0)

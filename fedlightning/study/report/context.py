@@ -1,4 +1,4 @@
-"""What every section of a report needs: the study, the styles, and where figures go."""
+"""The context of a report's sections: the study, the styles, and the folder for figures."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.study.columns import GLOBAL
 from fedlightning.study.report.cells import Column, Missing, is_number
 from fedlightning.study.report.drawing import inline, look, save, settle, svg
 from fedlightning.study.report.html import Gallery, Picture, Section, Table, slug
 from fedlightning.study.report.styles import Style
-
-if TYPE_CHECKING:
-    from fedlightning.study.study import Study
+from fedlightning.study.study import Study
 
 Row = Mapping[str, Any]
 LABELS = {
@@ -31,23 +30,25 @@ LABELS = {
     "f1_macro_all": "macro F1 over all classes",
 }
 SHORT = 14
-"""Tables of up to this many rows stand open beside their picture."""
+"""Tables of up to this many rows are unfolded beside their picture."""
 METHOD = Column("method", "method", "method")
 REASONS = {"failed": "run failed", "missing_score": "not scored", "different_splits": "other test data"}
-"""Kinds of problems that take a method's numbers away, as few words for the place where they would stand."""
+"""Kinds of problems that take away a method's numbers -> the words in the cells instead."""
 INCENTIVES = ("ipr", "opt_outs", "pma", "pma_mean", "gma")
 """Columns that are measured against baselines."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """A study on its way to a page.
+    """A study with everything that its sections need to make tables and figures.
 
     Attributes:
-        study: the numbers; styles: of every method on the page; figures: the folder for figures and their tables,
-            ``None`` to write none.
-        name: the data set's, ``""`` where the page has only one; prefix: of ids and of files' names.
-        level: of the sections' headings.
+        study: The runs and their tables.
+        styles: Method -> style, of all methods on the page.
+        figures: Folder for figures and their tables. `None` writes none.
+        name: Name of the data set, `""` if the page has only one.
+        prefix: Prefix of ids and names of files.
+        level: Level of the sections' headings.
     """
 
     study: Study
@@ -59,26 +60,26 @@ class Context:
 
     @property
     def metric(self) -> str:
-        """The metric's name as people write it."""
+        """Name of the metric for readers."""
         return LABELS.get(self.study.metric, self.study.metric.replace("_", " "))
 
     @cached_property
     def higher(self) -> bool:
-        """Whether more is better."""
+        """Whether a higher value of the metric is better."""
         return higher_is_better(self.study.metric)
 
     @property
     def better(self) -> Any:
-        """The better end of the metric, for a column."""
+        """Better end of the metric, for :attr:`Column.better`."""
         return "high" if self.higher else "low"
 
     def over(self, name: str) -> str:
-        """What a gain over ``name`` is: positive where it is better, so for a loss ``name``'s value comes first."""
+        """Describe the gain over `name`, which is positive if better: for a loss, the value of `name` comes first."""
         return f"{self.metric} minus {name}’s" if self.higher else f"{name}’s {self.metric} minus own"
 
     @cached_property
     def overview(self) -> list[dict[str, Any]]:
-        """One line a method, best first; those without a mean last."""
+        """One line a method, best first; methods without a mean come last."""
         rows = [
             row | {"mb_total": _sum(row["mb_up"], row["mb_down"])} | ({"gap": "best"} if row["best"] else {})
             for row in self.study.overview()
@@ -87,11 +88,11 @@ class Context:
         return sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
 
     def id(self, name: str) -> str:
-        """``name`` made unique among data sets."""
+        """Return `name` with the prefix of the data set."""
         return f"{self.prefix}-{name}" if self.prefix else name
 
     def section(self, name: str, title: str, short: str, parts: Sequence[Any], lead: str = "") -> Section | None:
-        """A section of this study; ``None`` where nothing would be in it."""
+        """Return a section of this study, or `None` if all of its parts are `None`."""
         kept = [part for part in parts if part is not None]
         return Section(self.id(name), title, short, lead, kept, self.level) if kept else None
 
@@ -99,12 +100,17 @@ class Context:
         self, name: str, caption: str, columns: Sequence[Column], rows: Sequence[Row], notes: Sequence[str] = (),
         missing: Missing | None = None, seeds: bool = True, across: bool = False,
     ) -> Table:  # fmt: skip
-        """A table whose missing values say why they are missing. Columns without any value are left out.
+        """Return a table whose empty cells say why they are empty. Columns without any value are left out.
 
         Args:
-            name: unique in the study; caption: what it shows; columns, rows: see :class:`Table`; notes: lines below.
-            missing: says why a value is missing; default: :meth:`missing`.
-            seeds: add the line that says what the seeds change; across: see :class:`Table`.
+            name: Name that is unique in the study.
+            caption: Caption of the table.
+            columns: Columns; the first one is always kept.
+            rows: Values by the columns' keys.
+            notes: Lines below the table.
+            missing: Says why a value is missing. `None` uses :meth:`missing`.
+            seeds: Add the line that says what the seeds change.
+            across: Set the best cell of each row in bold type, not that of each column.
         """
         first, *others = columns
         shown = [first, *(column for column in others if _any(column, rows))]
@@ -112,15 +118,15 @@ class Context:
         return Table(f"table-{self.id(name)}", caption, shown, rows, missing or self.missing, said, across)
 
     def missing(self, row: Row, column: Column) -> str | None:
-        """Why ``row`` has no value, if a problem of its method takes it away."""
+        """Return why `row` has no value, if a problem of its method takes it away."""
         method = column.key[1:] if column.key.startswith("@") else row.get("method")
         if method is None or column.kind == "text":
             return None
         role = self.study.role(method)
         if column.key in INCENTIVES and (role == "fedavg" or (role == "siloed" and column.key in ("ipr", "gma"))):
-            return None  # measured against itself
-        if column.key == "global" and not self.study.shared(method):
-            return None  # there is no such model
+            return None  # it would be measured against itself
+        if column.key == GLOBAL and not self.study.shared(method):
+            return None  # it has no global model
         if broken := self.diverged.get(method):
             return broken
         kinds = set(REASONS)
@@ -137,7 +143,7 @@ class Context:
 
     @cached_property
     def diverged(self) -> dict[str, str]:
-        """Methods with a model without a finite score, and where that is."""
+        """Methods with a model that has no finite score -> the text that says which."""
         found = {}
         for method in self.study.methods:
             places = [
@@ -151,33 +157,36 @@ class Context:
 
     @cached_property
     def slugs(self) -> dict[str, str]:
-        """A name for ids and files for each method."""
+        """Method -> name for ids and files."""
         out: dict[str, str] = {}
         for method in self.study.methods:
             out[method] = slug(method, out.values())
         return out
 
     def seed_means(self, method: str) -> list[float]:
-        """The deployed mean of each seed that has one."""
+        """Return the deployed mean of each seed that has one."""
         return [score.mean for score in self.study.deployed(method).values() if score.mean is not None]
 
     @property
     def siloed(self) -> str | None:
-        """The method that trains every client alone."""
+        """The method that trains every client alone, if there is one."""
         return self.study.baselines.get("siloed")
 
     @property
     def fedavg(self) -> str | None:
-        """The method that is plain FedAvg."""
+        """The method that is plain FedAvg, if there is one."""
         return self.study.baselines.get("fedavg")
 
     @cached_property
     def client_rows(self) -> list[dict[str, Any]]:
-        """:meth:`Study.clients`."""
+        """The lines of :meth:`Study.clients`."""
         return self.study.clients()
 
     def by_client(self, key: str) -> dict[str, dict[str, float | None]]:
-        """A column of :attr:`client_rows` by method and client, best method first; methods without a number are out."""
+        """Return a column of :attr:`client_rows` by method and client, best method first.
+
+        Methods without a number are left out.
+        """
         order = [row["method"] for row in self.overview]
         found: dict[str, dict[str, float | None]] = {method: {} for method in order}
         for row in self.client_rows:
@@ -185,7 +194,14 @@ class Context:
         return {method: of for method, of in found.items() if any(is_number(value) for value in of.values())}
 
     def picture(self, name: str, title: str, alt: str, draw: Callable[[], Figure]) -> Picture:
-        """Draw a figure, write its files, and give back what goes into the page."""
+        """Draw a figure, write its files, and return the picture for the page.
+
+        Args:
+            name: Name that is unique in the study, and the name of the files.
+            title: Title above the picture.
+            alt: Description of what it shows, for readers who do not see it.
+            draw: Function that draws the figure.
+        """
         with look():
             figure = draw()
             settle(figure)
@@ -197,10 +213,16 @@ class Context:
     def gallery(
         self, pictures: Sequence[Picture], table: Table, caption: str = "", open: bool | None = None
     ) -> Gallery | None:
-        """Pictures above their numbers, which are written as CSV beside the figures too.
+        """Return pictures above the table of their numbers, or `None` if there is no picture.
 
-        Short tables beside a single picture stand open; others as ``open`` says. Methods of the table that diverged
-        are named, since a figure shows them in part or not at all.
+        The table is also written as CSV beside the figures. Methods of the table that diverged are named, since a figure
+        shows them in part or not at all.
+
+        Args:
+            pictures: Pictures to show.
+            table: Numbers that the pictures are drawn from.
+            caption: Line that says how to read the pictures.
+            open: Unfold the table. `None` unfolds a short table beside a single picture.
         """
         if not pictures:
             return None
@@ -214,28 +236,13 @@ class Context:
 
 
 def write_csv(path: Path, table: Table) -> None:
-    """The numbers of a table, unrounded."""
+    """Write the numbers of a table, unrounded."""
     keys = list(dict.fromkeys(k for c in table.columns for k in (c.key, c.radius, c.interval) if k is not None))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(keys)
         writer.writerows([_plain(row.get(key)) for key in keys] for row in table.rows)
-
-
-def interval_of(row: Row, key: str = "ci95") -> Sequence[float] | None:
-    """A row's interval where both ends are numbers and it has more than one value behind it."""
-    ends = row.get(key)
-    if ends is None or not all(map(is_number, ends)) or row.get("n_seeds", 2) < 2:
-        return None
-    return list(ends)
-
-
-def summary(values: Sequence[tuple[str, float | None]], decimals: int = 3, most: int = 12) -> str:
-    """Names with their numbers, for an alternative text."""
-    known = [f"{name} {value:.{decimals}f}" for name, value in values if is_number(value) and value is not None]
-    more = f", and {len(known) - most} more" if len(known) > most else ""
-    return ", ".join(known[:most]) + more
 
 
 def _sum(a: float | None, b: float | None) -> float | None:

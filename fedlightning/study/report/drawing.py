@@ -1,4 +1,4 @@
-"""Matplotlib figures for a page and for print: one look, the same bytes for the same numbers."""
+"""Matplotlib figures for a page and for print, in one look. The same numbers give the same bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from fedlightning.study.report.styles import GRID, INK, MUTED
 
 WIDTH, HEIGHT = 5.0, 3.2
-"""Inches: a column of a page on paper, 360 points on a screen."""
+"""Size of a panel in inches: a column of a page on paper, 360 points on a screen."""
 
 _LOOK: dict[str, Any] = {
     "axes.axisbelow": True,
@@ -56,7 +56,7 @@ _LOOK: dict[str, Any] = {
 
 @contextmanager
 def look() -> Iterator[None]:
-    """The report's settings of matplotlib, whatever the user's are; afterwards those are back."""
+    """Use the report's settings of matplotlib, whatever the user's are, and restore those afterwards."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(_LOOK)  # type: ignore[arg-type]
@@ -64,7 +64,12 @@ def look() -> Iterator[None]:
 
 
 def panel(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
-    """An empty figure of one panel that no window knows of; call under :func:`look`."""
+    """Return an empty figure of one panel, which pyplot does not manage. Call it under :func:`look`.
+
+    Args:
+        height: Height in inches.
+        width: Width in inches.
+    """
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.04, h_pad=0.04)  # type: ignore[union-attr, call-arg]
     FigureCanvasAgg(figure)
@@ -72,7 +77,13 @@ def panel(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
-    """The legend under the axes, where it hides no data; the figure grows by its lines."""
+    """Put the legend under the axes, where it hides no data, and make the figure higher by its lines.
+
+    Args:
+        figure: Figure to add the legend to.
+        axes: Axes with the labelled lines.
+        columns: Number of columns for short labels; long labels get fewer.
+    """
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
@@ -80,7 +91,7 @@ def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
     columns = min(columns if longest <= 12 else 2 if longest <= 22 else 1, len(labels))
     lines = -(-len(labels) // columns)
     figure.set_figheight(figure.get_figheight() + 0.21 * lines)
-    # Matplotlib fills columns; reading goes by lines.
+    # Matplotlib fills column by column; readers go line by line.
     order = [i for column in range(columns) for i in range(column, len(labels), columns)]
     figure.legend(
         [handles[i] for i in order],
@@ -95,14 +106,14 @@ def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
 
 
 def settle(figure: Figure) -> None:
-    """Lay the figure out once; what is written of it later stays as it is (and takes a third of the time)."""
+    """Lay the figure out once, so that every file looks the same (and is written in a third of the time)."""
     with look():
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
 
 
 def svg(figure: Figure) -> str:
-    """The figure as an SVG file, with text as text."""
+    """Return the figure as an SVG file, with text as text."""
     buffer = io.BytesIO()
     with look():
         figure.savefig(buffer, format="svg", dpi=150, metadata={"Date": None, "Creator": None})
@@ -110,7 +121,7 @@ def svg(figure: Figure) -> str:
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
-    """Write ``name`` as SVG, PNG (300 dpi) and PDF (TrueType fonts embedded, as publishers ask), without dates."""
+    """Write a figure as SVG, PNG (300 dpi) and PDF (TrueType fonts embedded, as publishers ask), without dates."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.svg").write_text(svg(figure), encoding="utf-8")
     with look():
@@ -119,15 +130,15 @@ def save(figure: Figure, folder: Path, name: str) -> None:
 
 
 def inline(text: str, name: str, alt: str) -> str:
-    """An SVG file as an element to put into a page.
+    """Return an SVG file as an element for a page.
 
-    Text stays text (searched, read aloud, set in the page's font); ids carry ``name``, so that several figures share
-    a page; coordinates have two decimals.
+    Text stays text, so it can be searched and read aloud, and has the font of the page. Ids start with `name`, so that
+    several figures can share a page. Coordinates have two decimals.
 
     Args:
-        text: from :func:`svg`.
-        name: unique on the page.
-        alt: what the figure shows, for who does not see it.
+        text: SVG file, from :func:`svg`.
+        name: Name that is unique on the page.
+        alt: Description of what the figure shows, for readers who do not see it.
     """
     text = text[text.index("<svg") :].rstrip()
     opening, _, body = text.partition(">")
@@ -140,7 +151,7 @@ def inline(text: str, name: str, alt: str) -> str:
     return f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(alt, quote=True)}">{body}'
 
 
-# What SVG in a page does without: metadata, comments, a style for everything ("*"), namespaces, matplotlib's font.
+# Removed from SVG in a page: metadata, comments, the style for everything ("*"), namespaces, matplotlib's font.
 _Change = tuple[str, str | Callable[[re.Match[str]], str]]
 _PAGE: tuple[_Change, ...] = (
     (r"<metadata>.*?</metadata>\s*", ""),

@@ -1,4 +1,4 @@
-"""The page's parts (sections, tables, pictures) and how they become one HTML file that needs nothing else."""
+"""Parts of the page (sections, tables, pictures), rendered as one HTML file that needs no other file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ _PACKAGE = "fedlightning.study.report"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns.
+    """A table.
 
     Attributes:
-        name: unique on the page; caption: what it shows.
-        columns, rows: see :class:`~fedlightning.study.report.cells.Column`.
-        missing: says why a value is not there.
-        notes: lines below; across: the best of each row is bold, not that of each column.
+        name: Id that is unique on the page.
+        caption: Caption of the table.
+        columns: Columns; see :class:`~fedlightning.study.report.cells.Column`.
+        rows: Values by the columns' keys.
+        missing: Says why a value is missing.
+        notes: Lines below the table.
+        across: The best cell of each row is bold, not that of each column.
     """
 
     name: str
@@ -39,12 +42,12 @@ class Table:
 
     @cached_property
     def cells(self) -> list[list[Cell]]:
-        """What stands in the cells."""
+        """Cells of the table, row by row."""
         return layout(self.columns, self.rows, self.missing, self.across)
 
     @property
     def groups(self) -> list[tuple[str, int]]:
-        """Titles above several columns with how many they span; empty where no column has one."""
+        """Titles above several columns with the number of columns they span; empty if no column has one."""
         spans: list[tuple[str, int]] = []
         for column in self.columns:
             if spans and spans[-1][0] == column.group:
@@ -59,8 +62,10 @@ class Picture:
     """A drawn figure.
 
     Attributes:
-        name: unique on the page, and its files' name; title: above it; alt: what it shows, with the main numbers.
-        svg: from :func:`~fedlightning.study.report.drawing.inline`.
+        name: Id that is unique on the page, and the name of the files.
+        title: Title above the figure.
+        alt: Description of what it shows, with the main numbers.
+        svg: Element from :func:`~fedlightning.study.report.drawing.inline`.
     """
 
     name: str
@@ -71,10 +76,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Pictures with the numbers they are drawn from, and a line that says how to read them.
+    """Pictures with the table of their numbers. The table of a single picture is beside it if there is room.
 
-    ``warning`` says what is missing in the pictures. The numbers are folded away, unless ``open``; those of a single
-    picture stand beside it where there is room.
+    Attributes:
+        pictures: Pictures to show.
+        table: Numbers that the pictures are drawn from.
+        caption: Line that says how to read the pictures.
+        open: Whether the table is unfolded.
+        warning: Methods that are missing in the pictures.
     """
 
     pictures: Sequence[Picture]
@@ -86,7 +95,14 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Prose:
-    """Paragraphs, or a list of terms with their definitions, under a title of their own if they have one."""
+    """Paragraphs, or a list of terms with their definitions.
+
+    Attributes:
+        paragraphs: Texts.
+        terms: Terms and their definitions.
+        tone: `"warn"` and `"bad"` are set in colour.
+        title: Title above, if any.
+    """
 
     paragraphs: Sequence[str] = ()
     terms: Sequence[tuple[str, str]] = ()
@@ -96,7 +112,16 @@ class Prose:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what is under it: tables, galleries, prose; ``short``: its title in the list of sections."""
+    """A section of the page.
+
+    Attributes:
+        name: Id that is unique on the page.
+        title: Heading.
+        short: Title in the list of sections.
+        lead: Sentence below the heading.
+        parts: Tables, galleries and prose.
+        level: Level of the heading.
+    """
 
     name: str
     title: str
@@ -108,7 +133,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Answer:
-    """A box at the top: a question, its answer in a few words, and the sentence with the numbers."""
+    """A box at the top of the page.
+
+    Attributes:
+        question: The question.
+        answer: The answer in a few words.
+        sentence: The answer with the numbers.
+        method: Method whose colour is shown, if any.
+    """
 
     question: str
     answer: str
@@ -118,7 +150,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What is wrong with a method's runs (or, without a ``method``, with all of them), in sentences."""
+    """Problems of the runs of one method, or of several.
+
+    Attributes:
+        about: Names of the methods.
+        method: The method, if it is only one.
+        texts: Sentences.
+    """
 
     about: str
     method: str | None
@@ -130,9 +168,13 @@ class Page:
     """The whole report.
 
     Attributes:
-        title, subtitle: the head; answers: at a glance, by data set (one, with an empty name, where there is one study).
-        problems: what takes numbers away; notes: what must be known to read them.
-        sections: the rest; styles: of every method on the page.
+        title: Title of the page.
+        subtitle: Line below the title.
+        answers: Data set -> boxes at the top. A single study has an empty name.
+        problems: Problems that take numbers away.
+        notes: Problems that a reader must know to read the numbers.
+        sections: Sections of the page.
+        styles: Method -> style.
     """
 
     title: str
@@ -145,7 +187,7 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """The page as HTML. Every text is escaped; only figures are put in as they are."""
+    """Return the page as HTML. All text is escaped; only figures are inserted as they are."""
     environment = Environment(
         loader=PackageLoader(_PACKAGE, "."),
         autoescape=True,
@@ -167,7 +209,7 @@ def render(page: Page) -> str:
 
 
 def swatch(style: Style) -> Markup:
-    """A method's colour and marker as a small picture; the name beside it says the same in words."""
+    """Return the colour and marker of a method as a small picture, to be shown beside its name."""
     shape = _SHAPES.get(style.marker, _SHAPES["o"])
     return Markup('<svg class="swatch" viewBox="-6 -6 12 12" aria-hidden="true"><path fill="{}" d="{}"/></svg>').format(
         style.colour, shape
@@ -175,13 +217,18 @@ def swatch(style: Style) -> Markup:
 
 
 def breakable(name: str) -> Markup:
-    """``name`` with places where a narrow column may break it: after signs, and before a capital within a word."""
+    """Return `name` with places where a narrow column may break it: after signs, and before a capital in a word."""
     parts = re.split(r"(?<=[_/+=,:])(?=\w)|(?<=\.)(?=[A-Za-z])|(?<=[a-z\d])(?=[A-Z])", name)
     return Markup("<wbr>").join(parts)
 
 
 def slug(text: str, taken: Iterable[str] = ()) -> str:
-    """A name for ids and files: letters, digits and dashes, not one of ``taken``."""
+    """Return a name for ids and files, made of letters, digits and dashes, that is not in `taken`.
+
+    Example:
+        >>> slug("PLayer-FL (t = 0.1)"), slug("FedAvg", ["fedavg"])
+        ('player-fl-t-0-1', 'fedavg-2')
+    """
     base = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40] or "x"
     name, number, seen = base, 2, set(taken)
     while name in seen:

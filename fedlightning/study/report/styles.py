@@ -1,4 +1,4 @@
-"""One colour, marker and line for each method, the same on the whole page."""
+"""Colour, marker and line of each method, the same on the whole page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 INK, MUTED, GRID = "#1c2126", "#5b6570", "#d9dee3"
 BAD, WARN = "#b3261e", "#8a5300"
 
-# After Okabe & Ito (2008), made darker where needed: each has at least 3:1 against white, neighbours differ in lightness.
+# After Okabe & Ito (2008), some made darker: each has a contrast of 3:1 against white, neighbours differ in lightness.
 COLOURS = (
     "#0072b2", "#d55e00", "#008f6b", "#aa3377", "#9a7400", "#332288",
     "#3b93cf", "#7a4b2a", "#d9558f", "#5f7a1f", "#1c7c8c", "#c0392b",
@@ -23,7 +23,13 @@ SEQUENTIAL = "cividis"
 
 @dataclass(frozen=True)
 class Style:
-    """How a method is drawn: ``colour`` as ``#rrggbb``, matplotlib ``marker`` and ``line`` style."""
+    """Colour, marker and line of a method.
+
+    Attributes:
+        colour: `#rrggbb`.
+        marker: Marker of matplotlib.
+        line: Line style of matplotlib.
+    """
 
     colour: str
     marker: str
@@ -31,9 +37,9 @@ class Style:
 
 
 def styles(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, Style]:
-    """A style for every method, by its place; baselines are grey.
+    """Return a style for every method, by its place in the list. Baselines are grey.
 
-    With more than twelve methods colours come again with another marker and line, so no two methods look the same.
+    After twelve methods, colours repeat with another marker and line, so that no two methods look the same.
     """
     grey = set(baselines)
     out: dict[str, Style] = {}
@@ -51,7 +57,12 @@ def styles(methods: Iterable[str], baselines: Iterable[str] = ()) -> dict[str, S
 
 
 def shorten(name: str, limit: int = 22) -> str:
-    """A name that fits beside an axis; the middle of a long one is left out, since names often differ at their ends."""
+    """Return a name that fits beside an axis. Long names lose their middle, since they often differ at their ends.
+
+    Example:
+        >>> shorten("fedprox_with_a_very_long_name_mu_0.3")
+        'fedprox_with…me_mu_0.3'
+    """
     if len(name) <= limit:
         return name
     head = (limit - 1) * 3 // 5
@@ -59,12 +70,12 @@ def shorten(name: str, limit: int = 22) -> str:
 
 
 def short_names(names: Iterable[str], limit: int = 22) -> dict[str, str]:
-    """Shortened names, numbered where two would look the same."""
+    """Return shortened names, numbered if two would look the same."""
     out: dict[str, str] = {}
     for name in names:
         short, number = shorten(name, limit), 2
         while short in out.values():
-            mark = f" ({number})"
-            short, number = shorten(name, limit - len(mark)) + mark, number + 1
+            ending = f" ({number})"
+            short, number = shorten(name, limit - len(ending)) + ending, number + 1
         out[name] = short
     return out

@@ -1,4 +1,4 @@
-"""The sentences at the top, made from the numbers: no more is said than they carry."""
+"""The sentences at the top of a report, made from the numbers. They claim no more than the numbers support."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from fedlightning.study.report.context import Context
 from fedlightning.study.report.html import Answer
 
 ALPHA = 0.05
+"""Level of significance."""
 FEW = 5
+"""Below this many seeds, only large differences can be significant."""
 YARDSTICKS = {"siloed": "Siloed training", "central": "Central training, which moves all data,"}
-"""Baseline roles that are measured against, and not asked who is best."""
+"""Baseline roles that methods are compared with, and that cannot be the best method."""
 Row = Mapping[str, Any]
 
 
 def answers(context: Context) -> list[Answer]:
-    """Who is best, whether that is real, for whom, and at what price; nothing where no method has a number."""
+    """Answer which method is best, whether the difference is real, for whom, and at what cost.
+
+    The list is empty if no method has a number.
+    """
     ranked = [row for row in context.overview if _complete(row)]
     methods = [row for row in ranked if row["role"] not in YARDSTICKS] or ranked
     if not methods:
@@ -28,7 +33,7 @@ def answers(context: Context) -> list[Answer]:
 
 
 def _complete(row: Row) -> bool:
-    """Whether a mean is of all seeds, on the data of the others: means of different seeds are not ranked."""
+    """Return True if the mean covers all seeds and the same test data as the other methods. Only such means are ranked."""
     return is_number(row["mean"]) and bool(row["comparable"]) and row["n_seeds"] == row["seeds"]
 
 
@@ -119,7 +124,7 @@ def _whom(context: Context, first: Row, methods: Sequence[Row]) -> Answer | None
 
 
 def _gains(context: Context, method: str) -> tuple[int, int, str] | None:
-    """How many clients are better off with ``method`` than siloed, of how many, and the siloed run's name."""
+    """Return how many clients are better off with `method` than siloed, of how many, and the name of the siloed run."""
     siloed = context.siloed
     if siloed is None or siloed == method:
         return None

@@ -1,1 +1,1 @@
-"""The report's figures: one panel each, drawn from plain numbers."""
+"""Figures of the report: one panel each, drawn from plain numbers."""

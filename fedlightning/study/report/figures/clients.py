@@ -1,4 +1,4 @@
-"""Who gets what: a method's clients against siloed training, the spread of differences, every model on every site."""
+"""Figures of clients: scores against siloed training, spread of gains, every model on every client's data."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from fedlightning.study.report.drawing import panel
 from fedlightning.study.report.styles import BAD, INK, SEQUENTIAL, Style, short_names
 
 MANY = 24
-"""More clients than this are not named one by one: they stand in order of their scores."""
+"""Up to this many clients are named; more are drawn in the order of their scores."""
 Scores = Mapping[str, float | None]
+"""Client -> score."""
 
 
 def client_bars(
     scores: Scores, reference: Scores | None, style: Style, ylabel: str, reference_name: str = "siloed", top: float = 1
 ) -> Figure:
-    """A bar a client, with the reference as a line across it; a red cross where a client has no score.
+    """Draw a bar for each client, with the reference as a line across it. A red cross shows a missing score.
 
     Args:
-        scores: of one method; reference: the same clients' scores by the reference method.
-        style: of the method; ylabel: the score's name; reference_name: for the legend.
-        top: end of the axis of scores, which starts at 0.
+        scores: Scores of one method.
+        reference: Scores of the same clients with the reference method.
+        style: Style of the method.
+        ylabel: Name of the score.
+        reference_name: Name of the reference method in the legend.
+        top: End of the axis of scores, which starts at 0.
     """
     clients = list(scores)
     many = len(clients) > MANY
@@ -39,11 +43,11 @@ def client_bars(
     if lost:
         axes.plot(lost, [0.03 * top] * len(lost), "x", color=BAD, markersize=8, markeredgewidth=2, label="no value")
     if reference is not None:
-        marks = [_or(reference.get(client), math.nan) for client in clients]
+        heights = [_or(reference.get(client), math.nan) for client in clients]
         if many:
-            axes.plot(places, marks, ".", color=INK, markersize=3, label=reference_name)
+            axes.plot(places, heights, ".", color=INK, markersize=3, label=reference_name)
         else:
-            axes.hlines(marks, places - 0.43, places + 0.43, color=INK, linewidth=2, label=reference_name)
+            axes.hlines(heights, places - 0.43, places + 0.43, color=INK, linewidth=2, label=reference_name)
     if many:
         axes.set_xlabel(f"{len(clients)} clients, highest first")
         axes.set_xticks([])
@@ -62,7 +66,13 @@ def client_bars(
 
 
 def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: str) -> Figure:
-    """A line a method, a mark a client, the median as a bar: how differences are spread, and how many are below 0."""
+    """Draw a line of markers for each method, one marker a client, with the median as a bar.
+
+    Args:
+        values: Method -> client -> value, such as the gain over siloed training.
+        styles: Method -> style.
+        xlabel: Label of the axis of values.
+    """
     figure, axes = panel(height=min(9.0, 0.85 + 0.34 * max(2, len(values))))
     axes.axvline(0, color=INK, linewidth=1)
     names = short_names(values)
@@ -88,12 +98,15 @@ def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: st
 def heat_map(
     clients: Sequence[str], values: Sequence[Sequence[float | None]], label: str, limits: tuple[float, float]
 ) -> Figure:
-    """Rows: whose model; columns: whose test data. Missing values are hatched; up to ten clients carry numbers.
+    """Draw the scores of each client's model (rows) on each client's test data (columns).
+
+    Missing values are hatched. Maps of up to ten clients show the numbers.
 
     Args:
-        clients: names in the order of rows and columns.
-        values: scores of shape ``(N, N)``.
-        label: the score's name; limits: of the colours, the same for maps that are compared.
+        clients: Names in the order of rows and columns.
+        values: Scores of shape `(num_clients, num_clients)`.
+        label: Name of the score.
+        limits: Limits of the colours, the same for maps that are compared.
     """
     table = np.array([[_or(value, math.nan) for value in row] for row in values], dtype=float)
     figure, axes = panel(height=3.55, width=4.4)
@@ -128,13 +141,13 @@ def heat_map(
 
 
 def _brief(value: float) -> str:
-    """Two decimals without the zero before the point; two digits of bigger numbers."""
+    """Write two decimals without the zero before the point, or two digits of larger numbers."""
     text = f"{value:.2f}"
     return text.replace("0.", ".", 1) if abs(float(text)) < 1 else text if abs(value) < 10 else f"{value:.2g}"
 
 
 def _swarm(x: np.ndarray, bins: int = 48, reach: float = 0.3) -> np.ndarray:
-    """Heights that keep marks of near values apart, from the middle outwards: the same for the same values."""
+    """Return heights that keep markers of near values apart, from the middle outwards; the same for the same values."""
     span = float(x.max() - x.min()) or 1.0
     cells = np.floor((x - x.min()) / span * bins).astype(int)
     heights = np.zeros(len(x))

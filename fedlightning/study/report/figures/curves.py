@@ -1,4 +1,4 @@
-"""Scores over rounds, or over what was spent."""
+"""Figures of scores over rounds, or over costs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ def curves(
     limits: tuple[float, float] | None = None,
     log: bool = False,
 ) -> Figure:
-    """A line a method with a band for its interval; a value that is not defined breaks the line.
+    """Draw a line for each method with a band for its interval. A value that is not defined breaks the line.
 
     Args:
-        lines: per method, points in order of x.
-        styles: of the methods; xlabel, ylabel: of the axes.
-        whole: x counts something (rounds): ticks at whole numbers.
-        limits: of y; log: a logarithmic y.
+        lines: Method -> points in order of x.
+        styles: Method -> style.
+        xlabel: Label of x.
+        ylabel: Label of y.
+        whole: Put ticks at whole numbers, since x counts something (rounds).
+        limits: Limits of y.
+        log: Use a logarithmic y.
     """
     figure, axes = panel()
     names = short_names(lines, 20)

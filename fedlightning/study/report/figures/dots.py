@@ -1,4 +1,4 @@
-"""Means with their intervals, a line a method: scores, stages, checkpoints, paired differences."""
+"""Figures of means with their intervals, a line a method: scores, stages, checkpoints, paired differences."""
 
 from __future__ import annotations
 
@@ -17,16 +17,30 @@ from fedlightning.study.report.styles import BAD, INK, MUTED, short_names
 
 @dataclass(frozen=True)
 class Dot:
-    """A mean with its interval; ``None`` where it is not known. ``mark`` tells the dots of one line apart."""
+    """A mean with its interval.
+
+    Attributes:
+        mean: The mean, or `None` if it is not known.
+        interval: `[low, high]`, or `None`.
+        group: Name that tells the dots of one line apart.
+    """
 
     mean: float | None
     interval: Sequence[float] | None = None
-    mark: str = ""
+    group: str = ""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A method's line: its ``dots``, and the values of single ``runs``, which are drawn faintly."""
+    """A line of the figure.
+
+    Attributes:
+        label: Name of the method.
+        colour: Colour of the method.
+        dots: Means to draw.
+        marker: Marker of the method, used if the dots have no groups.
+        runs: Values of single runs, drawn faintly.
+    """
 
     label: str
     colour: str
@@ -36,27 +50,27 @@ class Line:
 
 
 SHAPES = ("s", "o", "^", "D")
-"""Markers of the dots of one line, in the order of their marks."""
+"""Markers of the dots of one line, in the order of their groups."""
 
 
 def dot_plot(
     lines: Sequence[Line],
     xlabel: str,
     zero: bool = False,
-    marks: Sequence[str] = (),
+    groups: Sequence[str] = (),
     limits: tuple[float, float] | None = None,
 ) -> Figure:
-    """Horizontal dots with intervals, the first line on top; a line without any number says so in red.
+    """Draw horizontal dots with intervals, the first line on top. A line without any number says so in red.
 
     Args:
-        lines: what to draw.
-        xlabel: of the axis of scores.
-        zero: draw a line at 0 (differences).
-        marks: names of the marks, for a legend; each has its own shape.
-        limits: of the axis of scores.
+        lines: Lines to draw.
+        xlabel: Label of the axis of scores.
+        zero: Draw a line at 0, for differences.
+        groups: Groups of the dots, each with its own shape and an entry in the legend.
+        limits: Limits of the axis of scores.
     """
-    spread = min(0.22, 0.6 / max(1, len(marks)))
-    figure, axes = panel(height=min(9.0, 0.75 + max(2, len(lines)) * (0.3 if len(marks) < 2 else 0.36)))
+    spread = min(0.22, 0.6 / max(1, len(groups)))
+    figure, axes = panel(height=min(9.0, 0.75 + max(2, len(lines)) * (0.3 if len(groups) < 2 else 0.36)))
     if zero:
         axes.axvline(0, color=INK, linewidth=1)
     for place, line in enumerate(lines):
@@ -65,7 +79,7 @@ def dot_plot(
         inside = [value for value in line.runs if is_number(value)]
         axes.scatter(inside, [place] * len(inside), marker="|", s=55, color=line.colour, alpha=0.55, linewidths=1.2)
         for dot in line.dots:
-            _draw(axes, dot, place, line, marks, spread)
+            _draw(axes, dot, place, line, groups, spread)
     names = short_names(line.label for line in lines)
     axes.set_yticks(range(len(lines)), [names[line.label] for line in lines])
     axes.set_ylim(len(lines) - 0.5, -0.5)
@@ -75,28 +89,33 @@ def dot_plot(
     axes.set_xlabel(xlabel)
     if limits is not None:
         axes.set_xlim(*limits)
-    if marks:
+    if groups:
         handles = [
-            Line2D([], [], color=MUTED, marker=SHAPES[i], linestyle="", label=mark) for i, mark in enumerate(marks)
+            Line2D([], [], color=MUTED, marker=SHAPES[i], linestyle="", label=name) for i, name in enumerate(groups)
         ]
         figure.set_figheight(figure.get_figheight() + 0.22)
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(marks), handletextpad=0.2)
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(groups), handletextpad=0.2)
     return figure
 
 
-def _draw(axes: Any, dot: Dot, place: int, line: Line, marks: Sequence[str], spread: float) -> None:
+def _draw(axes: Any, dot: Dot, place: int, line: Line, groups: Sequence[str], spread: float) -> None:
     if not is_number(dot.mean):
         return
-    index = list(marks).index(dot.mark) if dot.mark in marks else 0
-    height = place + (index - (len(marks) - 1) / 2) * spread if marks else place
+    index = list(groups).index(dot.group) if dot.group in groups else 0
+    height = place + (index - (len(groups) - 1) / 2) * spread if groups else place
     if dot.interval is not None and all(map(is_number, dot.interval)):
         axes.plot(dot.interval, [height, height], color=line.colour, linewidth=1.8, solid_capstyle="butt")
-    marker = SHAPES[index] if marks else line.marker
+    marker = SHAPES[index] if groups else line.marker
     axes.plot([dot.mean], [height], marker=marker, color=line.colour, markersize=6.5, markeredgecolor="white", mew=0.6)
 
 
 def common_limits(lines: Sequence[Line], room: float = 0.05) -> tuple[float, float] | None:
-    """Limits that hold every dot, interval and run of ``lines``; ``None`` where there is no number."""
+    """Return limits that include every dot, interval and run of `lines`, or `None` if there is no number.
+
+    Args:
+        lines: Lines to draw.
+        room: Margin, as a share of the range.
+    """
     values: list[float] = []
     for line in lines:
         values += [value for value in line.runs if is_number(value)]

@@ -1,4 +1,4 @@
-"""Who holds what: samples of each class at each client."""
+"""Figure of the partition: samples of each class at each client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedlightning.study.report.drawing import panel
 from fedlightning.study.report.figures.clients import MANY
 from fedlightning.study.report.styles import MUTED, short_names
 
-# Classes are not methods: another set of colours (Tol's "light" and "muted"), told apart by their order in the bar too.
+# Classes are not methods, so they have other colours (Tol's "light" and "muted"); their order in a bar helps, too.
 CLASSES = (
     "#77aadd", "#ee8866", "#44bb99", "#ffaabb", "#aaaa00", "#99ddff",
     "#eedd88", "#bbcc33", "#aa4499", "#5566aa", "#882255", "#117733",
@@ -20,10 +20,12 @@ CLASSES = (
 
 
 def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
-    """Stacked bars, one a client, the biggest first where there are too many to be named.
+    """Draw stacked bars, one a client, the biggest first if there are too many clients to name.
 
     Args:
-        clients: names; counts: samples of each class, shape ``(N, C)``; classes: names of the C classes (one: sizes).
+        clients: Names of the clients.
+        counts: Samples of each class, of shape `(num_clients, num_classes)`.
+        classes: Names of the classes. A single one shows sizes only.
     """
     table = np.asarray(counts, dtype=np.int64)
     many = len(clients) > MANY

@@ -13,15 +13,15 @@ from fedlightning.study.report.styles import INK, Style, short_names
 def critical_difference(
     ranks: Mapping[str, float], p_values: Mapping[str, Mapping[str, float]], styles: Mapping[str, Style]
 ) -> Figure:
-    """Methods on an axis of average ranks (1 is best); a bar joins those that cannot be told apart at p = 0.05.
+    """Draw methods on an axis of average ranks (1 is best). A bar joins those that do not differ at p = 0.05.
 
     Args:
-        ranks: per method, the mean rank.
-        p_values: of every pair, a symmetric table.
-        styles: of the methods.
+        ranks: Method -> mean rank.
+        p_values: p-value of every pair, as a symmetric table.
+        styles: Method -> style.
 
     Raises:
-        ModuleNotFoundError: without scikit-posthocs, which ``fedlightning[report]`` installs.
+        ModuleNotFoundError: If scikit-posthocs is not installed; `fedlightning[report]` installs it.
     """
     import pandas  # type: ignore[import-untyped]
     from scikit_posthocs import critical_difference_diagram
@@ -48,6 +48,6 @@ def critical_difference(
         crossbar_props={"color": INK, "linewidth": 2.6},
     )
     for text in axes.texts:
-        text.set_color(INK)  # a method's colour is for its line: as text it has too little contrast
+        text.set_color(INK)  # as text, the colours of methods have too little contrast
     axes.tick_params(labelsize=9)
     return figure

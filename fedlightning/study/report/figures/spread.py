@@ -1,4 +1,4 @@
-"""Fairness and incentives over clients: distributions, counts above a bar, mean against the worst client."""
+"""Figures of fairness over clients: distributions, and mean against worst client."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from fedlightning.study.report.styles import INK, Style, short_names
 def distribution(
     values: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str, ylabel: str, zero: bool = False
 ) -> Figure:
-    """Empirical distribution functions, a line a method: the share of clients at or below a value.
+    """Draw empirical distribution functions, a line a method: the share of clients at or below a value.
 
     Args:
-        values: per method, a value a client; methods without any are left out.
-        styles: of the methods; xlabel, ylabel: of the axes.
-        zero: draw a line at 0.
+        values: Method -> one value a client. Methods without any are left out.
+        styles: Method -> style.
+        xlabel: Label of x.
+        ylabel: Label of y.
+        zero: Draw a line at 0.
     """
     figure, axes = panel()
     if zero:
@@ -51,12 +53,15 @@ def against(
     points: Mapping[str, tuple[float | None, float | None]], styles: Mapping[str, Style], xlabel: str, ylabel: str,
     log: bool = False, equal: bool = False,
 ) -> Figure:  # fmt: skip
-    """A mark a method at (x, y), named in the legend.
+    """Draw a marker for each method at (x, y), named in the legend.
 
     Args:
-        points: per method; one without both numbers is left out.
-        styles: of the methods; xlabel, ylabel: of the axes.
-        log: a logarithmic axis of x, where all are above 0; equal: draw the line x = y.
+        points: Method -> (x, y). Methods without both numbers are left out.
+        styles: Method -> style.
+        xlabel: Label of x.
+        ylabel: Label of y.
+        log: Use a logarithmic x if all values are above 0.
+        equal: Draw the line x = y.
     """
     figure, axes = panel()
     names = short_names(points, 20)
@@ -83,11 +88,11 @@ def against(
 
 
 def _only_of_short_axes(value: float, place: float = 0) -> str:
-    """Labels of minor ticks at 2 and 5 times a power of ten: few enough for any axis."""
+    """Label minor ticks at 2 and 5 times a power of ten only, which are few enough for any axis."""
     return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
 def _some(count: int, at_most: int = 12) -> list[int]:
-    """Places of markers: all of few values, a regular choice of many; the two ends of the line carry none."""
+    """Return the places of markers: all of few values, a regular choice of many; none at the two ends of the line."""
     step = max(1, -(-count // at_most))
     return list(range(1, count + 1, step))

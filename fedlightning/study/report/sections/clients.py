@@ -1,4 +1,4 @@
-"""Which client gets what, and how each model does on every other client's data."""
+"""Sections about clients: the scores of each one, and each model on every client's data."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from fedlightning.study.report.cells import Column, Kind, is_number, is_ranked
-from fedlightning.study.report.context import Context, summary
+from fedlightning.study.report.cells import Column, Kind, is_number, is_ranked, summary
+from fedlightning.study.report.context import Context
 from fedlightning.study.report.figures.clients import MANY, client_bars, heat_map, strips
 from fedlightning.study.report.html import Gallery, Section, Table
 
 SMALL = 16
-"""Up to this many clients, a matrix is written out; of more, each row's summary (and all of it as CSV)."""
+"""Up to this many clients, the whole matrix is shown; with more, a summary of each row (and the whole as CSV)."""
 
 
 def clients(context: Context) -> Section | None:
-    """Every client's score with every method, and against its own siloed model."""
+    """Show every client's score with every method, and against its own siloed model."""
     scores = context.by_client("score")
     methods = list(scores)
     if not methods:
@@ -70,11 +70,18 @@ def by_client_table(
     kind: Kind = "score",
     better: Any = None,
 ) -> Table:
-    """A row a client, a column a method; in each row the best of the methods with all seeds on the same data is bold.
+    """Return a table with a row a client and a column a method.
+
+    In each row, the best of the methods that have all seeds on the same data is bold.
 
     Args:
-        context, name, caption: see :meth:`Context.table`; values: method -> client -> value; clients: the rows.
-        kind, better: of the columns; default: scores, the metric's better end.
+        context: Context of the study.
+        name: Name that is unique in the study.
+        caption: Caption of the table.
+        values: Method -> client -> value.
+        clients: Clients, in the order of the rows.
+        kind: Format of the values.
+        better: Better end. `None` uses that of the metric.
     """
     rows = [{"client": c} | {f"@{m}": of.get(c) for m, of in values.items()} for c in clients]
     ranked = [row["method"] for row in context.overview if row["method"] in values and is_ranked(row)]
@@ -87,7 +94,7 @@ def by_client_table(
 
 
 def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
-    """Each client against its own siloed model, where there is one."""
+    """Show each client's gain over its own siloed model, if there is one."""
     siloed = context.siloed
     gains = {method: of for method, of in context.by_client("gain").items() if method != siloed}
     if siloed is None or not gains:
@@ -105,7 +112,7 @@ def _gains(context: Context, clients: Sequence[str]) -> Gallery | None:
 
 
 def matrices(context: Context) -> Section | None:
-    """Rows: whose model; columns: whose test data."""
+    """Show the score of each client's model (rows) on each client's test data (columns)."""
     found = {row["method"]: context.study.matrix(row["method"]) for row in context.overview if row["n_seeds"]}
     found = {method: matrix for method, matrix in found.items() if matrix and _numbers(matrix)}
     if not found:

@@ -1,4 +1,4 @@
-"""Fairness over clients and incentives to take part."""
+"""Section about fairness over clients and incentives to take part."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from fedlightning.study.report.cells import Column, is_number
-from fedlightning.study.report.context import METHOD, Context, Row, summary
+from fedlightning.study.report.cells import Column, is_number, summary
+from fedlightning.study.report.context import METHOD, Context, Row
 from fedlightning.study.report.figures.spread import against, distribution
 from fedlightning.study.report.html import Gallery, Prose, Section
 from fedlightning.study.report.sections.clients import by_client_table
 
 
 def fairness(context: Context) -> Section | None:
-    """Spread, worst clients, participation rate, opt-outs, and who is above a threshold."""
+    """Show spread over clients, worst clients, participation rate, opt-outs, and counts above thresholds."""
     order = [row["method"] for row in context.overview]
     rows = sorted(context.study.fairness(), key=lambda row: order.index(row["method"]))
-    better = context.better
     scores = {m: _known(of.values()) for m, of in context.by_client("score").items() if m not in context.diverged}
     appeal = _appeal(context)
     points = {row["method"]: (row.get("mean"), row.get("worst")) for row in context.overview}
@@ -37,7 +36,22 @@ def fairness(context: Context) -> Section | None:
             lambda: distribution(scores, context.styles, f"test {context.metric}", "share of clients"),
         ),
     ]
-    columns = [
+    table = context.table("fairness", "Spread over clients, and incentives", _columns(context, rows), rows)
+    notes = ["PMA and opt-outs are empty: they need a FedAvg run on the same splits, seeds and rounds."]
+    return context.section(
+        "fairness",
+        "Fairness and incentives",
+        "Fairness",
+        [context.gallery(pictures, table), appeal or Prose(notes, tone="warn")],
+        "Is everybody served, and would everybody take part? A low variance alone is not fair: a uniformly bad model has "
+        "one too.",
+    )
+
+
+def _columns(context: Context, rows: Sequence[Row]) -> list[Column]:
+    """Return the columns of the table of fairness."""
+    better = context.better
+    return [
         METHOD,
         Column("mean", "mean", better=better),
         Column("weighted_mean", "weighted", better=better, help="mean weighted by test samples"),
@@ -55,20 +69,10 @@ def fairness(context: Context) -> Section | None:
         ),
         *_thresholds(rows),
     ]
-    table = context.table("fairness", "Spread over clients, and incentives", columns, rows)
-    notes = ["PMA and opt-outs are empty: they need a FedAvg run on the same splits, seeds and rounds."]
-    return context.section(
-        "fairness",
-        "Fairness and incentives",
-        "Fairness",
-        [context.gallery(pictures, table), appeal or Prose(notes, tone="warn")],
-        "Is everybody served, and would everybody take part? A low variance alone is not fair: a uniformly bad model has "
-        "one too.",
-    )
 
 
 def _appeal(context: Context) -> Gallery | None:
-    """The distribution of PMA over clients, with each client's; ``None`` without a comparable FedAvg run."""
+    """Show the distribution of PMA over clients and each client's value; `None` without a comparable FedAvg run."""
     order = [row["method"] for row in context.overview]
     by_client: dict[str, dict[str, float | None]] = {}
     for row in sorted(context.study.appeal(), key=lambda row: order.index(row["method"])):
@@ -90,7 +94,7 @@ def _appeal(context: Context) -> Gallery | None:
 
 
 def _thresholds(rows: Sequence[Row]) -> list[Column]:
-    """Columns of FLIU's rho: clients strictly above, and strictly below, a threshold."""
+    """Return the columns of FLIU's rho: clients strictly above, and strictly below, each threshold."""
     keys = [key for key in (rows[0] if rows else {}) if key.startswith(("above_", "below_"))]
     return [
         Column(key, f"{sign} {level}", "amount", group=f"clients {side} (ρε)")

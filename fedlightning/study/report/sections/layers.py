@@ -1,4 +1,4 @@
-"""What the layer diagnostics saw: sensitivity and its companions over layers, and where the transition is."""
+"""Section about layer diagnostics: sensitivity and other quantities over layers, and the transition layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedlightning.study.report.cells import Column, is_number
-from fedlightning.study.report.context import METHOD, Context, Row, summary
+from fedlightning.study.report.cells import Column, is_number, summary
+from fedlightning.study.report.context import METHOD, Context, Row
 from fedlightning.study.report.figures.curves import Point, curves
 from fedlightning.study.report.html import Gallery, Section, Table
 
@@ -20,9 +20,10 @@ STAGE = "L2"
 
 
 def layers(context: Context) -> Section | None:
-    """Figures over layers of the last round, the thresholds that give each transition, and rank correlations.
+    """Show figures over layers of the last round, the thresholds that give each transition, and rank correlations.
 
-    ``None`` where no run has a ``layers.csv``.
+    Returns:
+        The section, or `None` if no run has a `layers.csv`.
     """
     from fedlightning.callbacks.diagnostics.layers import correlation_rows, read_layers, transition_ranges
 
@@ -138,6 +139,6 @@ def _last_round(rows: Sequence[Row]) -> list[Row]:
 
 
 def _wide(rows: Sequence[Row]) -> bool:
-    """Whether values are positive and span more than a factor of ten."""
+    """Return True if values are positive and span more than a factor of ten."""
     values = [row["mean"] for row in rows if row["mean"] is not None]
     return bool(values) and min(values) > 0 and max(values) > 10 * min(values)

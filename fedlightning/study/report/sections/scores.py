@@ -1,4 +1,4 @@
-"""The overview, the stages of a round, and what choosing a checkpoint changes."""
+"""Sections about scores: overview, all metrics, stages of a round, and checkpoints."""
 
 from __future__ import annotations
 
@@ -6,39 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlightning.scoring.metrics import higher_is_better
-from fedlightning.study.report.cells import Column, is_number
-from fedlightning.study.report.context import LABELS, METHOD, Context, Row, interval_of, summary
+from fedlightning.study.columns import GLOBAL, LOCAL, POOLED, STAGES
+from fedlightning.study.report.cells import Column, interval_of, is_number, summary
+from fedlightning.study.report.context import LABELS, METHOD, Context, Row
 from fedlightning.study.report.figures.dots import Dot, Line, common_limits, dot_plot
 from fedlightning.study.report.figures.spread import against
 from fedlightning.study.report.html import Picture, Section
 
-STAGES = ("G", "L1", "L2")
-
 
 def overview(context: Context) -> Section | None:
-    """One row a method, best first, under a figure of means with their intervals."""
+    """Show one row a method, best first, beside a figure of means with their intervals."""
     rows = context.overview
-    better: Any = context.better
-    pooled = "sum of the two scores" if context.higher else "the two scores added"
-    columns = [
-        METHOD,
-        Column("mean", "mean", radius="ci95_radius", group="own test data", better=better,
-               help="mean over seeds of the mean over clients, ± half the 95 % interval over seeds"),
-        Column("median", "median", group="own test data", better=better, help="median client"),
-        Column("tenth_percentile", "10th pct.", group="own test data", better=better, help="from the bad end"),
-        Column("worst", "worst", group="own test data", better=better, help="worst-served client"),
-        Column("pooled", "mean", group="all clients’ data", better=better, help="deployed models on all clients' test data"),
-        Column("sum", "sum", group="all clients’ data", better=better, help=pooled),
-        Column("global", "mean", group="global model", better=better, help="the server's model on each client's data"),
-        Column("gap", "difference", "difference", interval="gap_ci95", group="to the best mean", help="paired over seeds"),
-        Column("gap_p", "p", "p", group="to the best mean", help="paired t-test over seeds, not adjusted"),
-        Column("ipr", "IPR", "percent", group="incentives", better="high", help="incentivised participation rate"),
-        Column("opt_outs", "opt out", "percent", group="incentives", better="low", help="clients worse off than with FedAvg"),
-        Column("mb_total", "MB", "amount", group="price of a run", help="sent up and down"),
-        Column("local_steps", "steps", "count", group="price of a run", help="optimizer steps of all clients"),
-        Column("seconds", "s", "amount", group="price of a run", help="wall clock"),
-        Column("n_seeds", "seeds", "count", help="runs behind the row"),
-    ]  # fmt: skip
     lines = [
         Line(
             row["method"],
@@ -72,7 +50,11 @@ def overview(context: Context) -> Section | None:
         "Bars: 95\u00a0% interval over seeds; ticks: single seeds." if seeds > 1 else "One seed, so no intervals."
     )
     table = context.table(
-        "overview", "All methods, best mean first", columns, rows, [_BOLD, *_not_asked(context), *_deployed(rows)]
+        "overview",
+        "All methods, best mean first",
+        _columns(context),
+        rows,
+        [_BOLD, *_not_asked(context), *_deployed(rows)],
     )
     return context.section(
         "overview",
@@ -85,12 +67,37 @@ def overview(context: Context) -> Section | None:
     )
 
 
+def _columns(context: Context) -> list[Column]:
+    """Return the columns of the overview."""
+    better: Any = context.better
+    added = "sum of the two scores" if context.higher else "the two scores added"
+    return [
+        METHOD,
+        Column("mean", "mean", radius="ci95_radius", group="own test data", better=better,
+               help="mean over seeds of the mean over clients, ± half the 95 % interval over seeds"),
+        Column("median", "median", group="own test data", better=better, help="median client"),
+        Column("tenth_percentile", "10th pct.", group="own test data", better=better, help="from the bad end"),
+        Column("worst", "worst", group="own test data", better=better, help="worst-served client"),
+        Column(POOLED, "mean", group="all clients’ data", better=better, help="deployed models on all clients' test data"),
+        Column("sum", "sum", group="all clients’ data", better=better, help=added),
+        Column(GLOBAL, "mean", group="global model", better=better, help="the server's model on each client's data"),
+        Column("gap", "difference", "difference", interval="gap_ci95", group="to the best mean", help="paired over seeds"),
+        Column("gap_p", "p", "p", group="to the best mean", help="paired t-test over seeds, not adjusted"),
+        Column("ipr", "IPR", "percent", group="incentives", better="high", help="incentivised participation rate"),
+        Column("opt_outs", "opt out", "percent", group="incentives", better="low", help="clients worse off than with FedAvg"),
+        Column("mb_total", "MB", "amount", group="price of a run", help="sent up and down"),
+        Column("local_steps", "steps", "count", group="price of a run", help="optimizer steps of all clients"),
+        Column("seconds", "s", "amount", group="price of a run", help="wall clock"),
+        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+    ]  # fmt: skip
+
+
 _BOLD_ONLY = "Bold: the best of the column, of methods with all seeds on the same test data."
 _BOLD = f"{_BOLD_ONLY} The difference to the best mean is paired over seeds; its p is not adjusted."
 
 
 def _not_asked(context: Context) -> list[str]:
-    """Why central training is never the best, where there is such a method; the reader sees it in the column of gaps."""
+    """Return the note that central training is never called the best, if there is such a method."""
     central = context.study.baselines.get("central")
     if central is None:
         return []
@@ -100,7 +107,7 @@ def _not_asked(context: Context) -> list[str]:
 
 
 def _deployed(rows: Sequence[Row]) -> list[str]:
-    """Which model each method deploys, in a line below the table."""
+    """Return the line below the table that says which model each method deploys."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row["checkpoint"] is not None:
@@ -110,7 +117,7 @@ def _deployed(rows: Sequence[Row]) -> list[str]:
 
 
 def measured(context: Context) -> Section | None:
-    """Every other metric of the deployed models, calibration error among them."""
+    """Show every metric of the deployed models, calibration error among them."""
     rows = _in_order(context, context.study.measured())
     names = [key.removesuffix("_radius") for key in (rows[0] if rows else {}) if key.endswith("_radius")]
     if len(names) < 2:
@@ -132,10 +139,10 @@ def measured(context: Context) -> Section | None:
 
 
 def stages(context: Context) -> Section | None:
-    """G, L1 and L2 side by side, on local and on pooled data."""
+    """Show G, L1 and L2 side by side, on local and on pooled data."""
     rows = _in_order(context, context.study.stages())
     pictures = [
-        _marked(
+        _grouped(
             context,
             f"stages-{data}",
             f"On {words}",
@@ -149,13 +156,13 @@ def stages(context: Context) -> Section | None:
                 for method in dict.fromkeys(row["method"] for row in rows)
             },
         )
-        for data, words in (("local", "each client’s own data"), ("pooled", "all clients’ data"))
+        for data, words in ((LOCAL, "each client’s own data"), (POOLED, "all clients’ data"))
         if any(is_number(row[data]) for row in rows)
     ]
     columns = [METHOD, Column("stage", "stage", "text")]
     columns += [
         Column(data, title, radius=f"{data}_radius", decimals=4)
-        for data, title in (("local", "own data"), ("pooled", "all clients’ data"), ("sum", "sum"))
+        for data, title in ((LOCAL, "own data"), (POOLED, "all clients’ data"), ("sum", "sum"))
     ]
     table = context.table(
         "stages",
@@ -174,7 +181,7 @@ def stages(context: Context) -> Section | None:
 
 
 def checkpoints(context: Context) -> Section | None:
-    """The last model beside the one with the best global and the best local validation score."""
+    """Show the latest models beside those with the best global and the best local validation score."""
     rows = _in_order(context, context.study.checkpoints())
     kinds = {
         "latest": "latest (L1)",
@@ -185,7 +192,7 @@ def checkpoints(context: Context) -> Section | None:
     kinds = {kind: title for kind, title in kinds.items() if any(is_number(row[kind]) for row in rows)}
     if len(kinds) < 2:
         return None
-    picture = _marked(
+    picture = _grouped(
         context, "checkpoints", "On each client’s own data", list(kinds.values()),
         {r["method"]: [Dot(r[k], interval_of(r, f"{k}_ci95"), title) for k, title in kinds.items()] for r in rows},
     )  # fmt: skip
@@ -202,17 +209,17 @@ def checkpoints(context: Context) -> Section | None:
     )
 
 
-def _marked(
-    context: Context, name: str, title: str, marks: Sequence[str], dots: Mapping[str, Sequence[Dot]]
+def _grouped(
+    context: Context, name: str, title: str, groups: Sequence[str], dots: Mapping[str, Sequence[Dot]]
 ) -> Picture:
-    """A line a method, its dots told apart by their marks."""
+    """Draw a line a method, with a dot for each group."""
     lines = [Line(method, context.styles[method].colour, of) for method, of in dots.items()]
-    said = summary([(f"{line.label} {dot.mark}", dot.mean) for line in lines for dot in line.dots])
+    said = summary([(f"{line.label} {dot.group}", dot.mean) for line in lines for dot in line.dots])
     return context.picture(
         name,
         title,
         f"Test {context.metric}: {said}.",
-        lambda: dot_plot(lines, f"test {context.metric}", marks=marks, limits=common_limits(lines)),
+        lambda: dot_plot(lines, f"test {context.metric}", groups=groups, limits=common_limits(lines)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Who holds what, what the layers say, and how everything was made."""
+"""Sections about the setting: samples of each client, and how everything was made."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ DEFINITIONS = (
         "Optimizer steps of all clients together in the whole run.",
     ),
 )
-"""What each number means, in one line."""
+"""Terms of the report and what they mean, in one line each."""
 
 
 def partition(context: Context) -> Section | None:
-    """Training samples of each class at each client."""
+    """Show the training samples of each class at each client."""
     held = context.study.partition()
     rows = [row for row in held if row["split"] == "train"]
     if not rows:
@@ -121,10 +121,11 @@ def partition(context: Context) -> Section | None:
 
 
 def made(context: Context, about: Mapping[str, Any]) -> Section | None:
-    """Command, versions, seeds, step budgets, and what each number means.
+    """Show command, versions, seeds, step budgets, and the meaning of each number.
 
     Args:
-        context: of the study; about: what its ``study.json`` says.
+        context: Context of the study.
+        about: Content of `study.json`.
     """
     done = [run for run in context.study.runs if run.summary]
     options: dict[str, str] = {}

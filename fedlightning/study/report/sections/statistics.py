@@ -1,28 +1,27 @@
-"""Is the difference real? Paired differences over seeds, and ranks over data sets."""
+"""Sections about significance: paired differences over seeds, and ranks over data sets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlightning.study.differences import best_method
 from fedlightning.study.ranks import ranks
-from fedlightning.study.report.cells import Column, is_number, number, p_value
-from fedlightning.study.report.context import METHOD, Context, Row, interval_of, summary
+from fedlightning.study.report.cells import Column, interval_of, is_number, number, p_value, summary
+from fedlightning.study.report.context import METHOD, Context, Row
 from fedlightning.study.report.figures.dots import Dot, Line, dot_plot
 from fedlightning.study.report.html import Prose, Section
-
-if TYPE_CHECKING:
-    from fedlightning.study.study import Study
+from fedlightning.study.roles import NEEDED
+from fedlightning.study.study import Study
 
 
 def differences(context: Context) -> Section | None:
-    """A forest plot for each reference: every method's paired difference to it."""
+    """Show a forest plot for each reference (the best method and two baselines) with every method's paired difference."""
     study = context.study
-    wanted = [best_method(study), study.baselines.get("siloed"), study.baselines.get("fedavg")]
-    references = [reference for reference in dict.fromkeys(wanted) if reference is not None]
+    candidates = [best_method(study), *(study.baselines.get(role) for role in NEEDED)]
+    references = [reference for reference in dict.fromkeys(candidates) if reference is not None]
     rows = [row for reference in references for row in study.differences(reference)]
     pictures = [
         context.picture(
@@ -67,10 +66,11 @@ _READING = (
 
 
 def rank_section(context: Context, studies: Mapping[str, Study]) -> Section | None:
-    """Average ranks over data sets, the Friedman test and the critical-difference diagram.
+    """Show average ranks over data sets, the Friedman test and the critical-difference diagram.
 
     Args:
-        context: of any of the studies; studies: by data set.
+        context: Context of any of the studies.
+        studies: Data set -> study.
     """
     title = "Ranks over data sets"
     try:

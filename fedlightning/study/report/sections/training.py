@@ -1,4 +1,4 @@
-"""Learning curves by stage, and what a score costs."""
+"""Sections about training: learning curves by stage, and costs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fedlightning.study.report.cells import Column, Kind, is_number, number
-from fedlightning.study.report.context import METHOD, Context, Row, interval_of, summary
+from fedlightning.study.columns import LOCAL, POOLED
+from fedlightning.study.report.cells import Column, Kind, interval_of, is_number, number, summary
+from fedlightning.study.report.context import METHOD, Context, Row
 from fedlightning.study.report.figures.curves import Point, curves
 from fedlightning.study.report.html import Section, Table
 
@@ -17,16 +18,16 @@ SPENT: dict[str, tuple[str, Kind]] = {
     "local_steps": ("steps", "count"),
     "seconds": ("s", "amount"),
 }
-"""Columns of what was spent until a target, with their titles and kinds."""
+"""Columns of the costs until a target, with their titles and kinds."""
 STAGES = {"G": "G: the server's model", "L1": "L1: as received", "L2": "L2: after local training"}
 
 
 def learning_curves(context: Context) -> Section | None:
-    """Validation scores over rounds: one panel a stage, never two stages in one line."""
+    """Show validation scores over rounds, with a panel for each stage and kind of data."""
     rows = context.study.curves()
     panels = [
         (stage, data)
-        for data in ("local", "pooled")
+        for data in (LOCAL, POOLED)
         for stage in STAGES
         if any((row["stage"], row["data"]) == (stage, data) and is_number(row["mean"]) for row in rows)
     ]
@@ -38,7 +39,7 @@ def learning_curves(context: Context) -> Section | None:
         pictures.append(
             context.picture(
                 f"curves-{stage.lower()}-{data}",
-                STAGES[stage] + (", pooled data" if data == "pooled" else ""),
+                STAGES[stage] + (", pooled data" if data == POOLED else ""),
                 f"Lines: validation {context.metric} over rounds at stage {stage}; in the last round {summary(last)}.",
                 partial(curves, lines, context.styles, "round", f"validation {context.metric}", whole=True),
             )
@@ -64,7 +65,7 @@ def learning_curves(context: Context) -> Section | None:
 
 
 def costs(context: Context) -> Section | None:
-    """What a run sends and computes, what a target costs, and the score on the way."""
+    """Show what a run sends and computes, the score against megabytes sent, and the costs of reaching targets."""
     rows = context.overview
     price = context.table(
         "price",
@@ -101,7 +102,7 @@ def costs(context: Context) -> Section | None:
 
 
 def _to_target(context: Context) -> Table | None:
-    """A row a method, three columns a target."""
+    """Return a table of the costs of reaching each target: a row a method."""
     found = context.study.costs()
     targets = list(dict.fromkeys((row["target"], row["share"], row["of"]) for row in found))
     lines: dict[str, dict[str, Any]] = {row["method"]: {"method": row["method"]} for row in context.overview}
@@ -140,11 +141,11 @@ def _lines(context: Context, rows: Sequence[Row], x: str) -> dict[str, list[Poin
 
 
 def _of_stage(context: Context, stage: str) -> list[Row]:
-    return [row for row in context.study.curves() if row["stage"] == stage and row["data"] == "local"]
+    return [row for row in context.study.curves() if row["stage"] == stage and row["data"] == LOCAL]
 
 
 def _spent(context: Context) -> tuple[str, dict[str, list[Point]]]:
-    """Curves over megabytes at L1, which every method has, else at the first stage that was evaluated."""
+    """Return curves over megabytes at L1, which most runs evaluate, else at the first stage that was evaluated."""
     for stage in ("L1", "G", "L2"):
         rows = [row for row in _of_stage(context, stage) if is_number(row.get("mb"))]
         if rows:

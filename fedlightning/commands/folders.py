@@ -1,0 +1,70 @@
+"""Folders of runs: finding them, and reading their configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlightning.config.errors import InputError
+from fedlightning.run.files import is_writer
+
+
+def find_run(path: str) -> Path:
+    """Return the folder of a run: `path` itself, or the newest version in it.
+
+    Raises:
+        InputError: If there is no run.
+    """
+    folder = Path(path).resolve()
+    if (folder / "config.yaml").exists():
+        return folder
+    versions = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime)
+    if versions:
+        return versions[-1].parent
+    what = "has no config.yaml" if folder.exists() else "does not exist"
+    raise InputError(f"'{path}' {what}. A run lies in a folder such as runs/quickstart/version_0.")
+
+
+def with_run_config(command: str, words: list[str]) -> list[str]:
+    """Return the words of a command with the `config.yaml` of its run in front, so that other words override it.
+
+    Raises:
+        InputError: If a command that needs a run has none.
+    """
+    if any(word in ("-h", "--help") for word in words):
+        return words
+    option = "--run" if command in ("validate", "test", "predict") else "--resume" if command == "fit" else None
+    given = _value_of(option, words) if option else None
+    if option == "--run" and given is None:
+        raise InputError("it needs the folder of a run: --run runs/NAME/version_N.")
+    if given is None or (option == "--resume" and (given in ("last", "auto", "null") or _value_of("--config", words))):
+        return words
+    return ["--config", str(find_run(given) / "config.yaml"), *words]
+
+
+def to_resume(resume: str | None) -> str | Path | None:
+    """Return the value of `--resume` for the trainer: `None`, `"last"`, `"auto"`, or the folder of a run."""
+    return resume if resume in (None, "last", "auto") else find_run(str(resume))
+
+
+def leave_nothing(trainer: Any) -> None:
+    """Remove the folder of a run without a round, after bad input."""
+    if trainer.run is None or trainer.rounds_done > 0 or not is_writer():
+        return
+    folder: Path = trainer.run.path
+    if folder.exists() and {path.name for path in folder.iterdir()} <= {"config.yaml"}:
+        (folder / "config.yaml").unlink(missing_ok=True)
+        for empty in (folder, folder.parent, folder.parent.parent):
+            if any(empty.iterdir()):
+                break
+            empty.rmdir()
+
+
+def _value_of(option: str, words: Sequence[str]) -> str | None:
+    for index, word in enumerate(words):
+        if word.startswith(f"{option}=") or (option == "--config" and word.startswith("-c=")):
+            return word.partition("=")[2]
+        if (word == option or (option == "--config" and word == "-c")) and index + 1 < len(words):
+            return words[index + 1]
+    return None

@@ -1,0 +1,90 @@
+"""`fedlightning partition`."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from fedlightning.commands.terminal import console
+from fedlightning.config.parsing import FederatedCLI
+
+
+class PartitionCommand(FederatedCLI):
+    """The command that needs data only. The docstring of its method is the text of `--help`."""
+
+    needs_model = False
+
+    def instantiate_classes(self) -> None:
+        """Make only the data, so that a whole training configuration may be given."""
+        self.config.model, self.config.trainer.callbacks, self.config.trainer.logger = None, None, None
+        super().instantiate_classes()
+
+    def partition(self, out: str = "partition", split: Literal["train", "val", "test"] = "train") -> None:
+        """Show the samples of each client: a table, a picture and a CSV file.
+
+        Args:
+            out: Folder for partition.csv (all splits) and partition.png (the split shown).
+            split: Samples to show.
+        """
+        from fedlightning.arguments import federated_data
+        from fedlightning.datamodules import describe, plot_partition
+
+        data = federated_data(self.datamodule, None, None, None)
+        data.prepare_data()
+        data.setup("fit")
+        report = describe(data, split=split)
+        screen = console()
+        screen.print(f"Samples of each client by class ({split} split)", style="bold")
+        screen.print(partition_table(report, screen.width))
+        screen.print(
+            f"{len(report.client_ids)} clients, {int(report.sizes.sum())} samples, the smallest client has "
+            f"{report.min_size}.\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; "
+            f"mean {report.mean_total_variation:.3f}.",
+            highlight=False,
+        )
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        plot_partition(report).savefig(folder / "partition.png", dpi=150)
+        with (folder / "partition.csv").open("w", newline="") as file:
+            rows = [
+                {"split": name} | row for name in ("train", "val", "test") for row in describe(data, split=name).rows()
+            ]
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+            writer.writeheader()
+            writer.writerows(rows)
+        screen.print(
+            f"\nFiles: {folder / 'partition.csv'}, {folder / 'partition.png'}", soft_wrap=True, highlight=False
+        )
+
+
+def partition_table(report: Any, width: int) -> Table:
+    """Return a table with clients as rows and samples, distance to all labels and (if they fit) classes as columns.
+
+    Args:
+        report: A :class:`~fedlightning.datamodules.report.PartitionReport`.
+        width: Columns of the terminal.
+    """
+    cells = max(len(str(report.counts.max())), *(len(name) for name in report.classes)) + 2
+    fits = 30 + cells * len(report.classes) <= max(width, 80) and len(report.classes) > 1
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if fits else (0, 1))
+    table.add_column("client", no_wrap=True)
+    table.add_column("samples", justify="right")
+    table.add_column("TV", justify="right")
+    for name in report.classes if fits else ["classes held", "largest class"]:
+        table.add_column(name, justify="right")
+    for client, size, distance, counts in zip(
+        report.client_ids, report.sizes.tolist(), report.total_variation.tolist(), report.counts, strict=True
+    ):
+        largest = report.classes[int(counts.argmax())]
+        by_class = [str(count) if count else "." for count in counts.tolist()]
+        table.add_row(
+            client,
+            str(size),
+            f"{distance:.3f}",
+            *(by_class if fits else [str(int((counts > 0).sum())), f"{largest} ({counts.max() / max(1, size):.0%})"]),
+        )
+    return table

@@ -1,0 +1,8 @@
+"""Words in the columns of `metrics.csv` and `summary.json`; see :class:`fedlightning.scoring.results.Row`."""
+
+LOCAL, POOLED = "local", "pooled"
+"""Column `data`: a client's own samples, or the union of all clients' samples."""
+PERSONAL, GLOBAL = "personal", "global"
+"""Column `model`: a client's model, or the server's."""
+STAGES = ("G", "L1", "L2")
+"""Column `stage`: the server's model, a client's model as received, and the same after local training."""
