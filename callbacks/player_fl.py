@@ -189,8 +189,7 @@ class PLayerFL(FederatedCallback):
         """Write F, the ratio curve and p(t), once."""
         p = server.state.get(self.key, {}).get("split")
         if server.run_dir is not None and p is not None and not (server.run_dir / "sensitivity.json").exists():
-            total, clients = self.sensitivity(server), self.sensitivities(server)
-            write_sensitivity(server.run_dir, total, clients, self.threshold, p)
+            write_sensitivity(server.run_dir, self.sensitivity(server), self.sensitivities(server), self.threshold, p)
 
     # -- a client in round 1 -----------------------------------------------------------------------------------------
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -13,11 +13,7 @@ from fedlightning.callbacks.diagnostics.gradient_variance import gradient_moment
 from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_and_error
 from fedlightning.callbacks.diagnostics.layer_similarity import common_samples, layer_grams
 from fedlightning.callbacks.diagnostics.layer_values import full_precision, layer_order
-from fedlightning.callbacks.diagnostics.sensitivity_terms import (
-    SensitivityAccumulator,
-    counted_parameters,
-    counts_of,
-)
+from fedlightning.callbacks.diagnostics.sensitivity_terms import SensitivityAccumulator, counted_parameters, counts_of
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.diagnostics.layer_diagnostics import LayerDiagnostics
