@@ -36,4 +36,4 @@ class Central(FederatedCallback):
 
     def plan_round(self, server: Server) -> Plan:
         """Plan one visit to the virtual client that holds all data."""
-        yield [Job(POOLED, data="pooled")]
+        yield [Job(POOLED, data=POOLED)]

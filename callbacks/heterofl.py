@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.algorithm import (
+    GLOBAL,
     POOLED,
     Client,
     FederatedCallback,
@@ -234,7 +235,7 @@ class HeteroFL(FederatedCallback):
                 sums[name] = sums.get(name, torch.zeros_like(value).double()) + extras["batches"] * value.double()
         if batches:
             means = {name: (total / batches).to(server.model[name].dtype) for name, total in sums.items()}
-            server.models["global"] = {**server.model, **means}
+            server.models[GLOBAL] = {**server.model, **means}
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the client's slice with the statistics of its own training data: those of the full model differ."""

@@ -11,7 +11,7 @@ from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.renamed import renamed_arguments
 from fedlightning.errors import warn
-from fedlightning.federation.server import GLOBAL, Server
+from fedlightning.federation.server import Server
 from fedlightning.hooks import (
     POOLED,
     WEIGHTINGS,
@@ -36,7 +36,7 @@ from fedlightning.layers import (
     pieces,
     state_names,
 )
-from fedlightning.messages import Message, Update, Wire
+from fedlightning.messages import GLOBAL, Message, Update, Wire
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import (
     State,

@@ -14,6 +14,7 @@ from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.hooks import POOLED
+from fedlightning.scoring.tasks import LOCAL
 
 if TYPE_CHECKING:
     from fedlightning.run.folder import RunFolder
@@ -76,8 +77,8 @@ def check(given: Mapping[str, Any]) -> None:
     check_engine(given)
     for name, known in (
         ("stages", STAGES),
-        ("evaluate_data", ("local", "pooled")),
-        ("test_data", ("local", "pooled", "clients")),
+        ("evaluate_data", (LOCAL, POOLED)),
+        ("test_data", (LOCAL, POOLED, "clients")),
     ):
         unknown = [value for value in given[name] or () if value not in known]
         if unknown:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from fedlightning.tensors import State
 
+GLOBAL = "global"
+"""Key of the server's model, unless an algorithm keeps several."""
 Shape = tuple[int, ...]
 Spec = Literal["scalar", "parameters", "state", "states"] | Shape
 """An extra's declaration: one number, a tensor shape (-1: any size), named tensors shaped as the trainable parameters
@@ -51,7 +53,7 @@ class Message:
     returns: tuple[str, ...]
     extras: dict[str, Any] = field(default_factory=dict)
     work: int | None = None
-    model: str = "global"
+    model: str = GLOBAL
     data: Literal["train", "pooled"] = "train"
     tag: str = ""
 
@@ -89,7 +91,7 @@ class Update:
     metrics: dict[str, float] = field(default_factory=dict)
     evaluations: list[tuple[str, str, str, str, float, int]] = field(default_factory=list)
     gaps: list[tuple[str, str, str, str]] = field(default_factory=list)
-    model: str = "global"
+    model: str = GLOBAL
     tag: str = ""
     error: str | None = None
     cause: Exception | None = None

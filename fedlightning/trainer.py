@@ -26,13 +26,14 @@ from fedlightning.federation.federation import Federation
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module
 from fedlightning.federation.store import ClientStore
-from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.hooks import POOLED, CallbackList, FederatedCallback
 from fedlightning.run.files import is_writer
 from fedlightning.run.fingerprint import fingerprint
 from fedlightning.run.folder import AUTO, RunFolder, find_last, find_resumable, folder_of
 from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import Row, summarise
+from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.runner import LocalRunner
 
 
@@ -210,7 +211,7 @@ class FederatedTrainer:
         self.fast_dev_run = bool(fast_dev_run)
         self.max_rounds = 1 if fast_dev_run else max_rounds
         self.stages = tuple(stages if stages is not None else ("G", "L1", "L2"))
-        self.evaluate_data = tuple(evaluate_data if evaluate_data is not None else ("local",))
+        self.evaluate_data = tuple(evaluate_data if evaluate_data is not None else (LOCAL,))
         self.recorder = Recorder()
         self.federation: Federation | None = None
         self.config: str | None = None
@@ -393,7 +394,7 @@ class FederatedTrainer:
             self.recorder,
             stages=self.stages,
             evaluate_data=self.evaluate_data,
-            test_data=tuple(a["test_data"] if a["test_data"] is not None else ("local", "pooled")),
+            test_data=tuple(a["test_data"] if a["test_data"] is not None else (LOCAL, POOLED)),
             evaluate_every=a["evaluate_every"],
             save_every=a["save_state"],
             fingerprint=lambda: fingerprint(a, self.callbacks.callbacks, self.ordinary_callbacks, model, data),

@@ -14,12 +14,9 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.errors import warn
 from fedlightning.hooks import POOLED, CallbackList, FederatedCallback, Job
 from fedlightning.layers import expand
-from fedlightning.messages import Message, Update, check_extras
+from fedlightning.messages import GLOBAL, Message, Update, check_extras
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, entry_kinds, load_state, module_state, tied_names
-
-GLOBAL = "global"
-"""Key of the server's model, unless an algorithm keeps several."""
 
 
 class Server:

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Job
-from fedlightning.messages import Update
+from fedlightning.messages import GLOBAL, Update
 from fedlightning.scoring.results import LATEST, Gap, Row
 from fedlightning.scoring.tasks import EVERYBODY, LOCAL, ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import State, load_state, module_state
@@ -48,7 +48,7 @@ def update_rows(updates: Iterable[Update]) -> list[Row]:
 def stage_g(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
     """Score stage G, where the method has a global model: one for all, or one per client's cluster."""
     module = server.global_module(None)
-    scored = ScoredModel(server.round + 1, "G", "global")
+    scored = ScoredModel(server.round + 1, "G", GLOBAL)
     if module is not None:
         return score_global(server, engine, module, evaluate, scored)
 
@@ -70,8 +70,8 @@ def score_global(
     if "local" in evaluate.data:
         for clients in _shares(server.clients, engine.width):
             tasks.append(ScoreModel(module, clients, Evaluate(evaluate.splits), scored))
-    if "pooled" in evaluate.data:
-        tasks.append(ScoreModel(module, (EVERYBODY,), Evaluate(evaluate.splits, ("pooled",)), scored))
+    if POOLED in evaluate.data:
+        tasks.append(ScoreModel(module, (EVERYBODY,), Evaluate(evaluate.splits, (POOLED,)), scored))
     return _without_gaps(server, (row for rows in engine.map(tasks) for row in rows))
 
 
@@ -157,7 +157,7 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
     """Score the models that checkpoint callbacks selected, each at the round and stage it was selected in."""
     rows = []
     for kept in server.checkpoints.values():
-        scored = ScoredModel(kept["round"], "G", "global", kept["name"])
+        scored = ScoredModel(kept["round"], "G", GLOBAL, kept["name"])
         rows += score_global(server, engine, server.module_with(kept["model"]), evaluate, scored)
 
     def tasks() -> Iterator[ScoreClient]:

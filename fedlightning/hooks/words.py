@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.messages import Update
+from fedlightning.messages import GLOBAL, Update
 from fedlightning.tensors import EntryKind, State
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Owner = str
 """Whose module is being built: `"server"` or a client's id."""
 Stage = Literal["G", "L1", "L2"]
 """When a model is evaluated: G after aggregation, L1 after receiving, L2 after local training."""
-POOLED = "pooled"
+POOLED: Final = "pooled"
 """Id of the virtual client that trains on the union of all clients' data (central baselines)."""
 
 WeightingName = Literal["samples", "uniform", "log"]
@@ -56,7 +56,7 @@ class Job:
     """
 
     client: str
-    model: str = "global"
+    model: str = GLOBAL
     data: Literal["train", "pooled"] = "train"
     work: int | None = None
     down: tuple[str, ...] | None = None
