@@ -63,6 +63,7 @@ class Federation:
     final_done: bool = False
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
+    _of_rounds: dict[str, Any] | None = None  # mark of metrics.csv before the visits after the last round
     _clock: float = field(default_factory=time.monotonic)
     _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
 
@@ -111,7 +112,7 @@ class Federation:
         self.server.failures = list(extra.get("failures", []))
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
-        mark = extra.get("metrics")
+        mark = extra.get("metrics" if self.final_done else "metrics_of_rounds", extra.get("metrics"))
         self.recorder.start_with(run.keep_rounds(scored, mark) if go_on else run.read_rows(scored, mark))
         self.server.round = self.last_round
 
@@ -192,6 +193,7 @@ class Federation:
                 "history": self.history,
                 "lasting": self.lasting,
                 "metrics": self.recorder.run.metrics.mark(),
+                **({"metrics_of_rounds": self._of_rounds} if self._of_rounds is not None else {}),
                 "failures": self.server.failures,
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
@@ -218,6 +220,8 @@ class Federation:
             server.steps += update.steps
             if update.error is not None:
                 server.note_failure(update.client, update.error, "After the last round")
+        if self.recorder.run is not None and self.recorder.writes:
+            self._of_rounds = self.recorder.run.metrics.mark()
         if "L1" in self.stages and self.evaluate_every > 0:
             self.recorder.record(stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data)))
         self.final_done = True

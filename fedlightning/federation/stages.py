@@ -203,7 +203,7 @@ def _content(state: State) -> bytes:
     found = hashlib.sha256()
     for name, value in state.items():
         found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().data if value.numel() else b"")
+        found.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return found.digest()
 
 

@@ -578,6 +578,8 @@ def test_any_style_of_module(make):
 
 
 class Stop(FederatedCallback):
+    takes_part = False
+
     def on_round_start(self, server):
         if server.round == 2:
             raise KeyboardInterrupt

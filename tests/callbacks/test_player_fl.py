@@ -469,6 +469,8 @@ def test_files_of_a_run(tmp_path, threshold):
 
 
 class Stop(FederatedCallback):
+    takes_part = False
+
     def __init__(self, round):
         self.round = round
 

@@ -56,6 +56,8 @@ class Trouble(FederatedCallback):
 class Interrupt(FederatedCallback):
     """The user's Ctrl-C, while updates come in."""
 
+    takes_part = False
+
     def on_update(self, server: Any, update: Any) -> None:
         raise KeyboardInterrupt
 

@@ -221,7 +221,7 @@ def test_nothing_is_drawn_and_nothing_is_changed() -> None:
     assert_same(first, again)
     module = federation.server.module_with(federation.server.model)
     known = copy.deepcopy(module.state_dict()), module.training, vars(module).keys()
-    stages.score_global(federation.server, engine, module, Evaluate(("val",)), stages.Mark(1, "G", "global"))
+    stages.score_global(federation.server, engine, module, Evaluate(("val",)), stages.ScoredModel(1, "G", "global"))
     assert all(torch.equal(value, known[0][name]) for name, value in module.state_dict().items())
     assert (module.training, vars(module).keys()) == known[1:]
     assert not module.hand.update_called and isinstance(module.accuracy, MulticlassAccuracy)
@@ -233,8 +233,9 @@ def test_a_client_with_bad_data_fails_as_it_does_alone() -> None:
     federation = Federation(Classifier(digits(), CLASSES), data=data)
     messages = []
     for engine in federation.engines():
-        with pytest.raises(ValueError, match=f"Label {CLASSES + 4}") as caught:
-            stages.stage_l1(federation.server, engine, Evaluate(("val",)))
-        messages.append(str(caught.value))
+        with pytest.warns(UserWarning, match=f"client '2' was not scored .* Label {CLASSES + 4}") as caught:
+            rows = stages.stage_l1(federation.server, engine, Evaluate(("val",)))
+        assert {row.client for row in rows} == {"0", "1", "3"}
+        messages.append([str(warning.message) for warning in caught])
         assert all("_client" not in vars(callback) for callback in federation.server.callbacks)
     assert messages[0] == messages[1]
