@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import Client, FederatedCallback, Server, Stage, clone, module_state
+from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, Stage, clone, module_state
 
 
 class LocalCheckpoint(FederatedCallback):
@@ -40,6 +40,10 @@ class LocalCheckpoint(FederatedCallback):
         self.mode = mode
         self.stage = stage
 
+    def check(self, setup: Setup) -> None:
+        """Warn where there is nothing to select by."""
+        _warn_without_validation(self, setup)
+
     def on_client_evaluated(
         self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
     ) -> None:
@@ -57,7 +61,9 @@ class GlobalCheckpoint(FederatedCallback):
     """Selection of the global model whose mean validation score over the clients is best ("best_global").
 
     FENDA-FL paper (Tavakoli et al., 2024): the clients' validation losses are averaged with their training samples as
-    weights. Clients whose score is not finite are left out of the mean.
+    weights. A round in which a client's loss is infinite or NaN, or a client could not be scored, is not selected: a model
+    that breaks on one client must not win. An undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients
+    whose value is NaN are left out of the mean.
 
     Args:
         monitor: Metric that the module logs in validation. Default ``"val_loss"``.
@@ -83,6 +89,20 @@ class GlobalCheckpoint(FederatedCallback):
         self.mode = mode
         self.stage = stage
         self.mean = mean
+
+    def check(self, setup: Setup) -> None:
+        """Warn where there is nothing to select by, and refuse to compare losses of different clients.
+
+        Raises:
+            ValueError: With ``stage="L2"``, if only some of the clients train in a round.
+        """
+        _warn_without_validation(self, setup)
+        share = setup.participation
+        if self.stage == "L2" and (share < len(setup.clients) if isinstance(share, int) else share < 1.0):
+            raise ValueError(
+                f"GlobalCheckpoint(stage='L2') compares the losses of the clients that trained, and participation={share} "
+                "takes others in every round. Use stage='G', or participation=1.0."
+            )
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse methods without a global model.
@@ -120,8 +140,11 @@ class GlobalCheckpoint(FederatedCallback):
             client: {"train": server.num_samples.get(client, 0), "val": size, "uniform": 1}[self.mean]
             for client, (_, size) in found.items()
         }
-        defined = {client: value for client, (value, _) in found.items() if math.isfinite(value) and weights[client]}
-        if not defined:
+        missed = any(one["round"] == server.round + 1 and one["where"] == self.stage for one in server.failures)
+        values = {client: value for client, (value, _) in found.items() if weights[client]}
+        broken = [value for value in values.values() if math.isinf(value) or (self.mode == "min" and math.isnan(value))]
+        defined = {client: value for client, value in values.items() if math.isfinite(value)}
+        if missed or broken or not defined:
             return
         score = sum(weights[c] * value for c, value in defined.items()) / sum(weights[c] for c in defined)
         _keep_best(self, server, score, module, name="best_global", stage="G")
@@ -139,6 +162,12 @@ def monitored(callback: Any, metrics: Mapping[str, float]) -> float:
             "Log it in validation_step, or set monitor=... to one of these."
         )
     return float(metrics[callback.monitor])
+
+
+def _warn_without_validation(callback: Any, setup: Setup) -> None:
+    if setup.evaluate_every == 0 or not setup.has_pooled("val"):
+        why = "evaluate_every is 0" if setup.evaluate_every == 0 else "no client has validation data"
+        setup.warn(f"{callback.key} has nothing to select by: {why}. It will keep no model.")
 
 
 def is_better(score: float, best: float | None, mode: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
@@ -224,6 +225,20 @@ def _check_ids(owner: str, ids: Iterable[Any]) -> None:
                 f"{owner} has a client '{POOLED}', which is the name of the union of all clients. Give it another name."
             )
         seen[name] = client
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder in which Lightning would find a checkpoint of a requeued job and load it into every client.
+
+    Raises:
+        ConfigurationError: Naming the file.
+    """
+    found = sorted(folder.glob("hpc_ckpt_*.ckpt"))
+    if found:
+        raise ConfigurationError(
+            f"{found[0]} is a checkpoint of a job that SLURM ended; Lightning would load it into every client's training. "
+            "Remove it: the run's own state is in checkpoints/last."
+        )
 
 
 def check_clients(data: FederatedDataModule) -> None:

@@ -32,6 +32,7 @@ from fedlightning.run.fingerprint import fingerprint
 from fedlightning.run.folder import AUTO, RunFolder, find_last, find_resumable, folder_of
 from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
+from fedlightning.run.signals import requeue, stop_requests
 from fedlightning.scoring.results import Row, summarise
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.runner import LocalRunner
@@ -307,6 +308,7 @@ class FederatedTrainer:
             if is_new:
                 self.callbacks.event("on_federation_start", federation.server)
             stack.enter_context(closing(federation.engine))
+            request = stack.enter_context(stop_requests())
             with self._progress() as progress:
                 while federation.rounds_done < self.max_rounds:
                     federation.server.round = federation.rounds_done
@@ -317,10 +319,14 @@ class FederatedTrainer:
                         lock.beat()
                     if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():
                         break
+                    if request.name is not None:
+                        break
             federation.finish()
             federation.summarise(self.arguments)
             federation.export()
             self.recorder.close()
+            if request.name is not None and federation.rounds_done < self.max_rounds and is_writer():
+                requeue(request, federation.rounds_done, self.max_rounds)
 
     def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
         """Load what ``run`` saved last, to evaluate it or to predict with it; nothing is trained.
@@ -359,6 +365,7 @@ class FederatedTrainer:
             data.prepare_data()
             data.setup("fit" if go_on else "test")
         arguments.check_clients(data)
+        arguments.check_folder(Path.cwd() if run is None else run.path)
         wishes = (getattr(callback, "optimizer_state", None) for callback in self.callbacks)
         wish: Literal["reset", "keep"] = next((wish for wish in wishes if wish is not None), "reset")
         settings = LocalSettings(

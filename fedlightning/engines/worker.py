@@ -22,6 +22,7 @@ import torch._dynamo  # the first optimizer of a process imports it, for a secon
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.engines.arena import Arena, pack, unpack
+from fedlightning.run.signals import ignore_stop_requests
 from fedlightning.visit.runner import LocalRunner
 
 READY = b"ready"
@@ -92,6 +93,7 @@ def work(connection: Connection, environment: Mapping[str, str]) -> None:
         connection: Pipe to the main process, which sends four arenas, then headers of (task, record).
         environment: Variables of the main process, and of this worker alone (the GPU it sees).
     """
+    ignore_stop_requests()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the main process, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)

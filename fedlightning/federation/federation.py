@@ -138,6 +138,8 @@ class Federation:
             local_steps=blueprint.settings.local_steps,
             optimizers=optimizers_of(module),
             first_batch=self.engine.runner.first_batch,
+            evaluate_every=self.evaluate_every,
+            participation=server.participation,
             has_pooled=self.engine.runner.has_pooled,
             warn=warn,
         )
@@ -219,7 +221,7 @@ class Federation:
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
             if update.error is not None:
-                server.note_failure(update.client, update.error, "After the last round")
+                server.note_failure(update.client, update.error, when="After the last round")
         if self.recorder.run is not None and self.recorder.writes:
             self._of_rounds = self.recorder.run.metrics.mark()
         if "L1" in self.stages and self.evaluate_every > 0:
@@ -292,7 +294,7 @@ def _explain(server: Server, updates: list[Update]) -> None:
             )
         for stage, data, split, reason in update.gaps:
             missed = f"client '{update.client}' was not scored at stage {stage} on {data} {split} data: {reason}"
-            server.note_failure(update.client, missed)
+            server.note_failure(update.client, missed, stage)
     gaps = [(update.client, gap) for update in updates for gap in update.gaps]
     if gaps and not any(update.evaluations for update in updates):
         client, (stage, _, _, reason) = gaps[0]

@@ -42,7 +42,7 @@ class Server:
         bytes_up: Bytes sent to the server so far.
         bytes_down: Bytes sent to clients so far.
         steps: Optimizer steps of all clients so far.
-        failures: Clients that failed so far: round (from 1), client, reason.
+        failures: Clients that failed so far: round (from 1), client, where (`"training"` or a stage), reason.
         scores: This round's scores; see :meth:`score`.
     """
 
@@ -120,15 +120,16 @@ class Server:
         """
         return self.scores.get((stage, "local", split, metric), {})
 
-    def note_failure(self, client: str, reason: str, when: str = "") -> None:
+    def note_failure(self, client: str, reason: str, where: str = "training", when: str = "") -> None:
         """Warn of a client that failed, in training or in evaluation, and keep it for the summary.
 
         Args:
             client: The client's id.
             reason: A sentence that names the client.
+            where: `"training"`, or the stage at which it could not be scored.
             when: Start of the warning; default: the round.
         """
-        self.failures.append({"round": self.round + 1, "client": client, "reason": reason})
+        self.failures.append({"round": self.round + 1, "client": client, "where": where, "reason": reason})
         warn(f"{when or f'Round {self.round + 1}'}: {reason}.")
 
     def module_with(self, state: State) -> LightningModule:

@@ -91,7 +91,7 @@ def _without_gaps(server: Server, found: Iterable[Row]) -> list[Row]:
         missed = (
             f"client '{gap.client}' was not scored at stage {gap.stage} on {gap.data} {gap.split} data: {gap.reason}"
         )
-        server.note_failure(gap.client, missed)
+        server.note_failure(gap.client, missed, gap.stage)
     return [row for row in rows if not isinstance(row, Gap)]
 
 

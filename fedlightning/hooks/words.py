@@ -138,6 +138,8 @@ class Setup:
         local_steps: Steps of a visit, or `None` where work is counted in epochs.
         optimizers: The optimizers that the module configures; empty if it needs a running trainer to tell.
         first_batch: Gives one training batch of the first client that has one.
+        evaluate_every: Rounds between evaluations; 0: never.
+        participation: Share (float) or number (int) of clients that take part in a round.
         has_pooled: Tells whether the union of the clients' data of a split can be had in one place.
         warn: Warns the user of something that does not stop the run.
     """
@@ -153,5 +155,7 @@ class Setup:
     local_steps: int | None
     optimizers: Sequence[Any] = ()
     first_batch: Callable[[], Any] = lambda: None
+    evaluate_every: int = 1
+    participation: int | float = 1.0
     has_pooled: Callable[[str], bool] = lambda split: True
     warn: Callable[[str], None] = lambda text: None

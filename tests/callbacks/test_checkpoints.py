@@ -219,3 +219,58 @@ def test_without_a_global_model_it_is_refused_before_training():
 def test_an_unknown_metric_is_named(callback):
     with pytest.raises(ValueError, match=r"monitors 'val_f1', but validation gives \['val_acc', 'val_loss'\]"):
         federate(Toy(), toy_data(SIZES), [callback], evaluate_every=1, max_rounds=1)
+
+
+# -- what must not win -------------------------------------------------------------------------------------------------
+
+
+class FakeServer:
+    """Scores of one round after another, for the selection alone."""
+
+    def __init__(self):
+        self.round, self.num_samples, self.failures, self.checkpoints = -1, {"a": 10, "b": 10, "c": 10}, [], {}
+
+    def next_round(self, values):
+        self.round += 1
+        self.found = {client: (value, 5) for client, value in values.items()}
+        self.scores = {("G", "local", "val", "val_loss"): self.found}
+
+    def global_module(self, client):
+        return Toy()
+
+    def score(self, metric, stage):
+        return self.found
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_model_that_breaks_on_one_client_does_not_win(bad):
+    server, checkpoint = FakeServer(), GlobalCheckpoint()
+    for values in ({"a": 0.8, "b": 0.9, "c": 1.0}, {"a": 0.135, "b": bad, "c": 0.997}):
+        server.next_round(values)
+        checkpoint.on_round_end(server)
+    assert server.checkpoints["GlobalCheckpoint"]["round"] == 1
+
+
+def test_an_undefined_metric_is_a_gap_and_a_client_that_was_not_scored_is_none():
+    server, checkpoint = FakeServer(), GlobalCheckpoint(mode="max")
+    server.next_round({"a": 0.8, "b": float("nan"), "c": 0.6})
+    checkpoint.on_round_end(server)
+    assert server.checkpoints["GlobalCheckpoint"]["score"] == pytest.approx(0.7)
+    server.next_round({"a": 0.9, "c": 0.9})
+    server.failures.append({"round": 2, "client": "b", "where": "G", "reason": "it broke"})
+    checkpoint.on_round_end(server)
+    assert server.checkpoints["GlobalCheckpoint"]["round"] == 1
+
+
+def test_losses_of_different_clients_are_not_compared():
+    with pytest.raises(ValueError, match=r"compares the losses of the clients that trained, and participation=2"):
+        federate(Toy(), toy_data(), [GlobalCheckpoint(stage="L2")], participation=2, evaluate_every=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"), [({"evaluate_every": 0}, "evaluate_every is 0"), ({}, "no client has valid")]
+)
+def test_nothing_to_select_by_is_said_at_start(options, why):
+    data = toy_data(val=12 if options else 0)
+    with pytest.warns(UserWarning, match=f"LocalCheckpoint has nothing to select by: {why}"):
+        federate(Toy(), data, [LocalCheckpoint()], max_rounds=1, **{"evaluate_every": 1} | options)
