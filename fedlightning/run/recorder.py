@@ -30,6 +30,7 @@ class Recorder:
     results: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     _known: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)  # addresses that may come again
+    _before: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)
     _newest: int = field(default=0, repr=False)
 
     @property
@@ -45,9 +46,9 @@ class Recorder:
 
     def record(self, rows: list[Row]) -> None:
         """Add scores; those that are there already (a repeated test) are not added twice."""
-        if rows and min(row.round for row in rows) > self._newest:  # a new round: nothing older comes twice
-            self._known.clear()
-        rows = [row for row in rows if row.address not in self._known]
+        if rows and min(row.round for row in rows) > self._newest:  # a new round: only the one before may come again
+            self._before, self._known = self._known, set()
+        rows = [row for row in rows if row.address not in self._known and row.address not in self._before]
         self._known.update(row.address for row in rows)
         self._newest = max((row.round for row in rows), default=self._newest)
         self.rows.extend(rows)
