@@ -129,7 +129,9 @@ class Server:
             where: `"training"`, or the stage at which it could not be scored.
             when: Start of the warning; default: the round.
         """
-        self.failures.append({"round": self.round + 1, "client": client, "where": where, "reason": reason})
+        failure = {"round": self.round + 1, "client": client, "where": where, "reason": reason}
+        if failure not in self.failures:  # a repeated test
+            self.failures.append(failure)
         warn(f"{when or f'Round {self.round + 1}'}: {reason}.")
 
     def module_with(self, state: State) -> LightningModule:

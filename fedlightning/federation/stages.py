@@ -113,7 +113,8 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
             there.
     """
     shared = module_state(server.module_with(server.model)) if known else None
-    known_of = _scores_of_global(known)
+    one_for_all = server.callbacks.role("global_module") is None  # else stage G scored each client's cluster's model
+    known_of = _scores_of_global(known if one_for_all else ())
     scored = ScoredModel(server.round + 1, "L1", "personal")
     tasks = (
         ScoreClient(
@@ -154,47 +155,54 @@ def _scores_of_global(rows: Sequence[Row]) -> Callable[[str, Sequence[str]], Kno
 
 
 def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
-    """Score the models that checkpoint callbacks selected, each at the round and stage it was selected in."""
+    """Score the models that checkpoint callbacks selected, each at the round and stage it was selected in.
+
+    On the pooled data, models that several clients or callbacks have kept are scored once.
+    """
     rows = []
     for kept in server.checkpoints.values():
         scored = ScoredModel(kept["round"], "G", GLOBAL, kept["name"])
         rows += score_global(server, engine, server.module_with(kept["model"]), evaluate, scored)
 
+    def task(client: str, kept: dict[str, Any], data: tuple[str, ...]) -> ScoreClient:
+        scored = ScoredModel(kept["round"], kept["stage"], "personal", kept["name"])
+        message = server.message(Job(client, work=0))
+        return ScoreClient(message, replace(evaluate, data=data), scored, others=server.clients, kept=kept["model"])
+
+    drawn: list[tuple[str, str]] = []  # the tasks: client and callback
+    leader: dict[tuple[str, str], tuple[str, str]] = {}  # of a task: the first one with the very same model
+    first: dict[bytes, tuple[str, str]] = {}
+    alike = server.callbacks.role("personal_module") is None  # else what is deployed is more than the kept entries
+
     def tasks() -> Iterator[ScoreClient]:
         for client in server.clients:
-            for kept in engine.store.get(client).checkpoints.values():
-                scored = ScoredModel(kept["round"], kept["stage"], "personal", kept["name"])
-                message = server.message(Job(client, work=0))
-                data = tuple(name for name in evaluate.data if name != POOLED or is_first(client, kept))
-                yield ScoreClient(
-                    message, replace(evaluate, data=data), scored, others=server.clients, kept=kept["model"]
-                )
+            for key, kept in engine.store.get(client).checkpoints.items():
+                one = (client, key)
+                drawn.append(one)
+                leader[one] = first.setdefault(_content(kept["model"]), one) if alike else one
+                yield task(client, kept, tuple(d for d in evaluate.data if d != POOLED or leader[one] == one))
 
-    first: dict[Any, str] = {}  # of the clients that kept one and the same model
-    same_as: dict[tuple[str, str], str] = {}
+    found = {drawn[place]: rows_of_task for place, rows_of_task in enumerate(engine.map(tasks()))}
 
-    def is_first(client: str, kept: dict[str, Any]) -> bool:
-        """Return True unless another client has kept the very model: it has one score on the pooled data."""
-        if server.callbacks.role("personal_module") is not None:  # what it deploys is more than the kept entries
-            return True
-        leader = first.setdefault(_content(kept["model"]), client)
-        same_as[client, kept["name"]] = leader
-        return leader == client
+    def again() -> Iterator[ScoreClient]:
+        """The pooled data once more, where the client that stood for others could not be opened."""
+        for client, key in missed:
+            yield task(client, engine.store.get(client).checkpoints[key], (POOLED,))
 
-    own: dict[tuple[str, str], list[Row]] = {}  # by client and checkpoint
-    for row in (row for found in engine.map(tasks()) for row in found):
-        own.setdefault((row.client, row.checkpoint), []).append(row)
-    for (client, name), found in own.items():
-        leader = same_as.get((client, name), client)
+    missed = [one for one in drawn if leader[one] != one and any(isinstance(row, Gap) for row in found[leader[one]])]
+    own_pooled = dict(zip(missed, engine.map(again()), strict=True)) if POOLED in evaluate.data else {}
+    for one in drawn:
+        client, kept = one[0], engine.store.get(one[0]).checkpoints[one[1]]
+        theirs = own_pooled.get(one, found[leader[one]] if leader[one] != one else [])
+        pooled = [
+            replace(row, client=client, round=kept["round"], stage=kept["stage"], checkpoint=kept["name"])
+            for row in theirs
+            if row.data == POOLED
+        ]
         for split in evaluate.splits:
-            part = [row for row in found if row.split == split]
+            part = [row for row in found[one] if row.split == split]
             local = [row for row in part if row.data == LOCAL]
-            again = [
-                replace(row, client=client, round=found[0].round, stage=found[0].stage)
-                for row in (own[leader, name] if leader != client else ())
-                if row.split == split and row.data == POOLED
-            ]
-            rows += [*local, *again, *part[len(local) :]]
+            rows += [*local, *(row for row in pooled if row.split == split), *part[len(local) :]]
     return _without_gaps(server, rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -120,7 +121,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = []
     for name in [*now, *(name for name in before if name not in now)]:
         if name in before and name in now:
-            if before[name] != now[name]:
+            if json.dumps(before[name], sort_keys=True) != json.dumps(now[name], sort_keys=True):  # NaN is NaN
                 found.append(f"{name} was {_text(before[name])} and is {_text(now[name])}")
         elif complete:
             found.append(

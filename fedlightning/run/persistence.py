@@ -27,6 +27,8 @@ BEFORE = "manifest-before.json"
 """The manifest of the state before the newest one."""
 TEMPLATE = "template.pt"
 VERSION = 2
+FIELDS = {"version", "rounds_done", "server", "clients", "extra"}
+"""Entries of every manifest."""
 PACK = 2**28
 """Bytes of records in one file, at most (but one record at least): what is held in memory while it is written."""
 
@@ -191,6 +193,8 @@ def _checked(folder: Path, manifest_file: str) -> SavedState:
         raise DamagedStateError(f"The newest state in {folder} is damaged: {manifest_file} is no JSON.") from None
     if manifest is None:
         raise DamagedStateError(f"The newest state in {folder} is damaged: {manifest_file} is missing.")
+    if not isinstance(manifest, dict) or not manifest.keys() >= FIELDS:
+        raise DamagedStateError(f"The newest state in {folder} is damaged: {manifest_file} is no manifest.")
     for name in sorted(_files_of(manifest)):
         path, expected = folder / name, manifest.get("sha256", {}).get(name)
         if not path.exists():

@@ -91,6 +91,13 @@ def test_a_damaged_newest_state_gives_way_to_the_one_before(interrupted, tmp_pat
     same_run(trainer, interrupted[1])
 
 
+def test_a_manifest_that_is_none_gives_way_too(interrupted, tmp_path):
+    root, last = copy_of(interrupted, tmp_path)
+    (last / MANIFEST).write_text("{}")
+    with pytest.warns(UserWarning, match=r"manifest\.json is no manifest\. The state before it"):
+        same_run(go_on(root), interrupted[1])
+
+
 def test_what_both_states_need_cannot_be_damaged_silently(interrupted, tmp_path):
     root, last = copy_of(interrupted, tmp_path)
     changed(last / "template.pt")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx
+from fedlightning.run.environment import plain
 from fedlightning.run.fingerprint import differences
 from tests.helpers import Toy, make_trainer, toy_data
 
@@ -90,6 +95,36 @@ def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
     before = {"seed": 0, "FedProx.mu": 0.1}
     now = {"fingerprint": 2, "seed": 0, "FedProx.mu": 0.2, "optimizer.lr": 0.1}
     assert differences(before, now) == ["FedProx.mu was 0.1 and is 0.2"]
+
+
+class Odd:
+    """What hyper-parameters may hold."""
+
+    values = {
+        "classes": {(1, 2): "a", 3: "b", None: "c", "d": 1},
+        "names": {"x", "y", "z"},
+        "nan": float("nan"),
+        "function": partial(len),
+        "method": [].append,
+    }
+
+
+def test_values_that_json_cannot_take_are_the_same_in_the_next_process(tmp_path):
+    code = (
+        "import json; from functools import partial; from fedlightning.run.environment import plain;"
+        "from tests.run.test_fingerprint import Odd; print(json.dumps(plain(Odd.values)))"
+    )
+    root = Path(__file__).parents[2]
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True, text=True, cwd=root, check=True, env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in "12"
+    }  # fmt: skip
+    assert len(texts) == 1
+    (text,) = texts
+    assert differences({"fingerprint": 2} | json.loads(text), {"fingerprint": 2} | plain(Odd.values)) == []
 
 
 # -- one command for a job that may be requeued ------------------------------------------------------------------------
