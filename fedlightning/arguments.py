@@ -40,7 +40,7 @@ def check(given: Mapping[str, Any]) -> None:
     """Refuse arguments that contradict each other or are out of range.
 
     Raises:
-        ConfigurationError: with a sentence.
+        ConfigurationError: With a sentence.
     """
     for name, instead in REPLACED.items():
         if given[name] is not None:
@@ -96,7 +96,7 @@ def check_engine(given: Mapping[str, Any]) -> None:
     """Refuse options of another engine, and what worker processes cannot do.
 
     Raises:
-        ConfigurationError: with a sentence.
+        ConfigurationError: With a sentence.
     """
     workers, devices, strategy = given["workers"], given["devices"], given["strategy"]
     stack = given["clients_per_stack"]
@@ -132,10 +132,10 @@ def check_engine(given: Mapping[str, Any]) -> None:
 
 
 def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
-    """``max_time`` in Lightning's three forms.
+    """Return `max_time`, given in any of Lightning's three forms.
 
     Raises:
-        ConfigurationError: for a string that is not "DD:HH:MM:SS".
+        ConfigurationError: For a string that is not "DD:HH:MM:SS".
     """
     if value is None or isinstance(value, timedelta):
         return value
@@ -149,7 +149,7 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
 
 
 def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, Any]:
-    """Arguments of the clients' Lightning Trainers."""
+    """Return the arguments of the clients' Lightning Trainers."""
     out = {name: given[name] for name in FORWARDED if given[name] is not None}
     out["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
     if given["check_val_every_n_epoch"] is None:
@@ -165,7 +165,7 @@ def check_model(model: Any) -> None:
     """Refuse what is not a LightningModule instance.
 
     Raises:
-        ConfigurationError: with a sentence.
+        ConfigurationError: With a sentence.
     """
     if isinstance(model, LightningModule):
         return
@@ -182,10 +182,10 @@ def federated_data(
     val: Mapping[str, Any] | None,
     test: Mapping[str, Any] | None,
 ) -> FederatedDataModule:
-    """The data of a fit, from a federated data module or from loaders by client.
+    """Return the data of a fit, from a federated data module or from loaders by client.
 
     Raises:
-        ConfigurationError: if there is none, or one that does not know clients.
+        ConfigurationError: If there is none, or one that does not know clients.
     """
     if datamodule is not None and train is not None:
         raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
@@ -251,7 +251,7 @@ def check_clients(data: FederatedDataModule) -> None:
 
 
 def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | None) -> list[Logger]:
-    """The run's Lightning loggers: CSV in the run's folder by default."""
+    """Return the run's Lightning loggers: CSV in the run's folder by default."""
     if isinstance(value, Logger):
         return [value]
     if isinstance(value, bool) or value is None:

@@ -1,4 +1,4 @@
-"""What travels: a :class:`Message` from the server to a client, an :class:`Update` back.
+"""Messages: a :class:`Message` goes from the server to a client, an :class:`Update` comes back.
 
 Both are named tensor trees. They can be counted in bytes, copied and sent to another process; they hold no module, no
 optimizer and no data.
@@ -25,7 +25,16 @@ Spec = Literal["scalar", "parameters", "state", "states"] | Shape
 
 @dataclass(frozen=True)
 class Wire:
-    """The extras a callback puts on the wire, under its own key: what may go ``down`` and what may come ``up``."""
+    """The extras that a callback declares, under its own key.
+
+    Attributes:
+        down: Extras that may go to clients, by name.
+        up: Extras that may come from clients, by name.
+
+    Example:
+        >>> Wire(up={"delta_c": "parameters", "steps": "scalar"}).down
+        {}
+    """
 
     down: Mapping[str, Spec] = field(default_factory=dict)
     up: Mapping[str, Spec] = field(default_factory=dict)
@@ -36,15 +45,15 @@ class Message:
     """Server to client, for one visit.
 
     Attributes:
-        round: the round, counted from 0.
-        client: the client's id.
-        state: model entries sent down.
-        returns: names of the entries the client is to send back; everything else stays with it.
-        extras: per callback key, what that callback declared in ``wire().down``.
-        work: local epochs or steps (whichever the trainer counts); ``None`` is the trainer's default, 0 trains nothing.
-        model: which of the server's models this is (``"global"`` unless an algorithm keeps several).
-        data: ``"train"``: the client's own loader; ``"pooled"``: the union (central baselines).
-        tag: the algorithm's own mark on the job.
+        round: The round, counted from 0.
+        client: The client's id.
+        state: Model entries sent down.
+        returns: Names of the entries the client is to send back; everything else stays with it.
+        extras: Per callback key, the extras that the callback declared in `wire().down`.
+        work: Local epochs or steps (whichever the trainer counts); `None`: the trainer's default; 0: no training.
+        model: Key of the server's model (`"global"` unless an algorithm keeps several).
+        data: `"train"`: the client's own loader; `"pooled"`: the union (central baselines).
+        tag: The algorithm's own label on the job.
     """
 
     round: int
@@ -68,16 +77,21 @@ class Update:
     """Client to server, the answer to one message.
 
     Attributes:
-        state: the entries that were asked for.
-        num_samples: training samples an epoch really uses; the default weight.
-        steps: optimizer steps really taken (a step skipped by the gradient scaler is none).
-        skipped: steps that the scaler skipped.
-        lr_sum: sum over the real steps of the first parameter group's learning rate.
-        metrics: what the module logged in training (last values).
-        evaluations: scores of this visit's model: (stage, data, split, metric, value, num_samples).
-        gaps: evaluations that failed: (stage, data, split, reason).
-        error: why this client contributes nothing (no samples, NaN ...); ``None`` if all went well.
-        cause: the exception behind it, for whoever debugs.
+        round: The round of the message.
+        client: The client's id.
+        state: The entries that were asked for.
+        extras: Per callback key, the extras that the callback declared in `wire().up`.
+        num_samples: Training samples that an epoch really uses; the default weight.
+        steps: Optimizer steps really taken (a step skipped by the gradient scaler is none).
+        skipped: Steps that the scaler skipped.
+        lr_sum: Sum over the real steps of the largest learning rate of any parameter.
+        metrics: Values that the module logged in training (last ones).
+        evaluations: Scores of this visit's model: (stage, data, split, metric, value, num_samples).
+        model: Key of the server's model that it updates.
+        tag: The message's label.
+        gaps: Evaluations that failed: (stage, data, split, reason).
+        error: The reason why this client contributes nothing (no samples, NaN ...); `None` if all went well.
+        cause: The exception behind it, for debugging.
     """
 
     round: int
@@ -103,7 +117,7 @@ class Update:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of a tree of tensors, numbers, strings, lists and dicts (keys are part of the contract, not of the load)."""
+    """Count the bytes of a tree of tensors, numbers, strings, lists and dicts (keys are not counted)."""
     if isinstance(tree, Tensor):
         return tree.numel() * tree.element_size()
     if isinstance(tree, Mapping):
@@ -118,16 +132,16 @@ def tree_bytes(tree: Any) -> int:
 def check_extras(
     key: str, extras: Mapping[str, Any], declared: Mapping[str, Spec], shapes: Mapping[str, torch.Size]
 ) -> None:
-    """Compare what a callback sends with what it declared.
+    """Compare the extras that a callback sends with those it declared.
 
     Args:
-        key: the callback's key, for the message.
-        extras: the payload.
-        declared: its ``wire()`` for this direction.
-        shapes: shape of every state entry of the model.
+        key: The callback's key, for the message.
+        extras: The payload.
+        declared: Its `wire()` for this direction.
+        shapes: Shape of every state entry of the model.
 
     Raises:
-        ValueError: naming the callback, the entry, the rule.
+        ValueError: Naming the callback, the entry, the rule.
     """
     for name, value in extras.items():
         if name not in declared:

@@ -329,14 +329,16 @@ class FederatedTrainer:
                 requeue(request, federation.rounds_done, self.max_rounds)
 
     def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
-        """Load what ``run`` saved last, to evaluate it or to predict with it; nothing is trained.
+        """Load the state that a run saved last, to evaluate it or to predict with it; nothing is trained.
 
         Args:
-            model, datamodule: as the run was started with; callbacks likewise.
-            run: the run's folder, finished or interrupted.
+            model: The module that the run was started with (the callbacks likewise).
+            datamodule: The data that it was started with.
+            run: The run's folder, finished or interrupted.
 
         Raises:
-            FileNotFoundError: if the run has no saved state; ValueError: if the state is of another model or data.
+            FileNotFoundError: If the run has no saved state.
+            ValueError: If the state is of another model or data.
         """
         data = arguments.federated_data(datamodule, None, None, None)
         self._assemble(model, data, folder_of(run), go_on=False).restore(False)
@@ -417,13 +419,13 @@ class FederatedTrainer:
         """Score models of the fitted federation on test data, local and pooled.
 
         Args:
-            checkpoint: ``"latest"``, a checkpoint callback's name (``"best_global"``, ``"best_local"``), or ``"all"``.
+            checkpoint: `"latest"`, a checkpoint callback's name (`"best_global"`, `"best_local"`), or `"all"`.
 
         Returns:
-            Rows of ``summary.json``.
+            Rows of `summary.json`.
 
         Raises:
-            ValueError: for a checkpoint that the run does not have.
+            ValueError: For a checkpoint that the run does not have.
         """
         return self._evaluate("test", checkpoint)
 
@@ -437,12 +439,12 @@ class FederatedTrainer:
     def predict(
         self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
     ) -> list[Any] | None:
-        """Predictions of one client's deployed model (stage L1), or of the global model.
+        """Predict with one client's deployed model (stage L1), or with the global model.
 
         Args:
-            dataloaders: what to predict on; default: the client's own test data (pooled without a client).
-            client: whose model; ``None``: the global one.
-            checkpoint: ``"latest"``, or the name of a checkpoint to load first.
+            dataloaders: Data to predict on; default: the client's own test data (pooled without a client).
+            client: The client whose model predicts; `None`: the global model.
+            checkpoint: `"latest"`, or the name of a checkpoint to load first.
         """
         data = self._fitted().engine.runner.data
         module = self.module(client, checkpoint)
@@ -462,11 +464,11 @@ class FederatedTrainer:
             return trainer.predict(module, dataloaders=dataloaders)
 
     def client(self, client: str | int) -> ClientView:
-        """The client as it stands: the module it would deploy now (stage L1) and its training samples."""
+        """Return the client as it stands: the module it would deploy now (stage L1) and its training samples."""
         return ClientView(str(client), self.module(str(client)), self._fitted().server.num_samples[str(client)])
 
     def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
-        """A copy of the global model (``client=None``) or of the model that ``client`` deploys."""
+        """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
         federation = self._fitted()
         return deployed_module(federation.server, federation.engine, client, checkpoint)
 

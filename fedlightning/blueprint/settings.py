@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 @dataclass
 class LocalSettings:
-    """How every client trains. Plain values, so that a worker process can be given them.
+    """Settings of local training. Plain values, so that a worker process can be given them.
 
     Attributes:
         seed: Addresses all randomness of the run.

@@ -30,7 +30,7 @@ _DATA_SEED = "val_seed"
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line.
+    """The options of a command that plans runs.
 
     Attributes:
         files: Configurations of the methods, as `path` or `NAME=path`.
@@ -56,7 +56,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be run.
+    """The runs to make.
 
     Attributes:
         methods: Methods in the order given, with added baselines last.

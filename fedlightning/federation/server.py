@@ -97,10 +97,8 @@ class Server:
 
     def participants(self) -> list[str]:
         """Draw this round's clients: a uniform sample without replacement, in client order."""
-        wanted = self.participation
-        count = (
-            wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else round(wanted * len(self.clients))
-        )
+        share = self.participation
+        count = share if isinstance(share, int) and not isinstance(share, bool) else round(share * len(self.clients))
         count = min(max(count, 1), len(self.clients))
         if count == len(self.clients):
             return list(self.clients)

@@ -101,7 +101,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class GradientContext:
-    """What :meth:`FederatedCallback.correct_gradient` may look at: per-client values as tensors.
+    """The values of one client that :meth:`FederatedCallback.correct_gradient` may use.
 
     Attributes:
         anchor: The server's model as it was sent (fp32 at least), on the parameter's device; only names that travel.
@@ -124,7 +124,7 @@ class GradientContext:
 
 @dataclass
 class Setup:
-    """What :meth:`FederatedCallback.check` may look at before round 1.
+    """The federation as :meth:`FederatedCallback.check` sees it before round 1.
 
     Attributes:
         module: A built copy of the federation's module, wrapped by every callback.

@@ -1,4 +1,4 @@
-"""Opening what a run exported: native Lightning checkpoints, wrapped or not."""
+"""Checkpoints that a run exports: native Lightning checkpoints, wrapped or not; writing and opening them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedlightning.tensors import load_state, module_state
 
 
 class _Writer(CheckpointIO):
-    """Writes what Lightning puts into a checkpoint, and what is ours."""
+    """Writes Lightning's checkpoint with an entry of our own."""
 
     def __init__(self) -> None:
         self.own: dict[str, Any] = {}
@@ -43,7 +43,7 @@ class Exporter:
     it); it is pickled along under ``"fedlightning"``, and :func:`load` opens it.
 
     Args:
-        template: the user's module, unwrapped.
+        template: The user's module, unwrapped.
     """
 
     def __init__(self, template: LightningModule) -> None:
@@ -67,8 +67,9 @@ class Exporter:
         """Save a module.
 
         Args:
-            path: the file, replaced atomically; module: detached from any trainer.
-            extra: plain values to keep under ``"fedlightning"``.
+            path: The file, replaced atomically.
+            module: The module, detached from any trainer.
+            extra: Plain values to keep under `"fedlightning"`.
         """
         own = {"class": f"{self._kind.__module__}:{self._kind.__qualname__}", **extra}
         shapes = {name: value.shape for name, value in module_state(module).items()}
@@ -93,7 +94,7 @@ class Exporter:
 
 
 def link(path: Path, same: Path) -> None:
-    """Let ``path`` be the same file as ``same`` (a copy where the file system has no links)."""
+    """Make `path` a hard link to `same` (a copy where the file system has no links)."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -109,12 +110,12 @@ def load(path: str | Path, module: LightningModule | None = None, **hparams: Any
     Open only files you trust: a wrapped module is unpickled.
 
     Args:
-        path: ``checkpoints/global.ckpt`` or ``checkpoints/clients/<id>.ckpt``.
-        module: an instance to load into, where the class cannot be made from the saved hyper-parameters.
-        hparams: hyper-parameters that override the saved ones, as in ``load_from_checkpoint``.
+        path: `checkpoints/global.ckpt` or `checkpoints/clients/<id>.ckpt`.
+        module: An instance to load into, where the class cannot be made from the saved hyper-parameters.
+        hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: If there is no such file.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}. A run exports to <run>/checkpoints/ when it ends.")

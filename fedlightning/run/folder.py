@@ -26,9 +26,9 @@ class RunFolder:
     """Paths and writers of one run.
 
     Args:
-        root: where runs lie (``runs``).
-        name: the experiment's name.
-        version: folder of this run; ``None``: the next free ``version_N``.
+        root: Folder of all runs (`runs`).
+        name: The experiment's name.
+        version: Folder of this run; `None`: the next free `version_N`.
     """
 
     def __init__(self, root: str | Path, name: str, version: str | None = None) -> None:
@@ -158,10 +158,10 @@ def find_resumable(root: str | Path, name: str, version: str | None) -> Path | N
 
 
 def find_last(root: str | Path, name: str) -> Path:
-    """The run that wrote its state last.
+    """Return the run that wrote its state last.
 
     Raises:
-        FileNotFoundError: if no run of that name can be resumed.
+        FileNotFoundError: If no run of that name can be resumed.
     """
     manifests = list((Path(root) / name).glob("*/checkpoints/last/manifest*.json"))  # the newest may be lost
     if not manifests:

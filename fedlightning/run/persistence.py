@@ -126,7 +126,7 @@ def _files_of(manifest: Mapping[str, Any] | None) -> set[str]:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What :func:`save` wrote.
+    """A state that :func:`save` has written.
 
     Attributes:
         folder: Where it lies.

@@ -92,7 +92,7 @@ class StudyData:
 
     @property
     def seed_text(self) -> str:
-        """What the seeds change, in a sentence for the tables."""
+        """Return what the seeds change, in a sentence for the tables."""
         listed = ", ".join(str(seed) for seed in self.seeds)
         if len(self.seeds) == 1:
             return f"One seed ({listed}): no interval over seeds."

@@ -172,11 +172,6 @@ class Context:
         """The method that trains every client alone, if there is one."""
         return self.study.baselines.get("siloed")
 
-    @property
-    def fedavg(self) -> str | None:
-        """The method that is plain FedAvg, if there is one."""
-        return self.study.baselines.get("fedavg")
-
     @cached_property
     def client_rows(self) -> list[dict[str, Any]]:
         """The lines of :meth:`Study.clients`."""
