@@ -313,6 +313,14 @@ def test_a_weight_of_ones_own():
     same(trainer.server.model, spy.of_round(0)["1"].state)
 
 
+def test_a_weighting_that_is_called_otherwise_is_refused():
+    class Bound(FederatedCallback):
+        weighting = staticmethod(lambda update: 1.0)
+
+    with pytest.raises(ValueError, match=r"Bound\.weighting is called with the server and the update"):
+        make_trainer(None, [Bound()])
+
+
 class Wrong(FederatedCallback):
     def __init__(self, event):
         self.event = event

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,6 +64,11 @@ class CallbackList:
                     f"{key} has weighting={wish!r}. Known weightings: {sorted(WEIGHTINGS)}, or a function of the server "
                     "and the update."
                 )
+            if callable(wish) and not _takes_two(wish):
+                raise ValueError(
+                    f"{key}.weighting is called with the server and the update, and takes something else. In a class, write "
+                    "a method: def weighting(self, server, update)."
+                )
 
     def __iter__(self) -> Iterator[FederatedCallback]:
         return iter(self.callbacks)
@@ -93,3 +99,11 @@ class CallbackList:
     def find(self, kind: type[T]) -> T | None:
         """Return the first callback of a class, or `None`."""
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    return True
