@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,34 +98,28 @@ def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
     assert differences(before, now) == ["FedProx.mu was 0.1 and is 0.2"]
 
 
-class Odd:
-    """What hyper-parameters may hold."""
+ODD = """
+from functools import partial
+values = {
+    "classes": {(1, 2): "a", 3: "b", None: "c", "d": 1},
+    "names": {"x", "y", "z"},
+    "nan": float("nan"),
+    "function": partial(len),
+    "method": [].append,
+}
+"""
 
-    values = {
-        "classes": {(1, 2): "a", 3: "b", None: "c", "d": 1},
-        "names": {"x", "y", "z"},
-        "nan": float("nan"),
-        "function": partial(len),
-        "method": [].append,
-    }
 
-
-def test_values_that_json_cannot_take_are_the_same_in_the_next_process(tmp_path):
-    code = (
-        "import json; from functools import partial; from fedlightning.run.environment import plain;"
-        "from tests.run.test_fingerprint import Odd; print(json.dumps(plain(Odd.values)))"
-    )
+def test_values_that_json_cannot_take_are_the_same_in_the_next_process():
+    code = ODD + "import json; from fedlightning.run.environment import plain; print(json.dumps(plain(values)))"
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
     root = Path(__file__).parents[2]
-    texts = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            capture_output=True, text=True, cwd=root, check=True, env={**os.environ, "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in "12"
-    }  # fmt: skip
-    assert len(texts) == 1
-    (text,) = texts
-    assert differences({"fingerprint": 2} | json.loads(text), {"fingerprint": 2} | plain(Odd.values)) == []
+    there = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True, env=environment
+    )
+    here: dict[str, Any] = {}
+    exec(ODD, here)
+    assert differences({"fingerprint": 2} | json.loads(there.stdout), {"fingerprint": 2} | plain(here["values"])) == []
 
 
 # -- one command for a job that may be requeued ------------------------------------------------------------------------
