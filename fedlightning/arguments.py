@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
+from fedlightning.federation.failures import FailurePolicy
 from fedlightning.hooks import POOLED
 from fedlightning.scoring.tasks import LOCAL
 
@@ -32,6 +34,7 @@ CHOICES = {
     "float_buffers": ("average", "local", "server"),
     "local_loop": ("auto", "trainer", "fast"),
     "engine": ("sequential", "processes", "vectorized"),
+    "on_client_error": ("skip", "retry", "stop"),
 }
 STAGES = ("G", "L1", "L2")
 
@@ -76,6 +79,7 @@ def check(given: Mapping[str, Any]) -> None:
         if given[name] not in allowed:
             raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
     check_engine(given)
+    check_failures(given)
     for name, known in (
         ("stages", STAGES),
         ("evaluate_data", (LOCAL, POOLED)),
@@ -129,6 +133,40 @@ def check_engine(given: Mapping[str, Any]) -> None:
             f"strategy={strategy!r} may share one client among processes; engine='processes' trains each client in one. "
             "Leave it out, or use engine='sequential'."
         )
+
+
+def check_failures(given: Mapping[str, Any]) -> None:
+    """Refuse options about failing clients that are out of range, or mean nothing.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    retries, least, timeout = given["client_retries"], given["min_clients"], given["client_timeout"]
+    if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 1):
+        raise ConfigurationError(f"client_retries={retries!r} must be a whole number of at least 1, or None.")
+    if retries is not None and given["on_client_error"] != "retry":
+        raise ConfigurationError(
+            f"client_retries={retries} means nothing to on_client_error={given['on_client_error']!r}. Use "
+            "on_client_error='retry', or leave it out."
+        )
+    number = isinstance(least, int | float) and not isinstance(least, bool)
+    if not number or not least > 0 or (isinstance(least, float) and least > 1.0):
+        raise ConfigurationError(
+            f"min_clients={least!r} must be a number of clients (an int of at least 1) or a share in (0, 1] (a float)."
+        )
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and 0 < timeout < math.inf):
+        raise ConfigurationError(f"client_timeout={timeout!r} must be a positive number of seconds, or None.")
+
+
+def failure_policy(given: Mapping[str, Any]) -> FailurePolicy:
+    """Return what becomes of clients that fail."""
+    return FailurePolicy(
+        on_error=given["on_client_error"],
+        retries=given["client_retries"] or 1,
+        min_clients=given["min_clients"],
+        timeout=given["client_timeout"],
+    )
 
 
 def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:

@@ -108,7 +108,7 @@ class Update:
     model: str = GLOBAL
     tag: str = ""
     error: str | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
 
     @property
     def num_bytes(self) -> int:

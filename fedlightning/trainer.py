@@ -83,6 +83,15 @@ class FederatedTrainer:
             where it applies, else trainer, and one line says why.
         client_memory_gb: Gigabytes of client records (personal models, states) kept in memory between visits; the least
             recently visited clients beyond that lie on disk. Default: a quarter of the machine's memory.
+        on_client_error: What becomes of a client that fails (raises, has a NaN, loses its worker process, takes too long).
+            "skip": it is left out of the round, with a warning; "retry": it is tried again first, with the same random
+            numbers; "stop": it ends the run.
+        client_retries: Number of further tries under on_client_error="retry"; default 1.
+        min_clients: Number (int) or share (float in (0, 1]) of a round's clients that must contribute; with fewer the run
+            stops, and its state of the round before is intact.
+        client_timeout: Seconds that a client may take for a visit, or for being scored; default: any time. With
+            engine="processes" its worker is ended and the client has failed; the other engines cannot end a client alone
+            and stop the run.
         evaluate_every: Rounds between evaluations on validation data (the last round is always evaluated); 0: never.
         stages: Stages to evaluate: "G" the server's model, "L1" the model each client holds after receiving, "L2" after
             local training.
@@ -160,6 +169,10 @@ class FederatedTrainer:
         clients_per_stack: int | None = None,
         local_loop: Literal["auto", "trainer", "fast"] = "auto",
         client_memory_gb: float | None = None,
+        on_client_error: Literal["skip", "retry", "stop"] = "skip",
+        client_retries: int | None = None,
+        min_clients: int | float = 1,
+        client_timeout: float | None = None,
         evaluate_every: int = 1,
         stages: list[Literal["G", "L1", "L2"]] | None = None,
         evaluate_data: list[Literal["local", "pooled"]] | None = None,
@@ -306,6 +319,7 @@ class FederatedTrainer:
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:
                 self.recorder.run.write_config(self.config)
             if is_new:
+                federation.remember_decisions()
                 self.callbacks.event("on_federation_start", federation.server)
             stack.enter_context(closing(federation.engine))
             request = stack.enter_context(stop_requests())
@@ -394,12 +408,14 @@ class FederatedTrainer:
             float_buffers=a["float_buffers"],
             run_dir=run.path if run is not None and is_writer() else None,
         )
+        engine = make_engine(a["engine"], runner, store, a["workers"], a["clients_per_stack"])
+        engine.attempts.policy = arguments.failure_policy(a)
         loggers = arguments.loggers(self._logger_argument, run) if is_writer() and go_on else []
         self.recorder = Recorder(run, loggers)
         self.federation = Federation(
             server,
             store,
-            make_engine(a["engine"], runner, store, a["workers"], a["clients_per_stack"]),
+            engine,
             self.recorder,
             stages=self.stages,
             evaluate_data=self.evaluate_data,

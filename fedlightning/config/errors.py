@@ -36,7 +36,7 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, argparse.ArgumentError):
         return parse_sentence(str(error))
     cause = error.__cause__
-    if type(error).__name__ == "FederationError":
+    if any(kind.__name__ == "FederationError" for kind in type(error).__mro__):
         return _one_line(error) if cause is None or explain(cause) is not None else None
     if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
         return _one_line(error)

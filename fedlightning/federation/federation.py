@@ -9,9 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from fedlightning.blueprint.optimizers import optimizers_of
-from fedlightning.errors import warn
+from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError
 from fedlightning.federation.loops.synchronous import messages, run_round
 from fedlightning.federation.server import Server
 from fedlightning.federation.state import restore_state, save_state
@@ -20,9 +21,10 @@ from fedlightning.federation.summary import export, summary_of
 from fedlightning.hooks import Setup
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
+from fedlightning.run.files import is_writer
 from fedlightning.run.fingerprint import differences, with_present_names
 from fedlightning.run.recorder import Recorder
-from fedlightning.scoring.results import Row
+from fedlightning.scoring.results import Row, not_scored
 from fedlightning.visit.requests import Evaluate
 
 
@@ -66,6 +68,17 @@ class Federation:
     _of_rounds: dict[str, Any] | None = None  # mark of metrics.csv before the visits after the last round
     _clock: float = field(default_factory=time.monotonic)
     _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
+
+    def __post_init__(self) -> None:
+        self.engine.attempts.note = self._note_try
+
+    def _note_try(self, client: str, reason: str, where: str, decision: str) -> None:
+        self.server.note_failure(client, reason, where.split()[0], decision=decision)
+
+    @property
+    def decisions(self) -> Decisions:
+        """Clients that were left out because of the machine, which holds for rounds that are done again."""
+        return self.engine.attempts.decisions
 
     @property
     def last_round(self) -> int:
@@ -115,6 +128,15 @@ class Federation:
         mark = extra.get("metrics" if self.final_done else "metrics_of_rounds", extra.get("metrics"))
         self.recorder.start_with(run.keep_rounds(scored, mark) if go_on else run.read_rows(scored, mark))
         self.server.round = self.last_round
+        if go_on:
+            self.remember_decisions()
+
+    def remember_decisions(self) -> None:
+        """Keep decisions that the machine forces on the run in its folder, and read those that are there."""
+        run = self.recorder.run
+        if run is not None and is_writer():
+            self.decisions.path = run.decisions
+        self.decisions.load(self.rounds_done)
 
     def check(self) -> None:
         """Let every callback and the engine refuse what cannot work, before round 1.
@@ -123,6 +145,12 @@ class Federation:
             ValueError: With a sentence.
         """
         server, blueprint = self.server, self.server.blueprint
+        needed, visited = self.engine.attempts.policy.min_clients, len(server.participants())
+        if isinstance(needed, int) and needed > visited:
+            raise ConfigurationError(
+                f"min_clients={needed}, but a round visits {visited} of the {len(server.clients)} clients: no round could "
+                "be finished. Lower it, or raise participation."
+            )
         module = blueprint.build("server")
         if sum(server.num_samples.values()) == 0:
             raise ValueError(f"None of the {len(server.clients)} clients has a training sample. Check the partition.")
@@ -147,7 +175,19 @@ class Federation:
         self.engine.check()
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
-        """Carry out one round: train, score, tell the callbacks, save. Return its scores."""
+        """Carry out one round: train, score, tell the callbacks, save. Return its scores.
+
+        Raises:
+            FederationError: If clients that failed end the run.
+            ScoringError: If no model could be scored at a stage.
+        """
+        try:
+            return self._round(client_done)
+        except (FederationError, stage_scores.ScoringError):
+            self.decisions.undo(self.rounds_done + 1)  # who resumes wants its clients tried again
+            raise
+
+    def _round(self, client_done: Callable[[Update], None]) -> list[Row]:
         server = self.server
         server.round = self.rounds_done
         last = server.round + 1 == server.max_rounds
@@ -155,7 +195,7 @@ class Federation:
         splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data)
         updates = run_round(server, self.engine, inside, client_done)
-        _explain(server, updates)
+        _explain(server, updates, self.engine.attempts.policy)
         rows = stage_scores.update_rows(updates)
         if due:
             evaluate = Evaluate(("val",), self.evaluate_data)
@@ -278,10 +318,11 @@ def _some(texts: list[str], most: int = 5) -> str:
     return "; ".join(texts[:most]) + more
 
 
-def _explain(server: Server, updates: list[Update]) -> None:
+def _explain(server: Server, updates: list[Update], policy: FailurePolicy) -> None:
     """Warn of clients that contributed nothing, or could not be evaluated, with the reason.
 
     Raises:
+        ClientFailedError: If one failure is to end the run.
         ScoringError: If no trained model could be scored.
     """
     for update in updates:
@@ -293,7 +334,8 @@ def _explain(server: Server, updates: list[Update]) -> None:
                 f"{update.skipped} had no gradient, or were skipped by the gradient scaler."
             )
         for stage, data, split, reason in update.gaps:
-            missed = f"client '{update.client}' was not scored at stage {stage} on {data} {split} data: {reason}"
+            missed = not_scored(update.client, stage, data, split, reason)
+            policy.stop_at(update.client, missed, f"Round {server.round + 1}")
             server.note_failure(update.client, missed, stage)
     gaps = [(update.client, gap) for update in updates for gap in update.gaps]
     if gaps and not any(update.evaluations for update in updates):

@@ -78,6 +78,11 @@ class RunFolder:
         return self.path / "checkpoints" / "last"
 
     @property
+    def decisions(self) -> Path:
+        """Clients that were left out because of the machine (time, a killed worker), one a line."""
+        return self.path / "left_out.jsonl"
+
+    @property
     def figures(self) -> Path:
         """Where figures go; made when asked for."""
         folder = self.path / "figures"

@@ -77,6 +77,24 @@ class Gap(Row):
 
     reason: str = ""
 
+    @property
+    def sentence(self) -> str:
+        """What is missing and why."""
+        return not_scored(self.client, self.stage, self.data, self.split, self.reason)
+
+
+def not_scored(client: str, stage: str, data: str, split: str, reason: str) -> str:
+    """Say that a client could not be scored.
+
+    Args:
+        client: The client's id.
+        stage: `"G"`, `"L1"` or `"L2"`.
+        data: Data of the score, as in :class:`Row`.
+        split: `"val"` or `"test"`.
+        reason: The error in words.
+    """
+    return f"client '{client}' was not scored at stage {stage} on {data} {split} data: {reason}"
+
 
 class RowTable(Sequence[Row]):
     """Rows in a twentieth of the memory: a thousand clients write nine thousand a round.
