@@ -61,15 +61,21 @@ def main(args: Sequence[str] | None = None) -> int:
         try:
             return _find(command)(rest)
         except SystemExit as stop:  # raised by --help and --print_config
+            if isinstance(stop.__cause__ or stop.__context__, KeyboardInterrupt):  # what Lightning's Trainer makes of it
+                return _interrupted()
             return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
         except KeyboardInterrupt:
-            print("\nInterrupted. Go on with: fedlightning fit --config ... --resume last", file=sys.stderr)
-            return 130
+            return _interrupted()
         except BrokenPipeError:  # the reader of a pipe (head, less) has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:
             return _report(command, error, debug)
+
+
+def _interrupted() -> int:
+    print("\nInterrupted. Go on with: fedlightning fit --config ... --resume last", file=sys.stderr)
+    return 130
 
 
 def _find(command: str) -> Callable[[list[str]], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -104,8 +104,8 @@ class ScoreModel:
         return Lost(gap for client in self.clients for gap in _gaps(client, data, self.evaluate, self.scored, reason))
 
     def failure(self, answer: list[Row]) -> tuple[str, str] | None:
-        """Return the first gap in the scores."""
-        return _first_gap(answer)
+        """Return the first gap in the scores. What was lost with several clients is scored again one by one anyway."""
+        return None if isinstance(answer, Lost) and len(self.clients) > 1 else _first_gap(answer)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ def in_words(error: BaseException) -> str:
         >>> in_words(SystemExit(3)), in_words(MemoryError())
         ('SystemExit: 3', 'MemoryError')
     """
+    if isinstance(error.__cause__, StopIteration) and str(error) == "generator raised StopIteration":
+        return in_words(error.__cause__)  # Python's words for it where the client's code ran below a generator
     try:
         text = str(error)
     except Exception:  # of a user's class

@@ -201,8 +201,15 @@ def _evaluate(
     requests: list[ScoreRequest] = []
     for split in evaluate.splits:
         for data in evaluate.data:
-            loader = runner.loader(client.message, split) if data == "local" else runner.data.pooled_dataloader(split)
-            if loader is not None and len(loader) > 0:
+            try:
+                loader = (
+                    runner.loader(client.message, split) if data == "local" else runner.data.pooled_dataloader(split)
+                )
+                there = loader is not None and len(loader) > 0
+            except BaseException as error:
+                update.gaps.append((stage, data, split, in_words(client_failure(error))))
+                continue
+            if loader is not None and there:
                 places.append((data, split))
                 seed = (runner.settings.seed, client.round, client.id, "score", stage, split, data)
                 requests.append(ScoreRequest(module, loader, split, seed))
