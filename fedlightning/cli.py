@@ -61,7 +61,9 @@ def main(args: Sequence[str] | None = None) -> int:
         try:
             return _find(command)(rest)
         except SystemExit as stop:  # raised by --help and --print_config
-            if isinstance(stop.__cause__ or stop.__context__, KeyboardInterrupt):  # what Lightning's Trainer makes of it
+            if isinstance(
+                stop.__cause__ or stop.__context__, KeyboardInterrupt
+            ):  # what Lightning's Trainer makes of it
                 return _interrupted()
             return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
         except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from fedlightning.commands.terminal import console, shown
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.run.files import is_writer
+from fedlightning.study.failures import failures_line
 from fedlightning.study.table import print_results
 from fedlightning.trainer import FederatedTrainer
 
@@ -70,6 +71,9 @@ class Commands(FederatedCLI):
             return
         splits = {row["split"] for row in results}
         print_results(results, "test" if "test" in splits else "val", screen)
+        line = failures_line(self.trainer.summary.get("failures", []), len(self.datamodule.client_ids))
+        if line is not None:
+            screen.print(f"\n{line}", soft_wrap=True, highlight=False, markup=False)
         if self.trainer.run is not None:
             screen.print(f"\nRun: {shown(self.trainer.run.path)}", soft_wrap=True, highlight=False)
 

@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -90,6 +90,17 @@ class FailurePolicy:
                 f"{when}: {reason.rstrip('.')}. on_client_error='stop' ends the run at the first client that fails; the "
                 "state of the rounds before is intact, and resume goes on from there."
             )
+
+
+def in_order(failures: Iterable[Mapping[str, Any]], clients: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return failures by round and client, so that the order does not tell how fast which worker was.
+
+    Args:
+        failures: As in `server.failures`.
+        clients: All clients' ids, in order.
+    """
+    place = {client: number for number, client in enumerate(clients)}
+    return sorted(failures, key=lambda one: (one["round"], place.get(one["client"], len(place))))
 
 
 Address = tuple[int, str, str, int]

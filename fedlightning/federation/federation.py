@@ -12,7 +12,8 @@ from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.engine import Engine
-from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError
+from fedlightning.federation.explosions import Explosions
+from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
 from fedlightning.federation.loops.synchronous import messages, run_round
 from fedlightning.federation.server import Server
 from fedlightning.federation.state import restore_state, save_state
@@ -123,6 +124,7 @@ class Federation:
         self.seconds = float(extra.get("seconds", 0.0))
         self.history = list(extra.get("history", []))
         self.server.failures = list(extra.get("failures", []))
+        self.server.explosions = Explosions.of(extra.get("explosions", {}))
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
         mark = extra.get("metrics" if self.final_done else "metrics_of_rounds", extra.get("metrics"))
@@ -196,6 +198,7 @@ class Federation:
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data)
         updates = run_round(server, self.engine, inside, client_done)
         _explain(server, updates, self.engine.attempts.policy)
+        server.explosions.end_round(server.round + 1)
         rows = stage_scores.update_rows(updates)
         if due:
             evaluate = Evaluate(("val",), self.evaluate_data)
@@ -237,6 +240,7 @@ class Federation:
                 "metrics": self.recorder.run.metrics.mark(),
                 **({"metrics_of_rounds": self._of_rounds} if self._of_rounds is not None else {}),
                 "failures": self.server.failures,
+                "explosions": self.server.explosions.plain(),
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
 
@@ -281,7 +285,8 @@ class Federation:
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.seconds, arguments, self.history)
             | ({"config_changes": self.changes} if self.changes else {})
-            | ({"failures": self.server.failures} if self.server.failures else {})
+            | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
+            | ({"warnings": self.server.explosions.warnings} if self.server.explosions.warnings else {})
         )
 
     def export(self) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import in_order
 from fedlightning.errors import warn
+from fedlightning.federation.explosions import Explosions
 from fedlightning.hooks import POOLED, CallbackList, FederatedCallback, Job
 from fedlightning.layers import expand
 from fedlightning.messages import GLOBAL, Message, Update, check_extras
@@ -44,6 +45,7 @@ class Server:
         steps: Optimizer steps of all clients so far.
         failures: Clients that failed so far: round (from 1), client, where (`"training"` or a stage), reason,
             decision.
+        explosions: Watches for updates and losses that explode.
         scores: This round's scores; see :meth:`score`.
     """
 
@@ -79,6 +81,7 @@ class Server:
         self.bytes_down = 0
         self.steps = 0
         self.failures: list[dict[str, Any]] = []
+        self.explosions = Explosions()
         self.scores: dict[tuple[str, str, str, str], dict[str, tuple[float, int]]] = {}
 
     # -- what algorithms ask for ---------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def run_round(
         FederationError: If every visit of the round, or of a list of several jobs, failed; the first failure is its cause.
         TooFewClientsError: If fewer clients than needed contributed.
     """
+    server.explosions.forget_round()
     policy, door = engine.attempts.policy, partial(checked, server)
     server.callbacks.event("on_round_start", server)
     owner = server.callbacks.role("plan_round")
@@ -59,6 +60,8 @@ def run_round(
                 policy.stop_at(update.client, update.error, f"Round {server.round + 1}")
             server.bytes_up += update.num_bytes
             server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one
+            if update.error is None and job.work != 0:
+                server.explosions.look(update, server.models[update.model], server.trainable)
             if update.error is None and update.state:
                 aggregation.fold(update)
             elif update.error is None:

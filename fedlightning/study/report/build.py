@@ -11,7 +11,16 @@ from fedlightning.study.export import write_comparison
 from fedlightning.study.problems import Problem
 from fedlightning.study.report.context import LABELS, Context
 from fedlightning.study.report.html import Page, Section, Trouble, render, slug
-from fedlightning.study.report.sections import clients, fairness, layers, scores, setting, statistics, training
+from fedlightning.study.report.sections import (
+    clients,
+    failures,
+    fairness,
+    layers,
+    scores,
+    setting,
+    statistics,
+    training,
+)
 from fedlightning.study.report.styles import styles
 from fedlightning.study.report.words import answers
 from fedlightning.study.runs import DEPLOYED, STUDY_FILE, load_study
@@ -112,6 +121,7 @@ PARTS = (
     training.costs,
     setting.partition,
     layers.layers,
+    failures.failures,
 )
 """The sections of a study, in the order of the page."""
 
