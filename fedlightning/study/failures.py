@@ -22,8 +22,9 @@ def failure_rows(failures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Example:
         >>> reason = "client 'b' failed: ValueError: no scanner. Ask the site"
-        >>> failure_rows({"round": r, "client": "b", "where": "training", "reason": reason} for r in (1, 2, 5))
-        [{'client': 'b', 'where': 'training', 'reason': 'ValueError: no scanner', 'decision': 'left out', 'rounds': '1-2, 5', 'count': 3}]
+        >>> seen = [{"round": r, "client": "b", "where": "training", "reason": reason} for r in (1, 2, 5)]
+        >>> [(row["reason"], row["decision"], row["rounds"], row["count"]) for row in failure_rows(seen)]
+        [('ValueError: no scanner', 'left out', '1-2, 5', 3)]
     """
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for one in failures:
