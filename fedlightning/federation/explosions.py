@@ -67,16 +67,16 @@ class Explosions:
             for name in trainable
             if name in update.state and update.state[name].shape == model[name].shape
         }
+        suspect = False
+        for metric, value in update.metrics.items():
+            if bare(metric) == "loss":
+                suspect |= self._add(metric, update.client, abs(value))
         if pairs:
             norm = math.hypot(*(_distance(*pair) for pair in pairs.values()))
             if norm > 0:
-                self._add(UPDATE, update.client, norm)
-                limit = self._limit(UPDATE)
-                if limit is None or not norm <= limit:
-                    self._entries[update.client] = max(pairs, key=lambda name: _sortable(_distance(*pairs[name])))
-        for metric, value in update.metrics.items():
-            if bare(metric) == "loss":
-                self._add(metric, update.client, abs(value))
+                suspect |= self._add(UPDATE, update.client, norm)
+            if suspect:
+                self._entries[update.client] = max(pairs, key=lambda name: _sortable(_distance(*pairs[name])))
 
     def end_round(self, round: int) -> None:
         """Warn of this round's explosions, once a client, and note what was usual in it.
@@ -105,10 +105,13 @@ class Explosions:
         self._now.clear()
         self._entries.clear()
 
-    def _add(self, what: str, client: str, value: float) -> None:
+    def _add(self, what: str, client: str, value: float) -> bool:
+        """Note a value; return True if it may be an explosion."""
         values = self._now.setdefault(what, {})
         before = values.get(client, 0.0)
         values[client] = value if not value <= before else before  # a NaN stays
+        limit = self._limit(what)
+        return limit is None or not value <= limit
 
     def _limit(self, what: str) -> float | None:
         before = self.usual.get(what)
