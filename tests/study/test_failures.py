@@ -9,7 +9,13 @@ from fedlightning.study.report.build import build_report
 from tests.study.report.made_up import make_study
 
 SEEN = [
-    {"round": r, "client": "b", "where": "training", "reason": "client 'b' failed: KeyError: <i>. Ask", "decision": "left out"}
+    {
+        "round": r,
+        "client": "b",
+        "where": "training",
+        "reason": "client 'b' failed: KeyError: <i>. Ask",
+        "decision": "left out",
+    }
     for r in (1, 2, 4)
 ] + [{"round": 2, "client": "c", "where": "G", "reason": "client 'c' was not scored at stage G on local val data: no"}]
 
