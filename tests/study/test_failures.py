@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 
 from fedlightning.study.failures import failure_rows, failures_line, first_sentence
-from fedlightning.study.report.build import build_report
+from fedlightning.study.report.context import Context
+from fedlightning.study.report.sections.failures import failures
+from fedlightning.study.runs import load_study
+from fedlightning.study.study import Study
 from tests.study.report.made_up import make_study
 
 SEEN = [
@@ -35,12 +38,15 @@ def test_failures_are_grouped():
 
 
 def test_the_report_has_a_table_of_them(tmp_path):
-    study = make_study(tmp_path / "study", methods=("fedavg", "siloed"), seeds=(0,))
-    assert "Clients that failed" not in build_report(tmp_path / "before", [study]).read_text()
-    path = study / "runs" / "run_0" / "seed_0" / "summary.json"
+    folder = make_study(tmp_path, methods=("fedavg", "siloed"), seeds=(0,))
+    assert failures(Context(Study(load_study([folder])), {})) is None
+    path = folder / "runs" / "run_0" / "seed_0" / "summary.json"
     warning = {"round": 3, "client": "b", "what": "update", "entry": "net.weight", "value": "inf", "usual": 2.5}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"failures": SEEN, "warnings": [warning]}))
-    page = build_report(tmp_path / "after", [study]).read_text()
-    assert "Failures by client and reason" in page
-    assert "KeyError: &lt;i&gt;" in page and "1-2, 4" in page
-    assert "net.weight" in page
+    section = failures(Context(Study(load_study([folder])), {}))
+    by_client, grown = section.parts
+    assert [(row["method"], row["client"], row["rounds"], row["count"]) for row in by_client.rows] == [
+        ("fedavg", "b", "1-2, 4", 3),
+        ("fedavg", "c", "2", 1),
+    ]
+    assert [(row["entry"], row["value"], row["usual"]) for row in grown.rows] == [("net.weight", "inf", "2.5")]
