@@ -76,7 +76,9 @@ def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.
     """
     kinds = {value.dtype for value in values}
     if kinds == {start} and (reduction != "mean" or all(type(size) is int for size in sizes)):
-        rows = (torch.stack(values) if len(values) > 1 else values[0].reshape(1)).cpu().numpy()
+        if len(values) == 1:  # what is logged at the end of an epoch
+            return _reduced_alone(reduction, values[0], sizes[0])
+        rows = torch.stack(values).cpu().numpy()
         if reduction in ("min", "max"):
             result = (np.minimum if reduction == "min" else np.maximum).reduce(rows)
         else:
@@ -94,6 +96,17 @@ def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.
         else:
             total = (torch.min if reduction == "min" else torch.max)(total, value)
     return total / count.to(total.device) if reduction == "mean" else total
+
+
+def _reduced_alone(reduction: str, value: Tensor, size: Any) -> Tensor:
+    """Return the reduction of one value: as many roundings as of many, on a number instead of arrays."""
+    if reduction in ("min", "max"):
+        return value.clone()
+    number = value.cpu().numpy()[()]
+    if reduction == "sum":
+        return torch.tensor(number + type(number)(0), device=value.device)  # never -0.0
+    weight = type(number)(size)
+    return torch.tensor((number * weight + type(number)(0)) / weight, device=value.device)
 
 
 class LogCollector:
