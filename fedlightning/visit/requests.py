@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightning.pytorch import LightningModule
@@ -198,16 +199,10 @@ def _score_series(runner: LocalRunner, series: list[ScoreRequest]) -> Iterator[S
         found: list[Scores] = []
         failed: Exception | None = None
         if len(rest) > 1:
-            waiting = rest
+            first, loaders = rest[0], [one.loader for one in rest]
             with isolated():
                 try:
-                    runner.scorer.score_each(
-                        rest[0].module,
-                        [one.loader for one in rest],
-                        rest[0].split,
-                        lambda place: seed_all(*waiting[place].seed),
-                        found,
-                    )
+                    runner.scorer.score_each(first.module, loaders, first.split, partial(_seed, rest), found)
                 except Exception as error:
                     failed = error
             yield from found
@@ -215,6 +210,10 @@ def _score_series(runner: LocalRunner, series: list[ScoreRequest]) -> Iterator[S
         if rest:
             yield score_one(runner, rest[0]) if failed is None else MissingScores(failed)
             rest = rest[1:]
+
+
+def _seed(requests: Sequence[ScoreRequest], place: int) -> None:
+    seed_all(*requests[place].seed)
 
 
 def finish(scoring: Scoring[Answer], scores: list[Scores]) -> Answer:

@@ -155,13 +155,18 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         self._collector.detach()
         self._quiet.__exit__(None, None, None)
 
-    def run(self, loader: Any) -> dict[str, Tensor]:
+    def run(self, loader: Any, count: int | None = None) -> dict[str, Tensor]:
         """Return what the module logs on a loader.
+
+        Args:
+            loader: The batches.
+            count: How many of them are taken. `None`: count them.
 
         Raises:
             NotInFastLoop: If the module does what only Lightning's Trainer can serve.
         """
-        count = fast_refusals.num_batches(loader, self._names.limit(self._base))
+        if count is None:
+            count = fast_refusals.num_batches(loader, self._names.limit(self._base))
         if self._is_open:
             self._collector.restart()
             self._trainer.become(self._new_trainer())

@@ -102,9 +102,9 @@ def _reduced_alone(reduction: str, value: Tensor, size: Any) -> Tensor:
     """Return the reduction of one value: as many roundings as of many, on a number instead of arrays."""
     if reduction in ("min", "max"):
         return value.clone()
+    if reduction == "sum" or size == 1:
+        return value + 0  # never -0.0
     number = value.cpu().numpy()[()]
-    if reduction == "sum":
-        return torch.tensor(number + type(number)(0), device=value.device)  # never -0.0
     weight = type(number)(size)
     return torch.tensor((number * weight + type(number)(0)) / weight, device=value.device)
 
