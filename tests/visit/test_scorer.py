@@ -84,7 +84,8 @@ def test_a_series_of_loaders_gives_the_scores_of_one_after_another(monkeypatch, 
     assert len(together) > 20
     assert together == scored(monkeypatch, module, one_by_one=True)
     if not breaks:
-        assert together == scored(monkeypatch, module, local_loop="trainer")
+        module.net[1].p = 0.0  # Lightning's loop draws other numbers after a fit
+        assert scored(monkeypatch, module) == scored(monkeypatch, module, local_loop="trainer")
 
 
 def test_what_clients_share_is_done_once(monkeypatch):
@@ -103,7 +104,6 @@ def test_what_clients_share_is_done_once(monkeypatch):
         (evaluation, "Hooks"),
         (evaluation, "LogCollector"),
         (evaluation, "to_device"),
-        (Classifier, "eval"),
         (Copier, "copy"),
     ):
         count(owner, name)
@@ -111,5 +111,5 @@ def test_what_clients_share_is_done_once(monkeypatch):
     for clients in (5, 25):
         scored(monkeypatch, Classifier(MLP(4, [5], 3), 3), clients, participation=2, before_test=counts.clear)
         found.append(dict(counts))
-    assert {"Hooks", "LogCollector", "to_device", "eval"} <= set(found[0])
+    assert {"Hooks", "LogCollector", "to_device"} <= set(found[0])
     assert found[0] == found[1]
