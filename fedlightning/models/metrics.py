@@ -215,7 +215,9 @@ def _areas_of_few(ranked: Any, target: Any, two: bool) -> Any:
     columns = np.zeros_like(target) if two else target
     others = ranked[:, columns]  # a sample is ranked in the column of its own class only
     own = others.diagonal()
-    rank = (np.add.reduce(others < own, 0, int) + np.add.reduce(others <= own, 0, int) + 1) * 0.5  # ties share their middle rank
+    rank = (
+        np.add.reduce(others < own, 0, int) + np.add.reduce(others <= own, 0, int) + 1
+    ) * 0.5  # ties share their middle rank
     classes = 2 if two else ranked.shape[1]
     positives = np.bincount(target, minlength=classes)
     sums = np.bincount(target, rank, minlength=classes)

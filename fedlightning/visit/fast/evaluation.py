@@ -30,8 +30,21 @@ SPECIAL = frozenset(
 
 
 ONCE_FOR_EACH = frozenset(
-    "setup teardown configure_model train eval to zero_grad modules children named_modules named_children parameters "
-    "named_parameters".split()
+    [
+        "setup",
+        "teardown",
+        "configure_model",
+        "train",
+        "eval",
+        "to",
+        "zero_grad",
+        "modules",
+        "children",
+        "named_modules",
+        "named_children",
+        "parameters",
+        "named_parameters",
+    ]
 )
 """Methods of a module that see every evaluation begin or end when the module overrides them."""
 
