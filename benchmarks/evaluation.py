@@ -76,9 +76,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     fit, test = measure(given.clients, given.samples, given.rounds, given.participants, given.engine)
-    print(
-        f"fit {fit:.2f} s, test {test:.2f} s of CPU time: ratio {test / fit:.2f}, {1000 * test / given.clients:.2f} ms a client"
-    )
+    each = 1000 * test / given.clients
+    print(f"fit {fit:.2f} s, test {test:.2f} s of CPU time: ratio {test / fit:.2f}, {each:.2f} ms a client")
 
 
 if __name__ == "__main__":
