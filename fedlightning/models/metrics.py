@@ -87,10 +87,13 @@ class ClassificationMetrics(Metric):
         target = _joined(self.target).cpu()
         loss = _joined(self.losses).cpu().double().sum() / len(target)
         chances = logits.softmax(1)
-        scores = {"loss": loss, **_confusion_scores(logits.argmax(1), target, self.num_classes)}
+        scores: dict[str, float] = {
+            "loss": float(loss),
+            **_confusion_scores(logits.argmax(1), target, self.num_classes),
+        }
         scores["auroc"] = _auroc(logits, chances, target)
         scores["ece"] = _calibration_error(logits, chances, target)
-        values = torch.tensor([float(value) for value in scores.values()], dtype=torch.float32, device=self.device)
+        values = torch.tensor(list(scores.values()), dtype=torch.float32, device=self.device)
         return dict(zip(scores, values.unbind(), strict=True))
 
 
