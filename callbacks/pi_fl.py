@@ -295,7 +295,7 @@ class PIFL(FederatedCallback):
         return {cluster: [c for c in members if groups[c] == cluster] + dealt[cluster] for cluster in self.clusters}
 
     def _train(self, server: Server, ledger: Ledger, chosen: Mapping[str, Sequence[str]]) -> Steps:
-        """Train the clusters' models and make the new ones. Return the answers of each cluster; others get back their price."""
+        """Train and make the new models. Return each cluster's answers; who gave none gets the price back."""
         settles = self.ledger or self.incentive
         jobs = [Job(client, model=cluster, keep=settles) for cluster in self.clusters for client in chosen[cluster]]
         answers: dict[str, list[Update]] = {cluster: [] for cluster in self.clusters}
