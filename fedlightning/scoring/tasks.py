@@ -16,6 +16,7 @@ from fedlightning.hooks import POOLED, Stage
 from fedlightning.messages import Message, tree_bytes
 from fedlightning.scoring.results import Gap, Row
 from fedlightning.tensors import State, equal, load_state, module_state
+from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
@@ -159,14 +160,14 @@ class ScoreClient:
         with ExitStack() as stack:
             try:
                 client = stack.enter_context(runner.client(self.message, record, evaluating=True))
-                module = runner.personal_module(client, stage)
-                if self.kept is not None:
+                module = None if self._is_known(runner, client) else runner.personal_module(client, stage)
+                if module is not None and self.kept is not None:
                     load_state(module, self.kept)
             except BaseException as error:
                 reason = MissingScores(client_failure(error)).reason
                 yield ()
                 return list(_gaps(self.client, LOCAL, self.evaluate, self.scored, reason)), None
-            is_global = self.shared is not None and equal(module_state(module), self.shared)
+            is_global = module is None or (self.shared is not None and equal(module_state(module), self.shared))
             places: list[tuple[Place, Scores | None]] = []
 
             def requests() -> Iterator[ScoreRequest]:
@@ -179,6 +180,7 @@ class ScoreClient:
                         missing = loader if isinstance(loader, MissingScores) else None
                         places.append((place, missing))
                         if not isinstance(loader, MissingScores):
+                            assert module is not None
                             yield place.request(runner, module, loader, self.scored)
 
             found = iter((yield requests()))
@@ -187,7 +189,7 @@ class ScoreClient:
             for place, known in places:
                 scores = next(found) if known is None else known
                 own = place.data == LOCAL and self.kept is None
-                if own and not isinstance(scores, MissingScores):
+                if own and module is not None and not isinstance(scores, MissingScores):
                     try:
                         runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
                     except BaseException as error:
@@ -198,6 +200,16 @@ class ScoreClient:
             changed = record.copy()
             changed.checkpoints = client.record.checkpoints
             return rows, changed
+
+    def _is_known(self, runner: LocalRunner, client: Client) -> bool:
+        """Whether all scores are known and nobody asks for the module, so that it need not be built."""
+        if not self.known or self.kept is not None or self.shared is None or not client.is_unbuilt:
+            return False
+        wanted = {(split, data) for split, data, _ in _sources(runner, self.client, self.evaluate, self.others)}
+        known = {place for place, (scores, _) in self.known.items() if scores}
+        asked = ("personal_module", "on_client_evaluated")
+        claimed = any(callback.claims(name) for callback in runner.callbacks for name in asked)
+        return not claimed and wanted <= known and equal(client.entries, self.shared)
 
     def lost(self, reason: str) -> list[Row]:
         """A gap for each split."""
