@@ -13,6 +13,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import POOLED
 from fedlightning.run import persistence
+from fedlightning.run.persistence import DamagedStateError
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.record import ClientRecord
 
@@ -71,7 +72,7 @@ def restore_state(
     _check(saved, "the server's state", found, SERVER_TYPES)
     for model, state in found["models"].items():
         if not _is_state(state):
-            raise persistence.DamagedStateError(f"The state in {folder} is damaged: model '{model}' is no named tensors.")
+            raise DamagedStateError(f"The state in {folder} is damaged: model '{model}' is no named tensors.")
         shapes = {name: tuple(value.shape) for name, value in state.items()}
         now = {name: tuple(shape) for name, shape in server.shapes.items()}
         if shapes != now:
@@ -86,9 +87,8 @@ def restore_state(
             f"The state in {folder} knows client '{unknown[0]}', the data does not. Use the run's own data."
         )
     template, began = detached_copy(server.blueprint.template), saved.template()
-    if not _is_state(began) or {name: value.shape for name, value in began.items()} != {
-        name: value.shape for name, value in module_state(template).items()
-    }:
+    now = {name: value.shape for name, value in module_state(template).items()}
+    if not _is_state(began) or any(now.get(name) != value.shape for name, value in began.items()):
         raise ValueError(
             f"The state in {folder} began with a different module. Resume with the module that the run was started with."
         )
@@ -111,11 +111,19 @@ def _check(saved: persistence.SavedState, what: str, found: dict[str, Any], type
     """
     for name in [*types, *found]:
         kind = types.get(name)
-        if kind is None or name not in found or not isinstance(found[name], kind) or isinstance(found[name], bool):
+        if kind is None or name not in found or not _fits(name, found[name], kind):
             what_it_is = "missing" if name not in found else "unknown" if kind is None else "not what it should be"
-            raise persistence.DamagedStateError(
+            raise DamagedStateError(
                 f"The state in {saved.folder} is damaged: '{name}' in {what} is {what_it_is}."
             )
+
+
+def _fits(name: str, value: Any, kind: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    if name == "personal":
+        return _is_state(value)
+    return kind is not dict or all(isinstance(key, str) and isinstance(entry, dict) for key, entry in value.items())
 
 
 def _is_state(value: Any) -> bool:

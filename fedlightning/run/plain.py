@@ -8,8 +8,9 @@ saved, refuses the rest by name, and :func:`decode` gives back what was put in, 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,23 @@ def decode(tree: Any) -> Any:
         NotPlainError: If `tree` is not what `encode` returns.
     """
     return Decoder().value_of(tree)
+
+
+def native(value: Any) -> Any:
+    """Return `value` as `torch.load(weights_only=True)` and everybody else opens it, without tags of ours.
+
+    Numbers of numpy become Python's, paths texts, and other mappings dicts: for files that Lightning reads too.
+
+    Raises:
+        NotPlainError: If that is not possible.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> native({"lr": np.float64(0.5), "root": Path("data")})
+        {'lr': 0.5, 'root': 'data'}
+    """
+    return encode(value, "a checkpoint", _NativeEncoder)
 
 
 class Encoder:
@@ -160,6 +178,22 @@ class Encoder:
             if type(attribute) not in NATIVE and type(attribute) is not int:
                 raise _Refusal(f"is a tensor with an attribute '{name}', a {_kind_of(attribute)}")
         return value
+
+
+class _NativeEncoder(Encoder):
+    def _new(self, value: Any, kind: type) -> Any:
+        if isinstance(value, np.generic):
+            return self.tree(value.item())
+        if isinstance(value, PurePath):
+            return str(value)
+        if isinstance(value, Mapping) and kind is not OrderedDict:
+            value, kind = dict(value), dict
+        if kind in (set, bytes, bytearray) and value:
+            return value if kind is not set else {self.tree(entry) for entry in value}
+        tree = super()._new(value, kind)
+        if isinstance(tree, dict) and TAG in tree:
+            raise _Refusal(f"is a {_kind_of(value)}")
+        return tree
 
 
 class Decoder:
