@@ -107,13 +107,13 @@ class Exporter:
         self._writer.own = own
         temporary = path.with_name(path.name + ".tmp")
         if type(module) is not self._kind or shapes != self._shapes:
-            self._write_down(own, module, f"{path.name} holds the weights of a wrapped {self._kind.__name__}")
+            self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {self._kind.__name__}")
         with writing(path):
             try:
                 self._write(temporary, module)
                 if self._writer.left_out and "wrapped" not in own:
                     left = ", ".join(self._writer.left_out)
-                    self._write_down(own, module, f"{path.name} is without {left}, which are no plain values")
+                    self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
                     self._write(temporary, module)
                 os.replace(temporary, path)
             except BaseException:
@@ -128,10 +128,10 @@ class Exporter:
             self._trainer.save_checkpoint(temporary, weights_only=True)
         module.trainer = None
 
-    def _write_down(self, own: dict[str, Any], module: LightningModule, what: str) -> None:
+    def _write_down(self, entry: str, module: LightningModule, what: str) -> None:
         """Add the module as a plain tree, or warn of what then is missing."""
         try:
-            own["wrapped"] = to_tree(module, "it")
+            self._writer.own[entry] = to_tree(module, "it")
         except NotPlainError as error:
             reason = str(error).partition(", which cannot be saved")[0]
             warnings.warn(
@@ -202,16 +202,27 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
                 "read. If you trust the file, say so with trust=True"
             )
         loaded = pickle.loads(wrapped.numpy().tobytes())
-    elif wrapped is not None and not (module is not None or hparams):
+    elif wrapped is not None:
         loaded = from_tree(wrapped, trust)
     elif module is not None:
-        load_state(module, {k: v for k, v in checkpoint["state_dict"].items() if k in module_state(module)})
-        loaded = module
+        loaded = _filled(module, checkpoint["state_dict"])
+    elif "module" in own and not hparams:
+        loaded = from_tree(own["module"], trust)
     else:
         loaded = _from_class(path, checkpoint, trust, hparams, old)
     if not isinstance(loaded, LightningModule):
         raise UnreadableError(f"it holds a {type(loaded).__name__}, not a LightningModule")
     return loaded
+
+
+def _filled(module: LightningModule, state: dict[str, Any]) -> LightningModule:
+    for name, value in module_state(module).items():
+        found = state.get(name)
+        if not isinstance(found, Tensor) or found.shape != value.shape:
+            has = f"has shape {tuple(found.shape)}" if isinstance(found, Tensor) else "is missing"
+            raise UnreadableError(f"'{name}' of {type(module).__name__}, of shape {tuple(value.shape)}, {has} in it")
+    load_state(module, {name: value for name, value in state.items() if name in module_state(module)})
+    return module
 
 
 def _read(path: Path, trust: Trust) -> tuple[dict[str, Any], bool]:
@@ -250,5 +261,9 @@ def _from_class(
         raise UnreadableError(f"{name} is no LightningModule")
     if trust is not True:
         refuse_untrusted_names(checkpoint, trust)
-    loaded: LightningModule = cls.load_from_checkpoint(path, map_location="cpu", weights_only=not old, **hparams)
+    try:
+        loaded: LightningModule = cls.load_from_checkpoint(path, map_location="cpu", weights_only=not old, **hparams)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UnreadableError(f"a {cls.__name__} cannot be made from it, pass one as module: {reason[:300]}") from error
     return loaded

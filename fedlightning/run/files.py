@@ -142,7 +142,7 @@ def read_tensors(path: Path, pickled: bool = False) -> Any:
 
     Args:
         path: The file.
-        pickled: Read it as versions before 0.3 did, which runs the code that it may hold.
+        pickled: Read it as earlier versions did, which runs the code that it may hold.
 
     Raises:
         UnreadableError: If it is no such file: cut off, changed, packed, or made of things that are not plain.

@@ -20,10 +20,12 @@ Trust = bool | Sequence[str]
 OURS = "fedlightning"
 ROOMS = ("callbacks", "hooks", "layers", "models", "tensors", "wrappers")
 """Rooms of ours whose functions and classes do nothing but compute."""
-COMPUTING = ("torch.nn.functional", "torch.nn.init", "torch._C._nn", "torchmetrics.utilities.data", "torchmetrics.functional")
+COMPUTING = ("torch.nn.functional", "torch.nn.init", "torch._C._nn", "torchmetrics.metric", "torchmetrics.utilities.data", "torchmetrics.functional")
 """Modules of others whose functions do nothing but compute."""
 BUILTIN = ("relu", "relu_", "tanh", "sigmoid", "selu", "celu", "rrelu", "softmax", "log_softmax", "exp", "sin", "cos", "abs")
 """Functions of `torch` itself that do nothing but compute, and serve as activations."""
+PACKAGES = ("peft", "timm")
+"""Packages of others whose modules are imported when a file names one: our own wrappers and networks are made with them."""
 KINDS = (nn.Module, Optimizer, LRScheduler, Enum)
 """Classes that may be looked up where their module is imported already."""
 
@@ -71,7 +73,7 @@ def look_up(path: Any, trust: Trust = False) -> Any:
     if not module or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
         raise ValueError(f"{path!r} is no name of a class")
     trusted = is_trusted(module, trust)
-    if trusted or _room(module) in ROOMS:
+    if trusted or _room(module) in ROOMS or is_trusted(module, PACKAGES):
         try:
             found: Any = importlib.import_module(module)
         except ImportError as error:

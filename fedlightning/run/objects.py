@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -35,7 +35,9 @@ def to_tree(module: nn.Module, owner: str) -> Any:
         >>> [type(layer).__name__ for layer in net]
         ['Linear', 'ReLU']
     """
-    return encode(module, owner, _ObjectEncoder)
+    tree = encode(module, owner, _ObjectEncoder)
+    from_tree(tree, trust=True)  # fails now rather than when it is needed
+    return tree
 
 
 def from_tree(tree: Any, trust: Trust = False) -> Any:
@@ -59,9 +61,7 @@ class _ObjectEncoder(Encoder):
             return {TAG: "name", "value": self._parts(path_of, value)}
         tree: dict[str, Any] = {}
         self._done[id(value)] = (value, tree)  # what it holds may hold it
-        if isinstance(value, MethodType):
-            tree |= {TAG: "method", "value": [self._at(".__self__", value.__self__), value.__func__.__name__]}
-        elif type(value) is functools.partial:
+        if type(value) is functools.partial:
             parts = [value.func, list(value.args), dict(value.keywords)]
             tree |= {TAG: "partial", "value": self._at("", parts)}
         else:
@@ -75,7 +75,8 @@ class _ObjectEncoder(Encoder):
         except (TypeError, AttributeError, ValueError):
             return super().other(value)  # type: ignore[no-any-return]
         state, items, pairs = (*rest, None, None, None)[:3]
-        if maker is not copyreg.__newobj__ or len(arguments) != 1 or items is not None or pairs is not None:  # type: ignore[attr-defined]
+        plain_maker = maker is copyreg.__newobj__ and (len(arguments) == 1 or isinstance(value, nn.Module))  # type: ignore[attr-defined]
+        if not plain_maker or items is not None or pairs is not None:  # torchmetrics has arguments that mean nothing
             return super().other(value)  # type: ignore[no-any-return]
         return {
             TAG: "object",
@@ -106,11 +107,6 @@ class _ObjectDecoder(Decoder):
             return look_up(tree["value"], self.trust)
         if kind == "object":
             return self._object(tree)
-        if kind == "method":
-            owner, name = self.value(tree["value"])
-            if not isinstance(owner, nn.Module) or not isinstance(getattr(type(owner), name, None), FunctionType):
-                raise NotPlainError(f"it holds a method {name!r} of no module")
-            return getattr(owner, name)
         if kind == "partial":
             function, arguments, keywords = self.value(tree["value"])
             return functools.partial(function, *arguments, **keywords)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from fedlightning.run.files import is_writer
+from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.scoring.results import Row, RowTable, summarise
 
@@ -60,7 +61,8 @@ class Recorder:
             if row["mean"] is not None
         }
         for logger in self.loggers if means else ():
-            logger.log_metrics(means, step=rows[0].round)
+            with writing(self._logs):
+                logger.log_metrics(means, step=rows[0].round)
 
     def choose_results(self, rounds: int) -> list[dict[str, Any]]:
         """Summarise the newest scores of every stage, and all scores of selected models.
@@ -84,4 +86,9 @@ class Recorder:
     def close(self) -> None:
         """Let the loggers write what they hold."""
         for logger in self.loggers:
-            logger.finalize("success")
+            with writing(self._logs):
+                logger.finalize("success")
+
+    @property
+    def _logs(self) -> Path:
+        return Path("a logger's file") if self.run is None else self.run.path / "logs"
