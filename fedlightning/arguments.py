@@ -106,7 +106,9 @@ def check_place(name: Any, version: Any) -> None:
             "put runs somewhere else set default_root_dir."
         )
     if version is not None and not is_file_name(version):
-        raise ConfigurationError(f"version={version!r} must be the name of one folder, such as 'seed_1', without separators.")
+        raise ConfigurationError(
+            f"version={version!r} must be the name of one folder, such as 'seed_1', without separators."
+        )
 
 
 def check_engine(given: Mapping[str, Any]) -> None:

@@ -39,7 +39,9 @@ def explain(error: BaseException) -> str | None:
     cause = error.__cause__
     if type(error).__name__ == "FederationError":
         return _one_line(error) if cause is None or explain(cause) is not None else None
-    if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError):
+    if isinstance(
+        error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
+    ):
         return _one_line(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
         return f"{error.strerror}: what was saved before is untouched. Make room, or use another folder."

@@ -113,9 +113,7 @@ def _check(saved: persistence.SavedState, what: str, found: dict[str, Any], type
         kind = types.get(name)
         if kind is None or name not in found or not _fits(name, found[name], kind):
             what_it_is = "missing" if name not in found else "unknown" if kind is None else "not what it should be"
-            raise DamagedStateError(
-                f"The state in {saved.folder} is damaged: '{name}' in {what} is {what_it_is}."
-            )
+            raise DamagedStateError(f"The state in {saved.folder} is damaged: '{name}' in {what} is {what_it_is}.")
 
 
 def _fits(name: str, value: Any, kind: Any) -> bool:

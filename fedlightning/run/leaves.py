@@ -85,14 +85,14 @@ def _from_array(value: list[Any]) -> np.ndarray:
     dtype = np.dtype(str(kind))
     if dtype.hasobject or dtype.kind not in "biufcmMSU":
         raise ValueError(f"an array of dtype {dtype} has no place here")
-    return np.frombuffer(bytearray(_from_bytes(content)), dtype=dtype).reshape(tuple(shape), order=str(order))  # type: ignore[call-overload, no-any-return]
+    return np.frombuffer(bytearray(_from_bytes(content)), dtype=dtype).reshape(tuple(shape), order=str(order))  # type: ignore[call-overload]
 
 
 def _factory(value: defaultdict[Any, Any]) -> list[Any]:
     made = value.default_factory
     if made is not None and FACTORIES.get(getattr(made, "__name__", "")) is not made:
         raise ValueError(f"is a defaultdict with the factory {made!r}")
-    return [None if made is None else made.__name__, list(value.items())]  # type: ignore[union-attr]
+    return [None if made is None else made.__name__, list(value.items())]
 
 
 def _zoned(value: Any) -> str:
@@ -178,9 +178,7 @@ _LEAVES: dict[type, Leaf] = {
     type(PurePath()): Leaf("purepath", str, PurePath),
     np.ndarray: Leaf("array", _array, _from_array),
     np.random.Generator: Leaf("numpy.Generator", _generator, _from_generator),
-    np.random.RandomState: Leaf(
-        "numpy.RandomState", lambda value: value.get_state(legacy=False), _from_random_state
-    ),
+    np.random.RandomState: Leaf("numpy.RandomState", lambda value: value.get_state(legacy=False), _from_random_state),
     random.Random: Leaf("Random", random.Random.getstate, _from_random),
     torch.Generator: Leaf("Generator", lambda value: [value.device, value.get_state()], _from_torch_generator),
     torch.memory_format: Leaf("memory_format", str, FORMATS.__getitem__),

@@ -41,7 +41,7 @@ def is_file_name(name: Any) -> bool:
     """Return True for the name of a file in a folder, on any system: no path.
 
     Example:
-        >>> [is_file_name(name) for name in ("server-000001.pt", "a/b", "..", "C:\\\\x", "/etc/passwd")]
+        >>> [is_file_name(name) for name in ("server-000001.pt", "a/b", "..", "C:x", "/etc/passwd")]
         [True, False, False, False, False]
     """
     return (

@@ -20,9 +20,18 @@ Trust = bool | Sequence[str]
 OURS = "fedlightning"
 ROOMS = ("callbacks", "hooks", "layers", "models", "tensors", "wrappers")
 """Rooms of ours whose functions and classes do nothing but compute."""
-COMPUTING = ("torch.nn.functional", "torch.nn.init", "torch._C._nn", "torchmetrics.metric", "torchmetrics.utilities.data", "torchmetrics.functional")
+COMPUTING = (
+    "torch.nn.functional",
+    "torch.nn.init",
+    "torch._C._nn",
+    "torchmetrics.metric",
+    "torchmetrics.utilities.data",
+    "torchmetrics.functional",
+)
 """Modules of others whose functions do nothing but compute."""
-BUILTIN = ("relu", "relu_", "tanh", "sigmoid", "selu", "celu", "rrelu", "softmax", "log_softmax", "exp", "sin", "cos", "abs")
+BUILTIN = frozenset(
+    ["relu", "relu_", "tanh", "sigmoid", "selu", "celu", "rrelu", "softmax", "log_softmax", "exp", "sin", "cos", "abs"]
+)
 """Functions of `torch` itself that do nothing but compute, and serve as activations."""
 PACKAGES = ("peft", "timm")
 """Packages of others whose modules are imported when a file names one: our own wrappers and networks are made with them."""
@@ -45,7 +54,10 @@ def path_of(thing: Any) -> str:
         'torch.nn.modules.linear:Linear'
     """
     module = getattr(thing, "__module__", None) or "torch"
-    names = (getattr(thing, "__qualname__", ""), getattr(thing, "__name__", ""))  # functions of torch have a false first one
+    names = (
+        getattr(thing, "__qualname__", ""),
+        getattr(thing, "__name__", ""),
+    )  # functions of torch have a false first one
     for name in names:
         found: Any = sys.modules.get(module)
         for part in name.split("."):
@@ -164,8 +176,8 @@ def _check_path(text: str, trust: Trust) -> None:
     found = importlib.util.find_spec(parts[0]) if parts[0] != OURS else None
     if found is not None and found.origin is not None:  # no folder that only has such a name
         raise UntrustedError(
-            f"its hyper-parameters name {text}, which is not imported. Import it if it is yours, or say that you trust it with "
-            f"trust=['{parts[0]}']"
+            f"its hyper-parameters name {text}, which is not imported. Import it if it is yours, or say that you trust it "
+            f"with trust=['{parts[0]}']"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -71,13 +71,13 @@ class _ObjectEncoder(Encoder):
     def _object(self, value: Any) -> dict[str, Any]:
         try:
             user = user_class(value)
-            maker, arguments, *rest = user.__reduce_ex__(value, 2)  # type: ignore[misc]
+            maker, arguments, *rest = cast(Any, user).__reduce_ex__(value, 2)
         except (TypeError, AttributeError, ValueError):
-            return super().other(value)  # type: ignore[no-any-return]
+            return super().other(value)
         state, items, pairs = (*rest, None, None, None)[:3]
         plain_maker = maker is copyreg.__newobj__ and (len(arguments) == 1 or isinstance(value, nn.Module))  # type: ignore[attr-defined]
         if not plain_maker or items is not None or pairs is not None:  # torchmetrics has arguments that mean nothing
-            return super().other(value)  # type: ignore[no-any-return]
+            return super().other(value)
         return {
             TAG: "object",
             "class": self._parts(path_of, user),
@@ -131,4 +131,6 @@ class _ObjectDecoder(Decoder):
 
 def _is_bound(value: Any) -> bool:
     owner = getattr(value, "__self__", None)
-    return isinstance(value, BuiltinFunctionType) and owner is not None and type(owner).__name__ not in ("module", "type")
+    return (
+        isinstance(value, BuiltinFunctionType) and owner is not None and type(owner).__name__ not in ("module", "type")
+    )

@@ -212,7 +212,9 @@ def _row(path: Path, number: int, line: list[str], places: list[int]) -> Row:
         number_of_round, *words, value, size = (line[place] for place in places)
         row = Row(int(number_of_round), *words, float(value), int(size))  # type: ignore[arg-type, call-arg]
     except (ValueError, IndexError):
-        raise DamagedMetricsError(f"{path} is damaged: its row {number} is no score ({','.join(line)[:80]!r}).") from None
+        raise DamagedMetricsError(
+            f"{path} is damaged: its row {number} is no score ({','.join(line)[:80]!r})."
+        ) from None
     if not (0 <= row.round < LARGEST and 0 <= row.num_samples < LARGEST):
         raise DamagedMetricsError(f"{path} is damaged: its row {number} has an impossible round or number of samples.")
     return row

@@ -155,10 +155,7 @@ def load_study(paths: Iterable[str | Path]) -> list[Run]:
 
 
 def _runs_of(folder: Path) -> list[Run]:
-    study = _named_values(folder / STUDY_FILE, read_json)
-    fault = _fault_of_study(study)
-    if fault is not None:
-        raise UnreadableError(f"{folder / STUDY_FILE} is no list of runs that `compare` wrote: {fault}.")
+    study = read_study_file(folder / STUDY_FILE)
     added = {method["name"] for method in study["methods"] if method.get("baseline")}
     runs = []
     for entry in study["runs"]:
@@ -170,6 +167,19 @@ def _runs_of(folder: Path) -> list[Run]:
         run = load_run(path, entry["run"], error, entry["run"] in added)
         runs.append(replace(run, seed=int(entry["seed"])))
     return runs
+
+
+def read_study_file(path: Path) -> dict[str, Any]:
+    """Return the content of a `study.json`.
+
+    Raises:
+        UnreadableError: If `compare` cannot have written it.
+    """
+    study = _named_values(path, read_json)
+    fault = _fault_of_study(study)
+    if fault is not None:
+        raise UnreadableError(f"{path} is no list of runs that `compare` wrote: {fault}.")
+    return study
 
 
 def _named_values(path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
@@ -220,5 +230,7 @@ def _fault_of_study(study: Mapping[str, Any]) -> str | None:
             for entry in entries
         ):
             return f"its {name} do not each have {', '.join(needed)}"
-    outside = [run["folder"] for run in study["runs"] if not all(is_file_name(part) for part in run["folder"].split("/"))]
+    outside = [
+        run["folder"] for run in study["runs"] if not all(is_file_name(part) for part in run["folder"].split("/"))
+    ]
     return f"it names the folder {outside[0]!r}, which is not in its own" if outside else None

@@ -312,7 +312,7 @@ def remade(cls: type, mixins: Sequence[type]) -> Any:
         >>> mixins_of(remade(MLP, [Mixin])) == (Mixin,)
         True
     """
-    return _with_mixins(cls.__new__(cls), mixins)
+    return _with_mixins(cast(Any, cls).__new__(cls), mixins)
 
 
 def _with_mixins(instance: Any, mixins: Sequence[type]) -> Any:
