@@ -179,7 +179,8 @@ def read_json(path: Path) -> Any:
 def _in_short(error: Exception) -> str:
     """Return the reason that an error of torch gives, without its advice to read the file unsafely."""
     text = str(error)
-    found = re.search(r"(GLOBAL [\w.]+) was not an allowed global|(Trying to [^\n]{1,200}?\.)(?:\s|$)", text)
-    if found and found[1]:
-        return f"it names {found[1].removeprefix('GLOBAL ')}, which may be code"
-    return (found[2] if found else " ".join(text.split())[:200]) or type(error).__name__
+    found = re.search(r"GLOBAL ([\w.]+)", text)
+    if found is not None:
+        return f"it names {found[1]}, which may be code"
+    found = re.search(r"(Trying to|Can only|Only persistent|Unsupported) [^\n]{1,200}", text)
+    return (found[0] if found else " ".join(text.split())[:200]).rstrip(".") or type(error).__name__

@@ -58,9 +58,13 @@ class RunLock:
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        with writing(self.path):
-            os.ftruncate(self._file, 0)
-            os.write(self._file, json.dumps(self.holder).encode())
+        try:
+            with writing(self.path):
+                os.ftruncate(self._file, 0)
+                os.write(self._file, json.dumps(self.holder).encode())
+        except BaseException:
+            self.release()
+            raise
 
     def _take(self) -> int:
         while True:
