@@ -182,5 +182,6 @@ def _in_short(error: Exception) -> str:
     found = re.search(r"GLOBAL ([\w.]+)", text)
     if found is not None:
         return f"it names {found[1]}, which may be code"
-    found = re.search(r"(Trying to|Can only|Only persistent|Unsupported) [^\n]{1,200}", text)
-    return (found[0] if found else " ".join(text.split())[:200]).rstrip(".") or type(error).__name__
+    found = re.search(r"WeightsUnpickler error: ([^\n]{1,200})", text) or re.match(r"(.{1,200}?)(?:\. |\n|$)", text)
+    reason = found[1].strip().rstrip(".") if found is not None else ""
+    return "it holds no tensors and plain values" if not reason or "eights only" in reason else reason
