@@ -34,7 +34,8 @@ def checked(server: Server, message: Message, update: Update) -> Update:
 
 
 def _first_fault(server: Server, message: Message, update: Update) -> str | None:
-    if not isinstance(update.model, str) or update.model not in server.models:  # a client may choose among the server's models
+    # a client may choose among the server's models
+    if not isinstance(update.model, str) or update.model not in server.models:
         return f"it is for model {update.model!r}; the server has {sorted(server.models)}"
     for name in ("round", "client", "tag"):
         said, asked = getattr(update, name), getattr(message, name)

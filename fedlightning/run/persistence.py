@@ -8,7 +8,6 @@ state be damaged the one before it is still there.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from fedlightning.run.files import (
     UnreadableError,
     read_json,
     read_tensors,
+    readable_json,
     sha256,
     sync_folder,
     write_atomically,
@@ -114,8 +114,8 @@ def _save(
     }
     sync_folder(folder)
     if old is not None:
-        write_text_atomically(folder / BEFORE, json.dumps(old, indent=1))
-    write_text_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
+        write_text_atomically(folder / BEFORE, readable_json(old, levels=2))
+    write_text_atomically(folder / MANIFEST, readable_json(manifest, levels=2))
     keep = {MANIFEST, BEFORE, *used, *_files_of(old)}
     for path in folder.iterdir():
         if path.name not in keep and not path.is_dir():

@@ -112,7 +112,12 @@ def test_manifests(run, tmp_path, amount):
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats() | st.text(max_size=5) | st.sampled_from(["../x", "/x"]),
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 2**70)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["../x", "/x"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
@@ -147,7 +152,9 @@ def test_metrics(run, amount):
     whole = folder.read_rows(2, mark)
 
     def read():
-        assert folder.read_rows(2, mark)[: len(whole)] == whole  # what the state knows is there as it was, or it is refused
+        assert (
+            folder.read_rows(2, mark)[: len(whole)] == whole
+        )  # what the state knows is there as it was, or it is refused
 
     fuzz(run / "metrics.csv", amount, read, DamagedMetricsError)
     fuzz(run / "metrics.csv", amount, lambda: read_rows(run / "metrics.csv"), DamagedMetricsError)
@@ -169,7 +176,11 @@ trees = st.recursive(
     values | st.just(torch.ones(2)),
     lambda inner: st.fixed_dictionaries(
         {TAG: st.sampled_from(["object", "name", "partial", "array", "enum", "set", "Generator"]), "value": inner},
-        optional={"class": st.sampled_from(["torch.nn.modules.linear:Linear", "os:system"]), "state": inner, "mixins": inner},
+        optional={
+            "class": st.sampled_from(["torch.nn.modules.linear:Linear", "os:system"]),
+            "state": inner,
+            "mixins": inner,
+        },
     ),
     max_leaves=6,
 )
@@ -196,7 +207,9 @@ def test_messages(amount):
     message = Message(round=0, client="0", state=state, returns=tuple(state))
     good = {"round": 0, "client": "0", "state": state, "num_samples": 1, "steps": 1}
     fields = st.sampled_from(["round", "client", "state", "extras", "num_samples", "steps", "skipped", "model", "tag"])
-    entries = st.dictionaries(st.sampled_from([*state, "more"]), values | st.just(torch.full((2,), torch.nan)), max_size=3)
+    entries = st.dictionaries(
+        st.sampled_from([*state, "more"]), values | st.just(torch.full((2,), torch.nan)), max_size=3
+    )
 
     @amount
     @given(fields, values | entries)

@@ -155,7 +155,8 @@ BAD = [
     {TAG: "array", "value": ["<f8", [9], "C", torch.zeros(8, dtype=torch.uint8)]}, {TAG: "array", "value": 3},
     {TAG: "enum", "value": ["os:system", "true"]}, {TAG: "enum", "value": ["signal:Signals", 12345]},
     {TAG: "namedtuple", "value": ["subprocess:Popen", [1]]}, {TAG: "defaultdict", "value": ["eval", []]},
-    {TAG: "numpy.Generator", "value": {"bit_generator": "__builtins__"}}, {TAG: [1], "value": 1}, {TAG: "object", "class": "os:x"},
+    {TAG: "numpy.Generator", "value": {"bit_generator": "__builtins__"}}, {TAG: [1], "value": 1},
+    {TAG: "object", "class": "os:x"},
     {TAG: "Generator", "value": ["cpu", torch.zeros(3)]}, {TAG: "memory_format", "value": "x"}, {TAG: "set", "value": [[1]]},
     {TAG: "bytes", "value": torch.zeros(3)}, {TAG: "Decimal", "value": "x"}, {TAG: "dict"},
 ]  # fmt: skip

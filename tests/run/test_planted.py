@@ -108,7 +108,7 @@ CONTENT = {
     "other types": lambda content: dict.fromkeys(content, 3.5),
     "other types inside": lambda content: {name: {"a": 1} for name in content},
     "more names": lambda content: content | {"more": 1},
-    "unknown kinds": lambda content: dict.fromkeys(content, {TAG: "object", "class": "os:system"}),
+    "unknown kinds": lambda content: {name: {TAG: "object", "class": "os:system"} for name in content},
 }
 
 
