@@ -17,6 +17,7 @@ from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.failures import FailurePolicy
 from fedlightning.hooks import POOLED
+from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.tasks import LOCAL
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def check(given: Mapping[str, Any]) -> None:
     for name, instead in REPLACED.items():
         if given[name] is not None:
             raise ConfigurationError(f"{name}={given[name]!r} has no meaning in a federation. Use {instead}.")
+    check_place(given["name"], given["version"])
     if given["local_epochs"] is not None and given["local_steps"] is not None:
         raise ConfigurationError(
             f"local_epochs={given['local_epochs']} and local_steps={given['local_steps']} are both set. "
@@ -94,6 +96,23 @@ def check(given: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"callbacks holds {item!r}, which is not a callback. Pass instances of callbacks, not classes or names."
             )
+
+
+def check_place(name: Any, version: Any) -> None:
+    """Refuse a name or version that would put the run anywhere but below `default_root_dir`.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    if not isinstance(name, str) or not all(is_file_name(part) for part in name.split("/")):
+        raise ConfigurationError(
+            f"name={name!r} must be the name of a folder below default_root_dir, such as 'fedprox' or 'study/fedprox'. To "
+            "put runs somewhere else set default_root_dir."
+        )
+    if version is not None and not is_file_name(version):
+        raise ConfigurationError(
+            f"version={version!r} must be the name of one folder, such as 'seed_1', without separators."
+        )
 
 
 def check_engine(given: Mapping[str, Any]) -> None:

@@ -283,6 +283,7 @@ class FederatedTrainer:
         test_dataloaders: Mapping[str, Any] | None = None,
         resume: str | Path | None = None,
         allow_config_change: bool = False,
+        trust_old_state: bool = False,
     ) -> None:
         """Run the federation.
 
@@ -295,6 +296,8 @@ class FederatedTrainer:
             resume: `"last"` (the run of this name that was saved last) or a run's folder: go on at the round boundary,
                 bit for bit. `"auto"`: go on if there is something to go on from, else start.
             allow_config_change: Resume although the configuration has changed; the summary lists what has.
+            trust_old_state: Resume a run of an earlier version although its state can only be read with pickle, which runs
+                what the files hold: for your own files, once. It is then saved in the present form.
 
         Raises:
             ValueError: If module, data and callbacks cannot work together, or a resumed run would go on with another
@@ -315,7 +318,7 @@ class FederatedTrainer:
                     lock = stack.enter_context(only_writer(run.path))
                     run.refuse_used(discard_unsaved=resume == AUTO)
             else:
-                federation.restore(True, allow_config_change)
+                federation.restore(True, allow_config_change, trust_old_state)
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:
                 self.recorder.run.write_config(self.config)
             if is_new:
@@ -342,20 +345,23 @@ class FederatedTrainer:
             if request.name is not None and federation.rounds_done < self.max_rounds and is_writer():
                 requeue(request, federation.rounds_done, self.max_rounds)
 
-    def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
+    def restore(
+        self, model: LightningModule, datamodule: LightningDataModule, run: str | Path, trust_old_state: bool = False
+    ) -> None:
         """Load the state that a run saved last, to evaluate it or to predict with it; nothing is trained.
 
         Args:
             model: The module that the run was started with (the callbacks likewise).
             datamodule: The data that it was started with.
             run: The run's folder, finished or interrupted.
+            trust_old_state: As in :meth:`fit`.
 
         Raises:
             FileNotFoundError: If the run has no saved state.
             ValueError: If the state is of another model or data.
         """
         data = arguments.federated_data(datamodule, None, None, None)
-        self._assemble(model, data, folder_of(run), go_on=False).restore(False)
+        self._assemble(model, data, folder_of(run), go_on=False).restore(False, trust_old=trust_old_state)
 
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
         """Return the folder to write into, and whether a new run begins there."""

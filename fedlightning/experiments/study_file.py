@@ -18,7 +18,7 @@ from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.methods import Method, differences
 from fedlightning.run.files import write_text_atomically
-from fedlightning.study.runs import STUDY_FILE
+from fedlightning.study.runs import STUDY_FILE, read_study_file
 
 FORMAT = 1
 """Version of the file's content."""
@@ -43,7 +43,7 @@ class StudyFile:
         self.path = folder / STUDY_FILE
         self.data: dict[str, Any] = {"format": FORMAT, "methods": [], "runs": [], "seeds": []}
         if self.path.exists():
-            self.data = json.loads(self.path.read_text())
+            self.data = read_study_file(self.path)
             if self.data.get("format") != FORMAT:
                 raise InputError(
                     f"{self.path} is of format {self.data.get('format')}, this version reads {FORMAT}. "

@@ -97,19 +97,20 @@ class Federation:
         """The fingerprint as JSON can hold it."""
         return plain(self.fingerprint())
 
-    def restore(self, go_on: bool, allow_changes: bool = False) -> None:
+    def restore(self, go_on: bool, allow_changes: bool = False, trust_old: bool = False) -> None:
         """Load the state that the run's folder holds.
 
         Args:
             go_on: The run will be trained further, so scores of rounds that are not in the state are cut off.
             allow_changes: Go on although the configuration has changed; the summary lists what has.
+            trust_old: Read a state of an earlier version even if that runs the code in it.
 
         Raises:
             ValueError: If the run would go on with another configuration than it was started with.
         """
         run = self.recorder.run
         assert run is not None
-        self.rounds_done, extra = restore_state(run.last, self.server, self.store)
+        self.rounds_done, extra = restore_state(run.last, self.server, self.store, trust_old)
         before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
         changed = differences(before, self.lasting) if go_on else []
         if changed and not allow_changes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fedlightning.run.files import is_writer
+from fedlightning.run.files import is_writer, writing
 
 LOCK = ".lock"
 SILENCE = 600.0
@@ -37,6 +37,7 @@ class RunLock:
 
     Raises:
         RunInUseError: If another process holds it; names the process, its machine and since when.
+        UnwritableError: If the folder cannot be made or written.
 
     Example:
         >>> with RunLock(Path("run")) as lock:
@@ -48,16 +49,22 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
-        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = self._take()
+        with writing(folder):
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._take()
         self.holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        os.ftruncate(self._file, 0)
-        os.write(self._file, json.dumps(self.holder).encode())
+        try:
+            with writing(self.path):
+                os.ftruncate(self._file, 0)
+                os.write(self._file, json.dumps(self.holder).encode())
+        except BaseException:
+            self.release()
+            raise
 
     def _take(self) -> int:
         while True:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from fedlightning.run.files import is_writer
+from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.scoring.results import ADDRESS, LATEST, Row, RowTable, read_part, summarise
 
@@ -82,7 +83,8 @@ class Recorder:
             if row["mean"] is not None
         }
         for logger in self.loggers if means else ():
-            logger.log_metrics(means, step=rows[0].round)
+            with writing(self._logs):
+                logger.log_metrics(means, step=rows[0].round)
 
     def _spill(self) -> None:
         """Leave old scores to `metrics.csv` where they are many, so that memory does not grow with the rounds."""
@@ -114,4 +116,9 @@ class Recorder:
     def close(self) -> None:
         """Let the loggers write what they hold."""
         for logger in self.loggers:
-            logger.finalize("success")
+            with writing(self._logs):
+                logger.finalize("success")
+
+    @property
+    def _logs(self) -> Path:
+        return Path("a logger's file") if self.run is None else self.run.path / "logs"
