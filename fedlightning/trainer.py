@@ -301,6 +301,8 @@ class FederatedTrainer:
                 if run is not None:
                     lock = stack.enter_context(only_writer(run.path))
                     run.refuse_used(discard_unsaved=resume == AUTO)
+                if federation.save_every > 0 and self.recorder.writes:
+                    self.recorder.logs.begin()
             else:
                 federation.restore(True, allow_config_change)
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:

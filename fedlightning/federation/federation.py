@@ -25,6 +25,9 @@ from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import Row
 from fedlightning.visit.requests import Evaluate
 
+MARKS = ("metrics", "loggers")
+"""What a saved state knows of the recorder."""
+
 
 @dataclass
 class Federation:
@@ -63,7 +66,7 @@ class Federation:
     final_done: bool = False
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
-    _of_rounds: dict[str, Any] | None = None  # mark of metrics.csv before the visits after the last round
+    _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
     _clock: float = field(default_factory=time.monotonic)
     _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
 
@@ -112,8 +115,12 @@ class Federation:
         self.server.failures = list(extra.get("failures", []))
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
-        mark = extra.get("metrics" if self.final_done else "metrics_of_rounds", extra.get("metrics"))
+        marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra.get(name)) for name in MARKS}
+        mark = marks.get("metrics")
         self.recorder.start_with(run.keep_rounds(scored, mark) if go_on else run.read_rows(scored, mark))
+        if go_on:
+            more = bool(extra.get("final", False)) and not self.final_done
+            self.recorder.reopen_logs(marks, scored, differs=more or bool(changed))
         self.server.round = self.last_round
 
     def check(self) -> None:
@@ -194,11 +201,12 @@ class Federation:
                 "final": self.final_done,
                 "history": self.history,
                 "lasting": self.lasting,
-                "metrics": self.recorder.run.metrics.mark(),
-                **({"metrics_of_rounds": self._of_rounds} if self._of_rounds is not None else {}),
+                **self.recorder.mark(),
+                **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
                 "failures": self.server.failures,
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
+            self.recorder.logs.begun()
 
     def finish(self) -> None:
         """Carry out the final visits if all rounds are done, then end the federation for the callbacks."""
@@ -223,7 +231,7 @@ class Federation:
             if update.error is not None:
                 server.note_failure(update.client, update.error, when="After the last round")
         if self.recorder.run is not None and self.recorder.writes:
-            self._of_rounds = self.recorder.run.metrics.mark()
+            self._of_rounds = self.recorder.mark()
         if "L1" in self.stages and self.evaluate_every > 0:
             self.recorder.record(stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data)))
         self.final_done = True

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
 from fedlightning.run.files import is_writer
 from fedlightning.run.folder import RunFolder
+from fedlightning.run.logs import Logs
 from fedlightning.scoring.results import Row, RowTable, summarise
 
 
@@ -54,13 +57,7 @@ class Recorder:
         self.rows.extend(rows)
         if self.run is not None and is_writer():
             self.run.write_rows(rows)
-        means = {
-            f"{row['split']}/{row['stage']}/{row['data']}/{row['metric']}": row["mean"]
-            for row in summarise(row for row in rows if row.split != "test")
-            if row["mean"] is not None
-        }
-        for logger in self.loggers if means else ():
-            logger.log_metrics(means, step=rows[0].round)
+        self.logs.log(rows)
 
     def choose_results(self, rounds: int) -> list[dict[str, Any]]:
         """Summarise the newest scores of every stage, and all scores of selected models.
@@ -81,7 +78,27 @@ class Recorder:
         if self.run is not None and is_writer():
             self.run.write_summary(summary)
 
-    def close(self) -> None:
-        """Let the loggers write what they hold."""
-        for logger in self.loggers:
-            logger.finalize("success")
+    @cached_property
+    def logs(self) -> Logs:
+        """The loggers, each with what it holds."""
+        return Logs(self.loggers, self.run.path if self.run is not None else None)
+
+    def mark(self) -> dict[str, Any]:
+        """Bring scores and loggers to the disk; return how far they are, for a saved state."""
+        assert self.run is not None
+        return {"metrics": self.run.metrics.mark(), "loggers": self.logs.mark()}
+
+    def reopen_logs(self, marks: Mapping[str, Any], rounds: int, differs: bool) -> None:
+        """Take the loggers back to a saved state; give them the rounds that they lack.
+
+        Args:
+            marks: What :meth:`mark` returned.
+            rounds: Rounds that have scores.
+            differs: The next rounds will not be those that the loggers may have seen already.
+        """
+        if self.writes:
+            self.logs.reopen(marks.get("loggers"), self.rows, rounds, differs)
+
+    def close(self, status: str = "success") -> None:
+        """End the loggers."""
+        self.logs.close(status)
