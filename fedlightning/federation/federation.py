@@ -46,6 +46,7 @@ class Federation:
         fingerprint: Gives what must not change when the run is resumed.
         changes: What has changed all the same, because the user allowed it.
         rounds_done: Finished rounds.
+        rounds_saved: Rounds of the newest saved state.
         final_done: Whether the visits after the last round have happened.
         seconds: Time spent, over interruptions.
         history: Cost of each round: `round`, `bytes_up`, `bytes_down`, `steps`, `seconds`.
@@ -63,6 +64,7 @@ class Federation:
     fingerprint: Callable[[], dict[str, Any]] = dict
     changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
+    rounds_saved: int = 0
     final_done: bool = False
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
@@ -99,6 +101,7 @@ class Federation:
         run = self.recorder.run
         assert run is not None
         self.rounds_done, extra = restore_state(run.last, self.server, self.store)
+        self.rounds_saved = self.rounds_done
         before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
         changed = differences(before, self.lasting) if go_on else []
         if changed and not allow_changes:
@@ -206,6 +209,7 @@ class Federation:
                 "failures": self.server.failures,
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
+            self.rounds_saved = self.rounds_done
             self.recorder.logs.begun()
 
     def finish(self) -> None:
