@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import warnings
@@ -48,9 +49,6 @@ class Sender(FederatedCallback):
         if self.client.id == "1" and batch_idx == 0:
             self.maybe("training", self.client.round)
 
-    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-        self.maybe("evaluation", 1)
-
     def on_round_end(self, server):
         self.maybe("round end", server.round)
 
@@ -85,9 +83,6 @@ def ended(root, *more, name="SIGTERM", **options):
     return next(str(one.message) for one in caught if name in str(one.message))
 
 
-PLACES = ["round start", "training", "evaluation", "round end"]
-
-
 @pytest.mark.parametrize("name", CODES)
 @pytest.mark.parametrize("local_loop", ["trainer", "fast"])
 def test_during_training(tmp_path, whole, local_loop, name):
@@ -99,11 +94,26 @@ def test_during_training(tmp_path, whole, local_loop, name):
     assert again.rows == whole.rows
 
 
-@pytest.mark.parametrize("place", ["round start", "evaluation", "round end", "after the last round"])
-def test_at_other_moments(tmp_path, whole, place):
-    saved = 3 if place == "after the last round" else 1 if place != "evaluation" else 0
-    text = ended(tmp_path, Sender(place))
-    assert (f"after round {saved} is saved" if saved else "before it had saved a state. Start it again.") in text
+@pytest.mark.parametrize(("place", "saved"), [("round start", 1), ("round end", 1), ("after the last round", 3)])
+def test_at_other_moments(tmp_path, whole, place, saved):
+    assert f"after round {saved} is saved" in ended(tmp_path, Sender(place))
+    again = run(tmp_path)
+    same(again.server.model, whole.server.model)
+    assert again.rows == whole.rows
+
+
+def test_during_an_evaluation(tmp_path, whole, monkeypatch):
+    validate, calls = Toy.validation_step, []
+
+    def interrupted(self, batch, batch_idx):
+        calls.append(batch_idx)
+        if len(calls) == 8:
+            send("SIGTERM")
+        validate(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Toy, "validation_step", interrupted)
+        assert "SIGTERM ended the run" in ended(tmp_path)
     again = run(tmp_path)
     same(again.server.model, whole.server.model)
     assert again.rows == whole.rows
@@ -148,27 +158,42 @@ def test_code_that_swallows_it_ends_after_the_round(tmp_path):
     assert "after round 1 is saved" in ended(tmp_path, Swallower())
 
 
+class AtTheEnd(FederatedCallback):
+    """The signal at the end of round 2."""
+
+    takes_part = False
+    name = "SIGTERM"
+
+    def on_round_end(self, server):
+        if server.round == 1:
+            send(self.name)
+
+
+class Hangup(AtTheEnd):
+    """Another one."""
+
+    name = "SIGHUP"
+
+
 def test_under_the_vectorized_engine(tmp_path):
     run(tmp_path / "whole", engine="vectorized")
-    assert "after round 1" in ended(tmp_path / "cut", Sender("round end"), engine="vectorized")
+    assert "after round 1" in ended(tmp_path / "cut", AtTheEnd(), engine="vectorized")
     again = run(tmp_path / "cut", engine="vectorized")
     assert (tmp_path / "whole/run/v/metrics.csv").read_bytes() == again.run.metrics.path.read_bytes()
 
 
+class ToAll(AtTheEnd):
+    """To every process of a job, as a batch system does it."""
+
+    def on_round_end(self, server):
+        if server.round == 1:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, signal.SIGTERM)
+            send("SIGTERM")
+
+
 @pytest.mark.slow
-def test_under_worker_processes_that_get_it_too(tmp_path, whole):
-    """A batch system sends it to every process of a job; the workers leave it to the main one."""
-    import psutil
-
-    class ToAll(FederatedCallback):
-        takes_part = False
-
-        def on_round_start(self, server):
-            if server.round == 1:
-                for child in psutil.Process().children(recursive=True):
-                    child.send_signal(signal.SIGTERM)
-                send("SIGTERM")
-
+def test_workers_leave_it_to_the_main_process(tmp_path, whole):
     assert "after round 1" in ended(tmp_path, ToAll(), engine="processes", workers=2)
     again = run(tmp_path, engine="processes", workers=2)
     same(again.server.model, whole.server.model)
@@ -179,7 +204,7 @@ def test_somebody_elses_handlers_stay(tmp_path):
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        trainer = run(tmp_path, Sender("round start"), Sender("round end", "SIGHUP"))
+        trainer = run(tmp_path, Sender("round start"), Hangup())
         assert trainer.rounds_done == 3 and got == [signal.SIGTERM] * 2
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -190,32 +215,21 @@ def test_the_visits_after_the_last_round(tmp_path):
     def of(root, *more):
         return run(root, *more, callbacks=[LocalAdaptation()])
 
-    class AtTheEnd(Sender):
+    class InTheVisit(Sender):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if self.client.round == 3:
                 send("SIGTERM")
 
     whole = of(tmp_path / "whole")
     with pytest.raises(Terminated), pytest.warns(UserWarning, match="after round 3 is saved"):
-        of(tmp_path / "cut", AtTheEnd(""))
+        of(tmp_path / "cut", InTheVisit(""))
     assert of(tmp_path / "cut").rows == whole.rows
 
 
 @pytest.mark.parametrize("name", CODES)
 def test_the_command_line_says_it_and_returns_the_code(tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
-    config = small(tmp_path / "c.yaml", "tests.run.test_signals_end.After", max_rounds=3, name="run")
-    monkeypatch.setattr(After, "name", name)
+    config = small(tmp_path / "c.yaml", "tests.run.test_signals_end.AtTheEnd", max_rounds=3, name="run")
+    monkeypatch.setattr(AtTheEnd, "name", name)
     assert main(["fit", "--config", config]) == (CODES[name] or 130)
     assert ("Go on with" in capsys.readouterr().err) and not (tmp_path / "runs/run/version_0/.lock").exists()
-
-
-class After(FederatedCallback):
-    """A signal at the end of round 2."""
-
-    takes_part = False
-    name = "SIGTERM"
-
-    def on_round_end(self, server):
-        if server.round == 1:
-            send(self.name)
