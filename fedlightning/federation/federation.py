@@ -116,6 +116,8 @@ class Federation:
         self.seconds = float(extra.get("seconds", 0.0))
         self.history = list(extra.get("history", []))
         self.server.failures = list(extra.get("failures", []))
+        loop = self.engine.runner.loop
+        loop.reason = loop.reason or extra.get("local_loop")  # a run that is over trains no more, and tells all the same
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
         marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra.get(name)) for name in MARKS}
@@ -207,6 +209,7 @@ class Federation:
                 **self.recorder.mark(),
                 **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
                 "failures": self.server.failures,
+                "local_loop": self.engine.runner.loop.reason,
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
             self.rounds_saved = self.rounds_done

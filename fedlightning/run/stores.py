@@ -171,7 +171,13 @@ class CSVStore(FileStore):
         if self.file.exists():
             self._go_on()
 
+    @property
+    def _kept(self) -> Path:
+        return self.file.with_name("metrics.csv.kept")
+
     def _cut(self, mark: Mark) -> bool:
+        if self._kept.exists():  # a resumed run was killed in `_go_on`
+            os.replace(self._kept, self.file)
         if mark["lines"] == 0:
             self.file.unlink(missing_ok=True)
             return True
@@ -206,13 +212,12 @@ class CSVStore(FileStore):
             columns = next(csv.reader(file), [])
         if "step" not in columns:  # nothing that a logger has written
             return
-        kept = self.file.with_name("metrics.csv.kept")
-        os.replace(self.file, kept)
+        os.replace(self.file, self._kept)
         try:
             with quiet():
                 experiment = self.logger.experiment
         finally:
-            os.replace(kept, self.file)
+            os.replace(self._kept, self.file)
         experiment.metrics.clear()  # of an earlier fit with the same logger
         experiment.metrics_keys[:] = columns
 
