@@ -17,7 +17,8 @@ from lightning.pytorch.loggers import Logger
 
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.files import write_text_atomically
-from fedlightning.run.stores import Mark, Store, store_of
+from fedlightning.run.growing import Mark
+from fedlightning.run.stores import Store, store_of
 from fedlightning.scoring.results import LATEST, Row, summarise
 
 BEGINNING = "loggers.json"

@@ -17,8 +17,8 @@ from typing import Any
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from fedlightning.compat.quiet import quiet
+from fedlightning.run.growing import Growing, Mark, is_the_one, set_aside
 
-Mark = dict[str, Any]
 ROUND = "fedlightning/round"
 """Entry of a Weights & Biases run that tells its newest round."""
 
@@ -137,13 +137,13 @@ class FileStore(Store):
 
 
 class CSVStore(FileStore):
-    """The rows of a `CSVLogger`. Its file is rewritten whenever a new column comes, so a mark counts lines."""
+    """The rows of a `CSVLogger`. Its file is rewritten whenever a new column comes, so a mark counts lines, too."""
 
     logger: CSVLogger
 
     def __init__(self, logger: Logger, run: Path | None = None) -> None:
         super().__init__(logger, run)
-        self._header, self._size, self._lines = b"", 0, 0
+        self._so_far: Growing | None = None
 
     @property
     def file(self) -> Path:
@@ -151,17 +151,9 @@ class CSVStore(FileStore):
         return self.folder / "metrics.csv"
 
     def mark(self) -> Mark:
-        if not self.file.exists():
-            return super().mark() | {"lines": 0}
-        with self.file.open("rb") as file:
-            header = file.readline()
-            if header != self._header or self.file.stat().st_size < self._size:  # rewritten
-                self._header, self._size, self._lines = header, 0, 0
-            file.seek(self._size)  # what was counted before need not be counted again
-            while block := file.read(1 << 20):
-                self._lines += block.count(b"\n")
-                self._size += len(block)
-        return super().mark() | {"lines": self._lines}
+        if self._so_far is None or self._so_far.path != self.file:
+            self._so_far = Growing(self.file, has_header=True)
+        return super().mark() | self._so_far.mark()
 
     def start(self) -> Mark:
         return self.mark() | {"lines": 0}  # what is there will be removed by the logger
@@ -181,20 +173,25 @@ class CSVStore(FileStore):
         if mark["lines"] == 0:
             self.file.unlink(missing_ok=True)
             return True
+        if not self.file.exists():
+            return False
+        with self.file.open("rb") as file:
+            same_columns = file.readline().decode(errors="replace") == mark["header"]
+        if same_columns and mark["bytes"] <= self.file.stat().st_size and not is_the_one(self.file, mark):
+            set_aside(self.file, "metrics.damaged.csv")
+            return False
         end, lines = self._end_of(mark["lines"])
-        if self.file.exists():
-            os.truncate(self.file, end)
+        os.truncate(self.file, end)
         return lines == mark["lines"]
 
     def _end_of(self, most: int) -> tuple[int, int]:
         """Return where the last of `most` whole lines ends, and how many there are."""
         end = lines = 0
-        if self.file.exists():
-            with self.file.open("rb") as file:
-                for line in file:
-                    if lines == most or not line.endswith(b"\n"):
-                        break
-                    end, lines = end + len(line), lines + 1
+        with self.file.open("rb") as file:
+            for line in file:
+                if lines == most or not line.endswith(b"\n"):
+                    break
+                end, lines = end + len(line), lines + 1
         return end, lines
 
     def _look(self) -> Iterator[tuple[int, str]]:
@@ -208,7 +205,7 @@ class CSVStore(FileStore):
 
     def _go_on(self) -> None:
         """Let the logger append to the file. It would remove it: a `CSVLogger` is made to begin anew."""
-        with self.file.open(newline="") as file:
+        with self.file.open(newline="", errors="replace") as file:
             columns = next(csv.reader(file), [])
         if "step" not in columns:  # nothing that a logger has written
             return
@@ -223,28 +220,36 @@ class CSVStore(FileStore):
 
 
 class TensorBoardStore(FileStore):
-    """The events of a `TensorBoardLogger`. Event files are only ever appended to, so a mark tells their sizes."""
+    """The events of a `TensorBoardLogger`. Event files are only ever appended to."""
 
     logger: TensorBoardLogger
 
+    def __init__(self, logger: Logger, run: Path | None = None) -> None:
+        super().__init__(logger, run)
+        self._so_far: dict[str, Growing] = {}
+
     def mark(self) -> Mark:
-        return super().mark() | {"files": {path.name: path.stat().st_size for path in self._files()}}
+        marks = {path.name: self._so_far.setdefault(path.name, Growing(path)).mark() for path in self._files()}
+        return super().mark() | {"files": marks}
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("*tfevents*"))
 
     def _cut(self, mark: Mark) -> bool:
         self.logger.finalize("interrupted")  # of an earlier fit with the same logger; it has the file open
-        complete = True
+        complete = all((self.folder / name).exists() for name in mark["files"])
         for path in self._files():
-            size = mark["files"].get(path.name)
-            if size is None:
+            known = mark["files"].get(path.name)
+            if known is None:
                 path.unlink()
-            elif path.stat().st_size < size:
+            elif path.stat().st_size < known["bytes"]:
                 complete = False
+            elif is_the_one(path, known):
+                os.truncate(path, known["bytes"])
             else:
-                os.truncate(path, size)
-        return complete and all((self.folder / name).exists() for name in mark["files"])
+                set_aside(path, path.name.replace("tfevents", "damaged"))  # TensorBoard does not read it
+                complete = False
+        return complete
 
     def _look(self) -> Iterator[tuple[int, str]]:
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
