@@ -117,7 +117,9 @@ class Federation:
         self.history = list(extra.get("history", []))
         self.server.failures = list(extra.get("failures", []))
         loop = self.engine.runner.loop
-        loop.reason = loop.reason or extra.get("local_loop")  # a run that is over trains no more, and tells all the same
+        loop.reason = loop.reason or extra.get(
+            "local_loop"
+        )  # a run that is over trains no more, and tells all the same
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
         marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra.get(name)) for name in MARKS}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 
 def is_writer() -> bool:
@@ -34,6 +36,23 @@ def write_text_atomically(path: Path, text: str) -> None:
         sync(file.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return what a JSON or YAML file of a run holds.
+
+    Raises:
+        ValueError: If it is damaged; the sentence says where.
+    """
+    try:
+        text = path.read_text()
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is damaged ({reason}). Put it back from a copy, or make the run again.") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged (it holds no entries). Put it back from a copy, or make the run again.")
+    return found
 
 
 def sync(file: int) -> None:

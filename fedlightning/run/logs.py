@@ -1,7 +1,7 @@
 """The run's loggers, killed and resumed: whatever logger it is, every round is in it once.
 
-`metrics.csv` holds every score of the rounds that a saved state knows. So a resumed run takes each logger back to where it stood
-when the state was saved (:mod:`fedlightning.run.stores`), and gives it the rounds that it lacks from there.
+`metrics.csv` holds every score of the rounds that a saved state knows. So a resumed run takes each logger back to where it
+stood when the state was saved (:mod:`fedlightning.run.stores`), and gives it the rounds that it lacks from there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Signals to a run: a sentence, an exit code, a state that is whole, and none of them reaches a client's Trainer.
 
-SIGTERM, SIGHUP and Ctrl-C end the run at once; what is on disk is complete at every instant. SIGUSR1 and SIGUSR2 of SLURM end it
-after the round, and SLURM is asked to start the job again.
+SIGTERM, SIGHUP and Ctrl-C end the run at once; what is on disk is complete at every instant. SIGUSR1 and SIGUSR2 of SLURM
+end it after the round, and SLURM is asked to start the job again.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class StopRequest:
 def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopRequest]:
     """Within the block, answer signals.
 
-    A handler that somebody else has installed stays, as does a signal that is ignored (`nohup`); except that Lightning's handler
-    for SLURM, which saves a checkpoint of whatever client is being trained and requeues the job, is not installed where there is
-    one already. In other threads than the main one signals stay as they are.
+    A handler that somebody else has installed stays, as does a signal that is ignored (`nohup`). Lightning's handler for
+    SLURM, which saves a checkpoint of whatever client is being trained and requeues the job, is not installed where there
+    is one already. In other threads than the main one signals stay as they are.
 
     Args:
         progress: Gives the rounds of the saved state, and the rounds of the run.
@@ -83,7 +83,7 @@ def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopReque
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    handlers = {number: request.after_round for number in SIGNALS} if SLURMEnvironment.detect() else {}
+    handlers = dict.fromkeys(SIGNALS, request.after_round) if SLURMEnvironment.detect() else {}
     handlers |= {number: request.at_once for number in ENDINGS if signal.getsignal(number) == signal.SIG_DFL}
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         handlers[signal.SIGINT] = request.at_once
@@ -119,7 +119,11 @@ def ignore_stop_requests() -> None:
 
 def of_first_rank(value: Any) -> Any:
     """Return the value of the first process of a group, in all of them: they stop after the same round, or wait for ever."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         agreed = [value]
         torch.distributed.broadcast_object_list(agreed, src=0)
         return agreed[0]

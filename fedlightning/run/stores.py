@@ -1,7 +1,7 @@
 """What Lightning's loggers keep, and how a resumed run goes on in it; a kind of logger, a class.
 
-A *mark* says what a logger held when a state was saved. :meth:`Store.reopen` brings the logger back to it: files are cut, runs
-of a tracking server are found again by their ids.
+A *mark* says what a logger held when a state was saved. :meth:`Store.reopen` brings the logger back to it: files are cut,
+runs of a tracking server are found again by their ids.
 """
 
 from __future__ import annotations
@@ -176,8 +176,10 @@ class CSVStore(FileStore):
         if not self.file.exists():
             return False
         with self.file.open("rb") as file:
-            same_columns = file.readline().decode(errors="replace") == mark["header"]
-        if same_columns and mark["bytes"] <= self.file.stat().st_size and not is_the_one(self.file, mark):
+            header = file.readline().decode(errors="replace")
+        known, columns = (set(next(csv.reader([line]), [])) for line in (mark["header"], header))
+        whole = self.file.stat().st_size >= mark["bytes"]
+        if not known <= columns or (known == columns and whole and not is_the_one(self.file, mark)):
             set_aside(self.file, "metrics.damaged.csv")
             return False
         end, lines = self._end_of(mark["lines"])

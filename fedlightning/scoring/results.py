@@ -181,17 +181,25 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV that :func:`write_rows` wrote; empty if there is none.
 
     A last line that was cut off when the process was killed is left out.
+
+    Raises:
+        ValueError: If another line is no row of scores.
     """
     if not path.exists():
         return []
-    text = path.read_text()
-    complete = text[: text.rfind("\n") + 1]
-    return [
-        Row(
-            round=int(line["round"]),
-            value=float(line["value"]),
-            num_samples=int(line["num_samples"]),
-            **{name: line[name] for name in COLUMNS if name not in ("round", "value", "num_samples")},
-        )
-        for line in csv.DictReader(complete.splitlines())
-    ]
+    text = path.read_text(errors="replace")
+    lines = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    try:
+        return [
+            Row(
+                round=int(line["round"]),
+                value=float(line["value"]),
+                num_samples=int(line["num_samples"]),
+                **{name: line[name] for name in COLUMNS if name not in ("round", "value", "num_samples")},
+            )
+            for line in lines
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{path} is damaged: line {lines.line_num} is no row of scores. Put it back from a copy."
+        ) from None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from fedlightning.run.files import read_mapping
 from fedlightning.scoring.metrics import bare
 from fedlightning.scoring.results import Row, read_rows
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
@@ -117,8 +115,8 @@ def load_run(path: str | Path, name: str | None = None, error: str | None = None
             f"{folder} has no summary.json, so it is not a finished run. Give a run's folder, as in "
             "runs/quickstart/version_0, or the --out folder of a compare."
         )
-    summary = json.loads(summary_file.read_text()) if summary_file.exists() else {}
-    config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
+    summary = read_mapping(summary_file) if summary_file.exists() else {}
+    config = read_mapping(config_file) if config_file.exists() else {}
     return Run(
         name=name or folder.resolve().parent.name,
         seed=int(summary.get("seed", 0)),
@@ -149,7 +147,7 @@ def load_study(paths: Iterable[str | Path]) -> list[Run]:
 
 
 def _runs_of(folder: Path) -> list[Run]:
-    study = json.loads((folder / STUDY_FILE).read_text())
+    study = read_mapping(folder / STUDY_FILE)
     added = {method["name"] for method in study["methods"] if method.get("baseline")}
     runs = []
     for entry in study["runs"]:

@@ -1,7 +1,7 @@
 """Runs that are killed at any write: `SIGKILL` from inside, at the n-th time that a process touches a file of the run.
 
-A victim is forked from this process, which has imported everything, so a kill costs what a tiny run costs. Which files there are
-and what is in them does not matter: an audit hook sees them opened, renamed, linked, cut and removed, and `fsync` is counted too.
+A victim is forked from this process, which has imported everything, so a kill costs what a tiny run costs. Which files there
+are and what is in them does not matter: an audit hook sees them opened, renamed, linked, cut and removed; `fsync` counts too.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -120,7 +121,10 @@ def test_during_an_evaluation(tmp_path, whole, monkeypatch):
 
 
 def test_before_round_1(tmp_path, whole):
-    assert ended(tmp_path, Sender("before round 1")) == "SIGTERM ended the run before it had saved a state. Start it again."
+    assert (
+        ended(tmp_path, Sender("before round 1"))
+        == "SIGTERM ended the run before it had saved a state. Start it again."
+    )
     same(run(tmp_path).server.model, whole.server.model)
 
 
@@ -148,10 +152,8 @@ class Swallower(FederatedCallback):
     takes_part = False
 
     def on_round_start(self, server):
-        try:
+        with contextlib.suppress(BaseException):
             send("SIGTERM", 1)
-        except BaseException:
-            pass
 
 
 def test_code_that_swallows_it_ends_after_the_round(tmp_path):

@@ -1,4 +1,4 @@
-"""Stand-ins for the packages wandb and mlflow, as far as Lightning's loggers call them: a server that outlives its clients."""
+"""Stand-ins for the packages wandb and mlflow, as far as Lightning's loggers call them: servers."""
 
 from __future__ import annotations
 

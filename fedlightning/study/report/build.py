@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedlightning.run.files import read_mapping
 from fedlightning.study.export import write_comparison
 from fedlightning.study.problems import Problem
 from fedlightning.study.report.context import LABELS, Context
@@ -136,7 +136,7 @@ def _groups(runs: Sequence[Path]) -> dict[str, list[Path]]:
 
 def _about(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
     return {
-        name: json.loads((paths[0] / STUDY_FILE).read_text()) if (paths[0] / STUDY_FILE).exists() else {}
+        name: read_mapping(paths[0] / STUDY_FILE) if (paths[0] / STUDY_FILE).exists() else {}
         for name, paths in _groups(runs).items()
     }
 
