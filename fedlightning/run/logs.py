@@ -128,9 +128,13 @@ class Logs:
 
 
 def _means(rows: Iterable[Row]) -> dict[str, Any]:
-    """Return what loggers get: means over clients, of the models as they stand."""
+    """Return what loggers get: means over clients, of the models as they stand; a third model's under its name."""
     return {
-        f"{row['split']}/{row['stage']}/{row['data']}/{row['metric']}": row["mean"]
+        "/".join((row["split"], row["stage"], row["data"], row["metric"], *_name_of(row["model"]))): row["mean"]
         for row in summarise(row for row in rows if row.split != "test" and row.checkpoint == LATEST)
         if row["mean"] is not None
     }
+
+
+def _name_of(model: str) -> tuple[str, ...]:
+    return () if model in ("global", "personal") else (model,)

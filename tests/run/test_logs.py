@@ -15,8 +15,9 @@ from fedlightning import FederatedCallback
 from fedlightning.callbacks import LocalAdaptation
 from fedlightning.cli import main
 from fedlightning.errors import ConfigurationError
-from fedlightning.run.logs import BEGINNING
+from fedlightning.run.logs import BEGINNING, Logs
 from fedlightning.run.stores import ROUND
+from fedlightning.scoring.results import Row
 from tests.experiments.tiny import small
 from tests.helpers import Toy, make_trainer, toy_data
 from tests.run.trackers import MLFlowServer, WandbServer
@@ -319,3 +320,12 @@ def test_a_logger_that_nobody_knows(tmp_path, monkeypatch):
         run(tmp_path, [Unknown("a"), Unknown("b")], Stop(2))
     run(tmp_path, [Unknown("a"), Unknown("c")])
     assert Unknown.kept == {"a": [1, 2, 3, 4], "b": [1, 2], "c": [1, 2, 3, 4]}
+
+
+def test_models_of_one_stage_have_values_of_their_own():
+    logger = Unknown("a")
+    logger.log_metrics = lambda metrics, step: logger.buffer.append(metrics)
+    Logs([logger]).log(
+        [Row(1, "L2", m, "latest", "local", "val", "0", "loss", v, 1) for m, v in (("global", 1.0), ("k", 2.0))]
+    )
+    assert Unknown.kept.pop("a") == [{"val/L2/local/loss": 1.0, "val/L2/local/loss/k": 2.0}]
