@@ -314,9 +314,7 @@ def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | Non
     if isinstance(value, bool) or value is None:
         if not value or run is None:
             return []
-        # CSVLogger empties the folder it is given: a resumed run logs into the next one
-        taken = sum(1 for _ in run.path.glob("logs*"))
-        return [CSVLogger(run.path, name="", version=f"logs_{taken + 1}" if taken else "logs")]
+        return [CSVLogger(run.path, name="", version="logs")]
     for item in value:
         if not isinstance(item, Logger):
             raise ConfigurationError(

@@ -31,7 +31,8 @@ examples:
   fedlightning compare configs/heart_disease/*.yaml --seeds 5 --out runs/heart
   fedlightning algorithms fenda
 
-Exit codes: 0 success, 1 a crash or failed runs, 2 bad input (one sentence says what is wrong), 130 interrupted.
+Exit codes: 0 success, 1 a crash or failed runs, 2 bad input (one sentence says what is wrong), 130 interrupted,
+128 and the signal's number after another signal (143 for SIGTERM).
 """
 
 
@@ -42,7 +43,7 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Words after `fedlightning` on the command line. `None` takes those of `sys.argv`.
 
     Returns:
-        0 for success, 1 for a crash or failed runs, 2 for bad input, 130 after Ctrl-C.
+        0 for success, 1 for a crash or failed runs, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM.
     """
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words or os.environ.get("FEDLIGHTNING_DEBUG", "0") not in ("", "0")

@@ -32,7 +32,7 @@ from fedlightning.run.fingerprint import fingerprint
 from fedlightning.run.folder import AUTO, RunFolder, find_last, find_resumable, folder_of
 from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
-from fedlightning.run.signals import requeue, stop_requests
+from fedlightning.run.signals import StopRequest, of_first_rank, requeue, stop_requests
 from fedlightning.scoring.results import Row, summarise
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.runner import LocalRunner
@@ -228,6 +228,7 @@ class FederatedTrainer:
         self.evaluate_data = tuple(evaluate_data if evaluate_data is not None else (LOCAL,))
         self.recorder = Recorder()
         self.federation: Federation | None = None
+        self.stopped_by: StopRequest | None = None
         self.config: str | None = None
         self._logger_argument = logger
         self._max_time = arguments.parse_time(max_time)
@@ -307,7 +308,9 @@ class FederatedTrainer:
         arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         run, is_new = self._find_run(resume)
+        self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
+            request = stack.enter_context(stop_requests(self._saved))
             lock = None
             if run is not None and not is_new:
                 lock = stack.enter_context(only_writer(run.path))
@@ -317,6 +320,8 @@ class FederatedTrainer:
                 if run is not None:
                     lock = stack.enter_context(only_writer(run.path))
                     run.refuse_used(discard_unsaved=resume == AUTO)
+                if federation.save_every > 0 and self.recorder.writes:
+                    self.recorder.logs.begin()
             else:
                 federation.restore(True, allow_config_change, trust_old_state)
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:
@@ -325,7 +330,7 @@ class FederatedTrainer:
                 federation.remember_decisions()
                 self.callbacks.event("on_federation_start", federation.server)
             stack.enter_context(closing(federation.engine))
-            request = stack.enter_context(stop_requests())
+            stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
             with self._progress() as progress:
                 while federation.rounds_done < self.max_rounds:
                     federation.server.round = federation.rounds_done
@@ -334,16 +339,19 @@ class FederatedTrainer:
                     progress.round_ended(federation.server.round, rows)
                     if lock is not None:
                         lock.beat()
-                    if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():
-                        break
-                    if request.name is not None:
+                    request.check()
+                    over = self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds()
+                    over, request.name = of_first_rank((over, request.name))
+                    if over or request.name is not None:
                         break
             federation.finish()
             federation.summarise(self.arguments)
             federation.export()
             self.recorder.close()
-            if request.name is not None and federation.rounds_done < self.max_rounds and is_writer():
-                requeue(request, federation.rounds_done, self.max_rounds)
+            if request.name is not None and federation.rounds_done < self.max_rounds:
+                self.stopped_by = request
+                if is_writer():
+                    requeue(request, federation.rounds_done, self.max_rounds)
 
     def restore(
         self, model: LightningModule, datamodule: LightningDataModule, run: str | Path, trust_old_state: bool = False
@@ -499,6 +507,9 @@ class FederatedTrainer:
         if self.federation is None:
             raise RuntimeError("This FederatedTrainer has no federation yet. Call fit(), or fit(resume=...), first.")
         return self.federation
+
+    def _saved(self) -> tuple[int, int]:
+        return 0 if self.federation is None else self.federation.rounds_saved, self.max_rounds
 
     def _progress(self) -> Any:
         from fedlightning.run.progress import NoProgress, RichProgress

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console
+
 from fedlightning.commands.folders import find_run, leave_nothing, to_resume, with_run_config
 from fedlightning.commands.partition import PartitionCommand
 from fedlightning.commands.terminal import console, shown
@@ -75,12 +77,18 @@ class Commands(FederatedCLI):
                 leave_nothing(self.trainer)
             raise
         results = self.trainer.results
+        stopped = self.trainer.stopped_by
         has_tests = any(self.datamodule.num_samples(client, "test") for client in self.datamodule.client_ids)
-        if test_after_fit and has_tests:
+        if test_after_fit and has_tests and stopped is None:
             self.trainer.test(checkpoint="all")
             results = self.trainer.results
-        if not is_writer():
-            return
+        if is_writer():
+            self._show(results, screen)
+        if stopped is not None:
+            raise SystemExit(stopped.code)
+
+    def _show(self, results: list[dict[str, Any]], screen: Console) -> None:
+        """Print the results of a fit."""
         splits = {row["split"] for row in results}
         print_results(results, "test" if "test" in splits else "val", screen)
         line = failures_line(self.trainer.summary.get("failures", []), len(self.datamodule.client_ids))

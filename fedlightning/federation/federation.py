@@ -28,6 +28,9 @@ from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import Row, not_scored
 from fedlightning.visit.requests import Evaluate
 
+MARKS = ("metrics", "loggers")
+"""What a saved state knows of the recorder."""
+
 
 @dataclass
 class Federation:
@@ -46,6 +49,7 @@ class Federation:
         fingerprint: Gives what must not change when the run is resumed.
         changes: What has changed all the same, because the user allowed it.
         rounds_done: Finished rounds.
+        rounds_saved: Rounds of the newest saved state.
         final_done: Whether the visits after the last round have happened.
         seconds: Time spent, over interruptions.
         history: Cost of each round: `round`, `bytes_up`, `bytes_down`, `steps`, `seconds`.
@@ -63,10 +67,11 @@ class Federation:
     fingerprint: Callable[[], dict[str, Any]] = dict
     changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
+    rounds_saved: int = 0
     final_done: bool = False
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
-    _of_rounds: dict[str, Any] | None = None  # mark of metrics.csv before the visits after the last round
+    _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
     _clock: float = field(default_factory=time.monotonic)
     _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
 
@@ -111,6 +116,7 @@ class Federation:
         run = self.recorder.run
         assert run is not None
         self.rounds_done, extra = restore_state(run.last, self.server, self.store, trust_old)
+        self.rounds_saved = self.rounds_done
         before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
         changed = differences(before, self.lasting) if go_on else []
         if changed and not allow_changes:
@@ -126,12 +132,19 @@ class Federation:
         self.history = list(extra.get("history", []))
         self.server.failures = list(extra.get("failures", []))
         self.server.explosions = Explosions.of(extra.get("explosions", {}))
+        loop = self.engine.runner.loop
+        loop.reason = loop.reason or extra.get(
+            "local_loop"
+        )  # a run that is over trains no more, and tells all the same
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
-        mark = extra.get("metrics" if self.final_done else "metrics_of_rounds", extra.get("metrics"))
+        marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra.get(name)) for name in MARKS}
+        mark = marks.get("metrics")
         if go_on:
             rows = run.keep_rounds(scored, mark)
             self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
+            more = bool(extra.get("final", False)) and not self.final_done
+            self.recorder.reopen_logs(marks, scored, differs=more or bool(changed))
         else:
             self.recorder.start_with(run.read_rows(scored, mark))
         self.server.round = self.last_round
@@ -242,12 +255,15 @@ class Federation:
                 "final": self.final_done,
                 "history": self.history,
                 "lasting": self.lasting,
-                "metrics": self.recorder.run.metrics.mark(),
-                **({"metrics_of_rounds": self._of_rounds} if self._of_rounds is not None else {}),
+                **self.recorder.mark(),
+                **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
                 "failures": self.server.failures,
                 "explosions": self.server.explosions.plain(),
+                "local_loop": self.engine.runner.loop.reason,
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
+            self.rounds_saved = self.rounds_done
+            self.recorder.logs.begun()
 
     def finish(self) -> None:
         """Carry out the final visits if all rounds are done, then end the federation for the callbacks."""
@@ -272,7 +288,7 @@ class Federation:
             if update.error is not None:
                 server.note_failure(update.client, update.error, when="After the last round")
         if self.recorder.run is not None and self.recorder.writes:
-            self._of_rounds = self.recorder.run.metrics.mark()
+            self._of_rounds = self.recorder.mark()
         if "L1" in self.stages and self.evaluate_every > 0:
             self.recorder.record(stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data)))
         self.final_done = True

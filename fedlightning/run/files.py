@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TAKEN = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
@@ -148,6 +149,23 @@ def _lines(value: Any, levels: int, end: str, default: Callable[[Any], Any] | No
         entries = [below(one) for one in value]
     first, last = "{}" if isinstance(value, dict) else "[]"
     return first + end + " " + f",{end} ".join(entries) + end + last
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return what a JSON or YAML file of a run holds.
+
+    Raises:
+        UnreadableError: If it is damaged; the sentence says where.
+    """
+    way_out = "Put it back from a copy, or make the run again."
+    try:
+        text = path.read_text()
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UnreadableError(f"{path} is damaged ({' '.join(str(error).split())}). {way_out}") from None
+    if not isinstance(found, dict):
+        raise UnreadableError(f"{path} is damaged (it holds no entries). {way_out}")
+    return found
 
 
 def sync(file: int) -> None:
