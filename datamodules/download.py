@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.error import URLError
 
-
 LARGEST = 2**30
 """Bytes after which a download is broken off: more than any file of the data sets here has."""
 

@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.federate import federate
+from fedlightning.datamodules.federate import federate, suited
 from fedlightning.datamodules.labels import encode, read_keys
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.partitioners import NaturalPartitioner
@@ -46,7 +46,7 @@ class Partitioned(IndexedFederatedDataModule):
         test_fraction: Share of a client's samples for testing if there is no test loader; 0 means no test split.
         labels: An array, a function `dataset -> array`, a mapping from split to one of these, or the name of an
             attribute or item. `None` searches as `fedlightning.datamodules.labels.read_keys` describes; a pass over all
-            samples is only made if the partitioner needs labels.
+            samples is only made if the partitioner needs labels. `False` says that there are none (a regression).
         seed: Seed of every random choice.
         batch_size: Batch size of every loader. `None` keeps each loader's own.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
@@ -82,6 +82,7 @@ class Partitioned(IndexedFederatedDataModule):
         self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self._override, self.val_seed = batch_size, val_seed
+        self._divides = partitioner
         for hook in _BATCH_HOOKS:
             # Only where the wrapped module has its own: Lightning prefers the data module's hook to the model's.
             if getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook):
@@ -145,7 +146,7 @@ class Partitioned(IndexedFederatedDataModule):
 
     @property
     def partition_name(self) -> str:
-        return self.partitioner.describe()
+        return self._divides.describe()
 
     def prepare_data(self) -> None:
         """Call the wrapped module's `prepare_data`."""
@@ -183,7 +184,7 @@ class Partitioned(IndexedFederatedDataModule):
         datasets = {split: loader.dataset for split, loader in loaders.items()}
         labels, keys = self._keys(datasets)
         ids, splits = federate(
-            self.partitioner,
+            self._divides,
             datasets,
             labels,
             keys,
@@ -217,16 +218,11 @@ class Partitioned(IndexedFederatedDataModule):
         labels = encode(
             {split: read_keys(data, split, self.labels, walk=needs == "labels") for split, data in datasets.items()}
         )
+        self._divides = suited(self.partitioner, labels, type(self.datamodule).__name__)
+        needs = self._divides.needs
         if needs == "nothing":
             return labels, {split: len(data) for split, data in datasets.items()}
         if needs == "labels":
-            for split, found in labels.items():
-                if found is None:
-                    raise ValueError(
-                        f"{type(self.partitioner).__name__} divides samples by label, and the {split} data of "
-                        f"{type(self.datamodule).__name__} shows none; pass labels= (an array, or a function "
-                        "dataset -> array), or use a partitioner that needs none: IIDPartitioner(stratified=False)."
-                    )
             return labels, dict(labels)
         natural = self.partitioner
         source: Any = "groups"

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-
 LARGEST_IDX = 2**30
 """Bytes of an idx file's array that are read where the caller knows no better bound; EMNIST's largest has 0.55e9."""
 LARGEST_BATCH = 2**26

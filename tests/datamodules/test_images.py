@@ -285,7 +285,7 @@ def test_damaged_cifar_pickles_are_refused(tmp_path, code):
     (tmp_path / "data_batch_1").write_bytes(code)
 
     def read():
-        with pytest.raises(ValueError, match="data_batch_1 is damaged .* delete it"):
+        with pytest.raises(ValueError, match=r"data_batch_1 is damaged .* delete it"):
             cifar_batches(tmp_path, ["data_batch_1"])
 
     assert peak(read) < 2_000_000

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from lightning.pytorch.demos.boring_classes import BoringDataModule
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -220,12 +221,24 @@ class Stream(IterableDataset):
         ),
         (lambda: [DataLoader(tensors()), DataLoader(tensors())], "is a list"),
         (lambda: None, "no train_dataloader"),
-        (lambda: DataLoader(TensorDataset(torch.zeros(9), torch.rand(9))), "pass labels="),
     ],
 )
 def test_what_cannot_be_divided_is_refused_in_a_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         ready(TrainOnly(make), IIDPartitioner(2))
+
+
+def test_unlabelled_data_are_cut_at_random_and_it_is_said():
+    with pytest.warns(UserWarning, match="BoringDataModule have no class labels, so IIDPartitioner cuts them at random"):
+        data = ready(BoringDataModule(), IIDPartitioner(3))
+    assert [data.num_samples(client) for client in data.client_ids] == [22, 21, 21]
+    assert data.num_classes is None and "stratified=False" in data.partition_name
+    with pytest.raises(ValueError, match="DirichletPartitioner divides samples by label, and the train data of Boring"):
+        ready(BoringDataModule(), DirichletPartitioner(3, 0.5))
+    labelled = Partitioned.from_datasets(tensors(), partitioner=IIDPartitioner(2), labels=False)
+    with pytest.warns(UserWarning, match="no class labels"):
+        labelled.setup()
+    assert labelled.num_classes is None
 
 
 def test_partitioners_without_labels_need_none():
