@@ -229,7 +229,9 @@ def test_what_cannot_be_divided_is_refused_in_a_sentence(make, sentence):
 
 
 def test_unlabelled_data_are_cut_at_random_and_it_is_said():
-    with pytest.warns(UserWarning, match="BoringDataModule have no class labels, so IIDPartitioner cuts them at random"):
+    with pytest.warns(
+        UserWarning, match="BoringDataModule have no class labels, so IIDPartitioner cuts them at random"
+    ):
         data = ready(BoringDataModule(), IIDPartitioner(3))
     assert [data.num_samples(client) for client in data.client_ids] == [22, 21, 21]
     assert data.num_classes is None and "stratified=False" in data.partition_name
