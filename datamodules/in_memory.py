@@ -121,7 +121,9 @@ def _joined(union: ConcatDataset[Any]) -> Any:
     if known is not None and known[0] == made_of:
         return known[1]
     columns = [
-        torch.cat([own[place] if rows is None else own[place][rows] for own, (_, rows) in zip(tensors, found, strict=True)])
+        torch.cat(
+            [own[place] if rows is None else own[place][rows] for own, (_, rows) in zip(tensors, found, strict=True)]
+        )
         for place in range(len(first))
     ]
     made: Any = TensorDataset(*columns)

@@ -154,9 +154,7 @@ class SampledBatches:
 
     def _batches(self) -> Iterator[list[Tensor]]:
         device, held = self._device, self.indices
-        batch_of = (
-            gather(self.source) if device.type == "cpu" else partial(rows_on_device, self.source, device)
-        )
+        batch_of = gather(self.source) if device.type == "cpu" else partial(rows_on_device, self.source, device)
         for chosen in self._positions():
             rows = chosen if held is None else held[chosen]
             yield batch_of(rows if device.type == "cpu" else rows.to(device))

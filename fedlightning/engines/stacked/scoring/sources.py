@@ -168,9 +168,9 @@ def stacked_batch(sources: Sequence[Rows | Iterated], index: int, device: torch.
         rows = [source.rows(index) for source in held]
         if any(source.source is not first.source for source in held):
             return [
-                torch.stack([
-                    source.parts[place].index_select(0, own) for source, own in zip(held, rows, strict=True)
-                ]).to(device)
+                torch.stack(
+                    [source.parts[place].index_select(0, own) for source, own in zip(held, rows, strict=True)]
+                ).to(device)
                 for place in range(len(first.parts))
             ]
         chosen = torch.cat(rows).to(device)
