@@ -90,7 +90,9 @@ class Classifier(SupervisedModule):
         if focal_gamma is not None and not (0.0 <= focal_gamma < math.inf):
             raise ValueError(f"Classifier(focal_gamma={focal_gamma}): it must be 0 or more; None is cross entropy.")
         if focal_gamma is not None and label_smoothing:
-            raise ValueError("Classifier got focal_gamma and label_smoothing; focal loss has no smoothing. Use one of them.")
+            raise ValueError(
+                "Classifier got focal_gamma and label_smoothing; focal loss has no smoothing. Use one of them."
+            )
         if class_weights is not None:
             if len(class_weights) != max(2, num_classes):
                 raise ValueError(

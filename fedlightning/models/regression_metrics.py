@@ -63,9 +63,7 @@ class RegressionMetrics(Metric):
         prediction = dim_zero_cat(self.prediction).cpu().double()
         target = dim_zero_cat(self.target).cpu().double()
         mse = mean_squared_error(prediction.flatten(), target.flatten())
-        by_target = [
-            (r2(one, other), pearson(one, other)) for one, other in zip(prediction.T, target.T, strict=True)
-        ]
+        by_target = [(r2(one, other), pearson(one, other)) for one, other in zip(prediction.T, target.T, strict=True)]
         scores = {
             "loss": dim_zero_cat(self.losses).cpu().double().sum() / len(target),
             "mse": mse,

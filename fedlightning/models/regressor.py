@@ -32,8 +32,8 @@ class Regressor(SupervisedModule):
         net: The network. `net(x)` returns the predictions.
         optimizer: Makes the optimizer from the parameters. `None` is `torch.optim.SGD` with `lr`.
         scheduler: Makes the learning-rate scheduler from the optimizer. `ReduceLROnPlateau` monitors `val_loss`.
-        lr: Learning rate of the default optimizer; `None` is 0.01. Not allowed together with `optimizer`. Standardised
-            features and targets (`TabularFederatedDataModule`) train with it.
+        lr: Learning rate of the default optimizer; `None` is 0.01. Not allowed together with `optimizer`. Features and
+            targets of order 1 train with it.
         loss: `"mse"`, the squared error; `"l1"`, the absolute error; or `"huber"`, squared below `huber_delta` and
             absolute beyond.
         huber_delta: Error at which the Huber loss changes (Huber 1964).
@@ -118,11 +118,11 @@ class Regressor(SupervisedModule):
                 f"{type(self.net).__name__} returned predictions of shape {given[0]} for targets of shape {given[1]}. "
                 "Give the network one output for each target of a sample."
             )
-        wide = [value.float() if not value.is_floating_point() or value.element_size() < 4 else value for value in columns]
+        wide = [
+            value.float() if not value.is_floating_point() or value.element_size() < 4 else value for value in columns
+        ]
         return wide[0], wide[1].to(wide[0].dtype)
 
     def _score(self, metrics: RegressionMetrics, batch: Any) -> None:
         prediction, y = self._predicted(batch)
         metrics.update(prediction, y, self.loss(prediction, y))
-
-
