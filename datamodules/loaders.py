@@ -145,5 +145,6 @@ def _addressed(loader: Any, client: str, split: str) -> Any:
     except ValueError:  # with replacement, or batches of its own
         return loader
     options["collate_fn"] = loader.collate_fn
-    order = AddressedSampler(len(loader.dataset), f"{client}, generator {sampler.generator.initial_seed()}")
+    size = len(sampler.data_source)
+    order = AddressedSampler(size, f"{client}, generator {sampler.generator.initial_seed()}")
     return DataLoader(loader.dataset, sampler=order, generator=order.generator, **options)

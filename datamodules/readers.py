@@ -78,7 +78,7 @@ def read_idx(path: Path, dimensions: int, most: Sequence[int] | None = None) -> 
                 has = f"{size} bytes of gzip cannot hold them" if packed else f"it has {size - begin}"
                 raise ValueError(f"{path} is truncated or too long: {said}, {has}; {again}.")
             array = np.empty(expected, dtype=np.uint8)
-            got, room = 0, memoryview(array)
+            got, room = 0, memoryview(array.data)
             while got < expected and (count := file.readinto(room[got : got + _CHUNK])):
                 got += count
             rest = file.read(1)

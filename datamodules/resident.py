@@ -24,7 +24,6 @@ from fedlightning.datamodules.in_memory import is_plain, rows_of, tensors_of
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
 
-
 WHOLE_ORDER = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 """Samplers that draw the order of an epoch when its first sample is asked for, and nothing later."""
 

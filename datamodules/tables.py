@@ -33,7 +33,7 @@ class Column:
 
 
 def read_table(path: Path, delimiter: str = ",") -> dict[str, Column]:
-    """Return the columns of a CSV file with a header, by name.
+    r"""Return the columns of a CSV file with a header, by name.
 
     Args:
         path: The file, in UTF-8.
@@ -49,7 +49,7 @@ def read_table(path: Path, delimiter: str = ",") -> dict[str, Column]:
         >>> from fedlightning.datamodules.tables import read_table
         >>> with TemporaryDirectory() as folder:
         ...     path = Path(folder, "patients.csv")
-        ...     _ = path.write_text("age,sex\\n63,f\\n?,m\\n")
+        ...     _ = path.write_text("age,sex\n63,f\n?,m\n")
         ...     table = read_table(path)
         >>> table["age"].numbers, table["sex"].cells
         (array([63., nan]), ['f', 'm'])
@@ -142,7 +142,7 @@ def levels_of(column: Column) -> list[str]:
     levels = sorted({cell for cell in column.cells if cell})
     if len(levels) > MOST_LEVELS:
         raise ValueError(
-            f"Column {column.name!r} has {len(levels)} different words, such as {levels[0]!r}; that is a name or a text, not a "
-            f"category. Leave it out with drop: [{column.name}]."
+            f"Column {column.name!r} has {len(levels)} different words, such as {levels[0]!r}; that is a name or a text, "
+            f"not a category. Leave it out with drop: [{column.name}]."
         )
     return levels

@@ -22,7 +22,7 @@ MOST_CLASSES = 20
 
 
 class TabularFederatedDataModule(IndexedFederatedDataModule):
-    """A CSV file with a header: one row a sample, one column the target, and perhaps one that names the client.
+    r"""A CSV file with a header: one row a sample, one column the target, and perhaps one that names the client.
 
     `x` is float32 `(batch, features)`: columns of numbers as they are named in the header, and for each column of words
     one 0-1 column a word (`feature_names`). `y` is int64 `(batch,)` for a classification, with the classes in ascending
@@ -71,7 +71,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         >>> with TemporaryDirectory() as folder:
         ...     path = Path(folder, "patients.csv")
         ...     rows = [f"{40 + i},{'fm'[i % 2]},{'Rome' if i < 12 else 'Oslo'},{i % 2}" for i in range(20)]
-        ...     _ = path.write_text("\\n".join(["age,sex,hospital,ill", *rows]))
+        ...     _ = path.write_text("\n".join(["age,sex,hospital,ill", *rows]))
         ...     data = TabularFederatedDataModule(path, target="ill", client="hospital", batch_size=4)
         ...     data.setup()
         >>> data.client_ids, data.feature_names, data.class_names

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.core.mixins import HyperparametersMixin
+from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 
 # The context variable is private, and there is no public way to give hyper-parameters to one object alone.
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
@@ -52,7 +52,7 @@ class Maker:
         if type(class_type).__call__ is not type.__call__:  # it makes its objects in another way
             with _given_hyperparameters_context(given, INSTANTIATOR):
                 return class_type(**kwargs)
-        made = class_type.__new__(class_type, **kwargs)
+        made: Any = class_type.__new__(class_type, **kwargs)  # type: ignore[call-overload]
         with only_for(made, given):
             made.__init__(**kwargs)
         return made

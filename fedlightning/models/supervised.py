@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from fedlightning.models.heads import head_name
 from fedlightning.models.recipes import INSTANTIATOR, callable_recipe, net_recipe, plain_factory
@@ -30,8 +29,8 @@ class SupervisedModule(LightningModule):
 
     shown: tuple[str, ...] = ("loss",)
     """Scores that the progress bar shows."""
-    val_metrics: Metric
-    test_metrics: Metric
+    val_metrics: Any
+    test_metrics: Any
 
     def take_over(self, net: nn.Module, optimizer: Any, scheduler: Any, lr: float, scheduler_interval: str) -> None:
         """Keep the network and what makes its optimizer, and write down how they were made.

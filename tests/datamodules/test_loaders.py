@@ -67,7 +67,7 @@ def test_what_is_no_single_loader_is_refused_in_a_sentence(loader, sentence):
 
 @pytest.mark.parametrize("given", [[DataLoader(data())], DataLoader(data())])
 def test_a_list_where_a_mapping_is_meant(given):
-    with pytest.raises(ValueError, match="train_dataloaders is a (list|DataLoader). Pass one loader per client"):
+    with pytest.raises(ValueError, match=r"train_dataloaders is a (list|DataLoader). Pass one loader per client"):
         make_trainer(None).fit(Toy(), train_dataloaders=given)
 
 
