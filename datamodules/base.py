@@ -281,7 +281,6 @@ class IndexedFederatedDataModule(FederatedDataModule):
             return None
         source = self._splits[split]
         training = split == "train"
-        sampler = AddressedSampler(len(indices), client, shuffle=training and source.shuffle, seed=self.seed)
         options: dict[str, Any] = {
             "batch_size": self.batch_size,
             "num_workers": self.num_workers,
@@ -293,10 +292,11 @@ class IndexedFederatedDataModule(FederatedDataModule):
         if training and source.sampler is not None:
             return self._sampled(source, client, indices, options)
         # Evaluation needs no permutation, but its workers' seeds must not come from the global generator either.
-        seeds = sampler.generator if training else generator(self.seed, "workers", client, split)
-        return DataLoader(
-            IndexView(source.dataset, indices), sampler=sampler if training else None, generator=seeds, **options
-        )
+        view = IndexView(source.dataset, indices)
+        if not training:
+            return DataLoader(view, generator=generator(self.seed, "workers", client, split), **options)
+        sampler = AddressedSampler(len(indices), client, shuffle=source.shuffle, seed=self.seed)
+        return DataLoader(view, sampler=sampler, generator=sampler.generator, **options)
 
     def _sampled(self, source: Split, client: str, indices: Indices, options: dict[str, Any]) -> DataLoader[Any]:
         """Return a training loader whose sampler the user makes. It draws from the global generator of the visit."""

@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
-
 # The context variable is private, and there is no public way to give hyper-parameters to one object alone.
-from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
+from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin, _given_hyperparameters_context
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """What Lightning makes an object with when it reads the hyper-parameters back from a checkpoint."""

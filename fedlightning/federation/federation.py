@@ -13,7 +13,7 @@ from fedlightning.errors import warn
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.loops.synchronous import messages, run_round
-from fedlightning.federation.server import Server
+from fedlightning.federation.server import Scores, Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import export, summary_of
@@ -113,7 +113,11 @@ class Federation:
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
         mark = extra.get("metrics" if self.final_done else "metrics_of_rounds", extra.get("metrics"))
-        self.recorder.start_with(run.keep_rounds(scored, mark) if go_on else run.read_rows(scored, mark))
+        if go_on:
+            rows = run.keep_rounds(scored, mark)
+            self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
+        else:
+            self.recorder.start_with(run.read_rows(scored, mark))
         self.server.round = self.last_round
 
     def check(self) -> None:
@@ -264,8 +268,11 @@ class Federation:
         if checkpoint in ("latest", "all"):
             latest = stage_scores.stage_g(server, self.engine, evaluate)
             rows += latest + stage_scores.stage_l1(server, self.engine, evaluate, latest)
-            trained = (split, "L2", self.rounds_done)
-            rows += [row for row in self.recorder.rows if (row.split, row.stage, row.round) == trained]
+            trained = self.recorder.rows.where(
+                lambda model, stage, checkpoint, data, its_split, metric: (stage, its_split) == ("L2", split),
+                since=self.rounds_done,
+            )
+            rows += [row for row in trained if row.round == self.rounds_done]
         if checkpoint != "latest":
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
@@ -301,9 +308,10 @@ def _explain(server: Server, updates: list[Update]) -> None:
         raise stage_scores.ScoringError(f"No model could be scored at stage {stage}; client '{client}': {reason}")
 
 
-def _by_client(rows: list[Row]) -> dict[tuple[str, str, str, str], dict[str, tuple[float, int]]]:
-    scores: dict[tuple[str, str, str, str], dict[str, tuple[float, int]]] = {}
+def _by_client(rows: list[Row]) -> Scores:
+    scores: Scores = {}
     for row in rows:
-        key = (row.stage, row.data, row.split, row.metric)
+        model = None if row.model in ("global", "personal") else row.model
+        key = (model, row.stage, row.data, row.split, row.metric)
         scores.setdefault(key, {})[row.client] = (row.value, row.num_samples)
     return scores

@@ -7,6 +7,7 @@ copy of its state, so absent clients are treated like those that took part. The 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,8 +21,8 @@ from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Job
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.scoring.results import LATEST, Gap, Row
-from fedlightning.scoring.tasks import EVERYBODY, LOCAL, ScoreClient, ScoredModel, ScoreModel
-from fedlightning.tensors import State, load_state, module_state
+from fedlightning.scoring.tasks import EVERYBODY, LOCAL, Place, ScoreClient, ScoredModel, ScoreModel
+from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.requests import Evaluate, Scores
 
 
@@ -30,16 +31,25 @@ class ScoringError(RuntimeError):
 
 
 def update_rows(updates: Iterable[Update]) -> list[Row]:
-    """Return the L2 scores and training metrics that came with the updates of a round."""
+    """Return the L2 scores and training metrics that came with the updates of a round.
+
+    They go under the model that the client was sent: `"personal"` for the global one, else its key, so that a client
+    that trains several models in a round has a row for each.
+    """
     rows = []
+    trained: Counter[tuple[str, str]] = Counter()
     for update in updates:
         number, client = update.round + 1, update.client
+        model = "personal" if update.origin == GLOBAL else update.origin
+        if update.metrics or update.evaluations:  # a client may train a model of the server more than once in a round
+            trained[client, model] += 1
+            model += f" {trained[client, model]}" if trained[client, model] > 1 else ""
         rows += [
-            Row(number, "L2", "personal", "latest", "local", "train", client, metric, value, update.num_samples)
+            Row(number, "L2", model, "latest", "local", "train", client, metric, value, update.num_samples)
             for metric, value in update.metrics.items()
         ]
         rows += [
-            Row(number, stage, "personal", "latest", data, split, client, metric, value, size)
+            Row(number, stage, model, "latest", data, split, client, metric, value, size)
             for stage, data, split, metric, value, size in update.evaluations
         ]
     return rows
@@ -116,6 +126,10 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
     one_for_all = server.callbacks.role("global_module") is None  # else stage G scored each client's cluster's model
     known_of = _scores_of_global(known if one_for_all else ())
     scored = ScoredModel(server.round + 1, "L1", "personal")
+    taken_over: dict[str, list[Row]] = {}
+    if shared is not None and _deploy_what_is_sent(server, engine, shared):
+        taken_over = _taken_over(server, engine, evaluate, scored, known_of)
+    asked = [client for client in server.clients if client not in taken_over]
     tasks = (
         ScoreClient(
             server.message(Job(client, work=0)),
@@ -125,9 +139,38 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
             shared=shared,
             known=known_of(client, evaluate.data),
         )
-        for client in server.clients
+        for client in asked
     )
-    return _without_gaps(server, (row for rows in engine.map(tasks) for row in rows))
+    found = taken_over | dict(zip(asked, engine.map(tasks), strict=True))
+    return _without_gaps(server, (row for client in server.clients for row in found[client]))
+
+
+def _deploy_what_is_sent(server: Server, engine: Engine, shared: State) -> bool:
+    """Whether a client that keeps no entries of its own deploys the global model, and nobody asks to see it do so."""
+    asked = ("on_broadcast", "personal_module", "on_client_evaluated")
+    if any(callback.claims(name) for callback in server.callbacks for name in asked):
+        return False
+    entries = engine.runner.blueprint.plain_entries({name: server.model[name] for name in server.shared_names()})
+    return entries is not None and equal(entries, shared)
+
+
+def _taken_over(
+    server: Server, engine: Engine, evaluate: Evaluate, scored: ScoredModel, known_of: Callable[..., Known]
+) -> dict[str, list[Row]]:
+    """Return the rows of clients without entries of their own, where stage G has scored the model on all their data."""
+    found: dict[str, list[Row]] = {}
+    if "clients" in evaluate.data:
+        return found
+    wanted = [(split, data) for split in evaluate.splits for data in (LOCAL, POOLED) if data in evaluate.data]
+    for client in server.clients:
+        known = known_of(client, evaluate.data)
+        if all(known.get(place, ({}, 0))[0] for place in wanted) and not engine.store.get(client).personal:
+            found[client] = [
+                row
+                for split, data in wanted
+                for row in Place(client, split, data, known[split, data][1]).rows(scored, known[split, data][0])
+            ]
+    return found
 
 
 Known = dict[tuple[str, str], tuple[Scores, int]]

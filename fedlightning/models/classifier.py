@@ -27,7 +27,7 @@ class Classifier(SupervisedModule):
     entropy on that logit, and everything else uses the equivalent pair of logits `(0, logit)`.
 
     Logged once at the end of an epoch, over all samples: `train_loss` (mean of the epoch, with label smoothing or the
-    focal loss), and with the prefixes `val_` and `test_` the scores `loss` (plain cross entropy, without smoothing), `accuracy`,
+    focal loss), and with the prefixes `val_` and `test_` the scores `loss` (plain cross entropy), `accuracy`,
     `balanced_accuracy`, `f1_macro`, `f1_macro_all`, `auroc` and `ece`. `ClassificationMetrics` defines each of them and
     says when AUROC is NaN. `predict_step` returns probabilities of shape `(batch, num_classes)`, with 2 columns for a
     binary network.
