@@ -5,7 +5,8 @@
 
 Each measurement is a process of its own with one torch thread. The contestants take turns, so that a machine that
 slows down slows all of them. Turns end early when the minutes are over; two are always made. Ratios are taken within a
-turn, and their median over turns is shown. Frameworks that are not installed are left out (`pip install pfl "flwr[simulation]"`).
+turn, and their median over turns is shown. Frameworks that are not installed are left out (`pip install pfl
+"flwr[simulation]"`).
 """
 
 from __future__ import annotations
