@@ -64,7 +64,8 @@ def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | Sam
         return None
     sampler = loader.sampler
     plain = type(loader.batch_sampler) is BatchSampler and type(sampler) in (AddressedSampler, SequentialSampler)
-    plain = plain and len(sampler) == len(view)  # type: ignore[arg-type]
+    # With a batch sampler of the user's, the loader's own sampler means nothing, and batch_size is None.
+    plain = plain and loader.batch_size is not None and len(sampler) == len(view)  # type: ignore[arg-type]
     if not plain or loader.generator is None:
         return None if isinstance(sampler, AddressedSampler) else SampledBatches(loader, device, found)
     if isinstance(sampler, AddressedSampler) and sampler.world_size != 1:
@@ -161,7 +162,7 @@ class SampledBatches:
     def _positions(self) -> Iterator[Tensor]:
         """Yield the samples of every batch, as positions in the loader's dataset."""
         loader = self._loader
-        if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in WHOLE_ORDER:
+        if loader.batch_size is None or type(loader.sampler) not in WHOLE_ORDER:
             for positions in loader.batch_sampler:  # type: ignore[union-attr]
                 yield torch.as_tensor(positions, dtype=torch.int64)
             return

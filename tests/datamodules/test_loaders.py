@@ -87,6 +87,7 @@ def test_the_union_of_loaders():
     )
 
 
+@pytest.mark.filterwarnings("error:.*failed:UserWarning")
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_samplers_and_streams_train(engine):
     loaders = {

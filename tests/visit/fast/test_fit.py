@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     RandomSampler,
@@ -429,6 +430,8 @@ class EveryThird(Sampler):
         {"sampler": SequentialSampler(range(5))},
         {"sampler": EveryThird()},
         {"batch_sampler": [[1, 2], [0], [14, 3, 3]]},
+        {"batch_sampler": BatchSampler(RandomSampler(range(15)), 7, True)},
+        {"batch_sampler": BatchSampler(range(14, -1, -1), 7, True), "generator": 4},
     ],
 )
 @pytest.mark.parametrize("kind", ["tensors", "subset", "union", "arrays"])

@@ -150,7 +150,12 @@ def rewinding(loaders: Iterable[Any]) -> Callable[[], None]:
 
 def source_of(loader: Any, count: int, seed: Sequence[object]) -> Rows | Iterated:
     """Return the batches of a loader in the cheapest form."""
-    in_order = resident_batches(loader, CPU) is not None and type(loader.sampler) is SequentialSampler
+    in_order = (
+        resident_batches(loader, CPU) is not None
+        and type(loader.sampler) is SequentialSampler
+        and loader.batch_size is not None  # else a batch sampler gives the order
+        and len(loader.sampler) == len(loader.dataset)
+    )
     if in_order and (found := rows_of(loader.dataset)) is not None:
         source, held = found
         transformed = isinstance(source, ArrayDataset) and source.transform is not None
