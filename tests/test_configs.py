@@ -87,7 +87,7 @@ def test_a_table_of_hospitals_runs(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "table/version_0/summary.json").read_text())
     found = {row["metric"]: row["mean"] for row in summary["results"] if row["split"] == "test"}
     assert {"test_loss", "test_mse", "test_rmse", "test_mae", "test_r2", "test_pearson"} <= set(found)
-    assert main(["report", str(tmp_path / "table/version_0"), f"--out={tmp_path / 'report'}"]) == 0
+    assert main(["report", str(tmp_path / "table/version_0"), f"--out={tmp_path / 'report'}", "--metric=rmse"]) == 0
     assert main(["partition", "--config", str(files[0]), options[0], f"--out={tmp_path / 'partition'}"]) == 0
 
 
