@@ -248,8 +248,16 @@ def federated_data(
         raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
     if train is not None:
         for name, loaders in (("train", train), ("val", val), ("test", test)):
+            if loaders is not None and not isinstance(loaders, Mapping):
+                raise ConfigurationError(
+                    f"{name}_dataloaders is a {type(loaders).__name__}. Pass one loader per client, by the client's name: "
+                    "{'a': loader_a, 'b': loader_b}."
+                )
             _check_ids(f"{name}_dataloaders", list(loaders or ()))
-        return LoaderDataModule(train, val, test)
+        try:
+            return LoaderDataModule(train, val, test)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
     if datamodule is None:
         raise ConfigurationError(
             "fit() got no data. Pass datamodule=Partitioned(MyDataModule(), IIDPartitioner(10)), a federated data module, "

@@ -7,11 +7,13 @@ import re
 import textwrap
 from argparse import SUPPRESS, Action
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fedlightning import __version__
 
 # isort: split
+import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning import seed_everything
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -19,6 +21,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from fedlightning.arguments import REPLACED
 from fedlightning.blueprint.trainer_arguments import FORWARDED
+from fedlightning.compat.hyperparameters import Maker
 from fedlightning.config.errors import InputError, root_cause
 from fedlightning.config.names import class_names
 from fedlightning.config.old_names import read_old_names
@@ -116,6 +119,16 @@ class FederatedCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Set the seed, so that the same configuration gives the same first weights."""
         seed_everything(self.config.trainer.seed, workers=False, verbose=False)
+        dumped: dict[str, Any] = {}
+
+        def section(key: str) -> Any:
+            if not dumped:
+                dumped.update(plain_values(self.parser, self.config))
+            return dumped.get(key)
+
+        # In the place of Lightning's, which give the hyper-parameters of a wrapper to what is inside it too.
+        self.parser.add_instantiator(Maker(partial(section, "model")), LightningModule)
+        self.parser.add_instantiator(Maker(partial(section, "data")), LightningDataModule)
 
     def instantiate_classes(self) -> None:
         """Make the objects.
@@ -152,6 +165,13 @@ class FederatedCLI(LightningCLI):
         """Return the values of the command's own options."""
         names = [name for name in inspect.signature(getattr(self, self.command)).parameters if name != "self"]
         return {name: self.config_init.get(name) for name in names}
+
+
+def plain_values(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
+    """Return a configuration as plain values, in the form in which LightningCLI keeps hyper-parameters."""
+    text = parser.dump(config, skip_link_targets=False, skip_none=False, format="yaml")
+    values: dict[str, Any] = yaml.safe_load(text)
+    return values
 
 
 class Formatter(DefaultHelpFormatter):

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
@@ -20,7 +20,7 @@ from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.hooks import POOLED, CallbackList, Stage
 from fedlightning.messages import Message
-from fedlightning.seeding import address
+from fedlightning.seeding import address, isolated
 from fedlightning.tensors import load_state
 from fedlightning.visit import fit as local_fit
 from fedlightning.visit.client import Client
@@ -178,6 +178,9 @@ class LocalRunner:
             loader = self.data.client_dataloader(client, "train")
             if loader is not None and len(loader) > 0:
                 dataset, size = loader.dataset, loader.batch_size or 1
+                if isinstance(dataset, IterableDataset):
+                    with isolated(self.settings.seed, "first batch"):
+                        return self.blueprint.precision.convert_input(next(iter(loader)))
                 count = min(size, len(dataset))  # type: ignore[arg-type]
                 return self.blueprint.precision.convert_input(
                     loader.collate_fn([dataset[index] for index in range(count)])

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from fedlightning.compat.quiet import without_warnings
-from fedlightning.datamodules.resident import resident_batches
+from fedlightning.datamodules.resident import ResidentBatches, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.visit.client import Client
 from fedlightning.visit.fast.errors import NotInFastLoop
@@ -140,6 +140,7 @@ class FastFit:
         self.trainer.set_up_data()
         self.batches = resident_batches(self.trainer.train_dataloader, self.device) or self.trainer.train_dataloader
         self.is_resident = self.batches is not self.trainer.train_dataloader
+        self.is_addressed = isinstance(self.batches, ResidentBatches)
         self._bind()
 
     def _make_optimizers(self) -> None:
@@ -190,13 +191,13 @@ class FastFit:
         hooks.run("on_train_start")
         while not self._done:
             epoch = clock["current_epoch"]
-            if self.is_resident and type(loader.sampler) is AddressedSampler:
+            if self.is_addressed and type(loader.sampler) is AddressedSampler:
                 loader.sampler.go_to(epoch)
             else:
                 set_epoch(loader, epoch)
             if epoch_start is not None:
                 epoch_start()
-            if epoch > 0 or self.is_resident:
+            if epoch > 0 or self.is_addressed:
                 batches = iter(self.batches)
             whole = self._epoch(batches)
             collector.end_batches()
