@@ -54,6 +54,9 @@ class Client:
         skipped: Steps of these fits that the gradient scaler skipped.
         lr_sum: Largest of :attr:`lr_sums`.
         lr_sums: By parameter name, the sum of its learning rate over these steps.
+        gradient_weights: By parameter name, the sum of the weights with which SGD has added up the gradients of these
+            steps: the distance it would have moved had every gradient been 1. With momentum this is more than
+            :attr:`lr_sums`. A parameter that another optimizer moves has none: its movement is no sum of gradients.
         metrics: Values that the module logged in training.
         scratch: Values that a callback keeps for the duration of the visit.
         phase: The fit that runs. Lightning hooks that act in federated phases only read it.
@@ -80,6 +83,7 @@ class Client:
         self.skipped = 0
         self.lr_sum = 0.0
         self.lr_sums: dict[str, float] = {}
+        self.gradient_weights: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.scratch: dict[str, Any] = {}
         self.phase = Phase()
