@@ -70,6 +70,8 @@ class FedALA(FederatedCallback):
         tensor([1., 2., 3.])
     """
 
+    merges = True
+
     def __init__(
         self,
         num_layers: int = 1,

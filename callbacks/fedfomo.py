@@ -72,6 +72,8 @@ class FedFomo(ClientModels):
         [0.75, 0.25, 0.0]
     """
 
+    merges = True
+
     def __init__(
         self,
         num_models: int = 5,

@@ -79,6 +79,8 @@ class IFCA(FederatedCallback):
         1
     """
 
+    rank = -1  # the centre is chosen before others work on it
+
     def __init__(
         self,
         num_clusters: int = 2,

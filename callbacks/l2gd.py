@@ -64,6 +64,8 @@ class L2GD(FederatedCallback):
         0.45
     """
 
+    merges = True
+
     def __init__(self, lam: float = 1.0, p: float = 0.1, weighting: WeightingName = "uniform") -> None:
         if lam < 0:
             raise ValueError(f"L2GD got lam={lam}; a penalty cannot be negative. Use 0 for training alone.")
