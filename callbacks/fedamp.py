@@ -80,8 +80,6 @@ class FedAMP(ClientModels):
         {'a': 0.74, 'b': 0.26, 'c': 0.0}
     """
 
-    merges = True
-
     def __init__(
         self,
         lam: float = 1.0,
@@ -105,6 +103,7 @@ class FedAMP(ClientModels):
         self.sigma = sigma
         self.alpha_decay = alpha_decay
         self.start = start
+        self.merges = start == "own"
 
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on a global model, and weights that could be negative.
