@@ -23,6 +23,7 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     add,
+    clone,
     module_state,
     select,
     zeros_like,
@@ -159,6 +160,8 @@ class SCAFFOLD(FederatedCallback):
         own["c"] = zeros_like(c) | own.get("c", {})
         if self.option == 1:
             client.scratch[self.key] = client.gradient(split="train")
+        elif not client.is_unbuilt:  # another callback may have made training start elsewhere than from x
+            client.scratch[self.key] = clone(module_state(client.module, c))
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return ``g - c_i + c``."""
@@ -189,9 +192,8 @@ class SCAFFOLD(FederatedCallback):
                     f"SCAFFOLD(option=2) reads gradients off the parameters' movement, but '{unread}' was not moved by SGD. "
                     "Use SCAFFOLD(option=1)"
                 )
-            new = {
-                name: old[name] - c[name] + (client.received[name] - trained[name]) / weights[name] for name in moved
-            }
+            start = client.scratch.get(self.key, client.received)
+            new = {name: old[name] - c[name] + (start[name] - trained[name]) / weights[name] for name in moved}
         update.extras[self.key] = {"delta_c": {name: new[name] - old[name] for name in new}}
         client.state[self.key] = {"c": {**old, **new}}
 

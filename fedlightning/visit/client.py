@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -204,6 +205,7 @@ class Client:
         update_buffers: bool = False,
         repeat: bool = False,
         batch_idx: int = 0,
+        full_precision: bool = False,
     ) -> tuple[Tensor, State]:
         """Return loss and gradient of one batch at the present parameters of `module`. Nothing is changed.
 
@@ -213,12 +215,15 @@ class Client:
             update_buffers: Let the running statistics of `module` move, because it trains on this batch.
             repeat: Draw the same random numbers (dropout) as the probe before, for differences of gradients.
             batch_idx: Index of the batch that `training_step` is given.
+            full_precision: Do without autocast, in the parameters' own precision, for differences of gradients.
         """
+        plain = full_precision and isinstance(self.precision, MixedPrecision)
+        precision = Precision() if plain else self.precision
         module = self.module if module is None else module
         self.scratch["probes"] = self.scratch.get("probes", 0) + (not repeat)
         seed = self._address("probe", self.scratch["probes"])
         return probes.batch_gradient(
-            module, batch, self.precision, *seed, update_buffers=update_buffers, batch_idx=batch_idx
+            module, batch, precision, *seed, update_buffers=update_buffers, batch_idx=batch_idx
         )
 
     def probing(self, module: LightningModule, update_buffers: bool = False) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedPer
+from fedlightning.callbacks import FLIU, SCAFFOLD, FedAdam, FedAvg, FedPer
 from fedlightning.federation.loops.synchronous import FederationError
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import batches
@@ -427,3 +427,13 @@ def test_composes_with_a_server_optimizer_only_without_a_server_step_of_its_own(
 def test_an_unknown_option_is_refused():
     with pytest.raises(ValueError, match="option=3"):
         SCAFFOLD(option=3)
+
+
+def test_where_training_starts_from_a_blend_the_movement_is_counted_from_there():
+    """FLIU starts from a mixture of x and the client's own model: c_i is still the mean of the round's raw gradients."""
+    raw, data = RawGradients(), toy_data((24, 24))
+    _, spy = spied(Toy(), data, [raw, SCAFFOLD(), FLIU(gamma=0.5, weighting="uniform")], max_rounds=3)
+    for client in "01":
+        gradients = [g for _, g in raw.seen[2, client]]
+        mean = {name: sum(g[name] for g in gradients) / len(gradients) for name in gradients[0]}
+        close(variates(spy.records[2])[client], mean, atol=2e-5)
