@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.blueprint.warm_start import warm_started
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
@@ -83,6 +84,8 @@ class FederatedTrainer:
             where it applies, else trainer, and one line says why.
         client_memory_gb: Gigabytes of client records (personal models, states) kept in memory between visits; the least
             recently visited clients beyond that lie on disk. Default: a quarter of the machine's memory.
+        init_from: Checkpoint (of Lightning or of this package) or `state_dict` file whose weights the federation begins
+            with, instead of the module's own.
         evaluate_every: Rounds between evaluations on validation data (the last round is always evaluated); 0: never.
         stages: Stages to evaluate: "G" the server's model, "L1" the model each client holds after receiving, "L2" after
             local training.
@@ -160,6 +163,7 @@ class FederatedTrainer:
         clients_per_stack: int | None = None,
         local_loop: Literal["auto", "trainer", "fast"] = "auto",
         client_memory_gb: float | None = None,
+        init_from: str | Path | None = None,
         evaluate_every: int = 1,
         stages: list[Literal["G", "L1", "L2"]] | None = None,
         evaluate_data: list[Literal["local", "pooled"]] | None = None,
@@ -382,6 +386,7 @@ class FederatedTrainer:
             logger=False,
             local_loop=a["local_loop"],
         )
+        model = warm_started(model, a["init_from"])
         blueprint = Blueprint(model, self.callbacks, settings)
         runner = LocalRunner(blueprint, data)
         memory = a["client_memory_gb"]
