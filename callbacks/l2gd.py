@@ -90,7 +90,9 @@ class L2GD(FederatedCallback):
                     "model something else. Remove one of them."
                 )
             if isinstance(other, FedSGD):
-                raise ValueError("FedSGD takes one step per round, but L2GD's coin decides how many. Remove one of them.")
+                raise ValueError(
+                    "FedSGD takes one step per round, but L2GD's coin decides how many. Remove one of them."
+                )
         if setup.local_steps is None:
             raise ValueError(
                 f"L2GD decides by a coin how many steps a round has, but the trainer counts local_epochs="

@@ -157,7 +157,9 @@ class pFedMe(FederatedCallback):
             last = step == self.inner_steps - 1
             found = [self.client.batch_gradient(batch, theta, update_buffers=last)[1] for batch in window]
             for name in found[0]:
-                gradient = sum(gradients[name] for gradients in found) / len(found) if len(found) > 1 else found[0][name]
+                gradient = (
+                    sum(gradients[name] for gradients in found) / len(found) if len(found) > 1 else found[0][name]
+                )
                 pull = self.lam * (parameters[name] - w[name])
                 parameters[name].sub_(gradient + pull, alpha=self.personal_lr)
         window.clear()

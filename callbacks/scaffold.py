@@ -126,7 +126,9 @@ class SCAFFOLD(FederatedCallback):
                     "sum of gradients. Use SCAFFOLD(option=1), which takes any optimizer, or SGD."
                 )
             if any(group.get("maximize") for group in optimizer.param_groups):
-                raise ValueError("SCAFFOLD(option=2) takes descent for granted, but the module's SGD has maximize=True.")
+                raise ValueError(
+                    "SCAFFOLD(option=2) takes descent for granted, but the module's SGD has maximize=True."
+                )
             has_momentum = any(group.get("momentum") for group in optimizer.param_groups)
             if has_momentum and setup.optimizer_state == "keep":
                 raise ValueError(

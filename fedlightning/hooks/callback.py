@@ -23,8 +23,9 @@ class FederatedCallback(Callback):
     """Base of every algorithm, checkpoint and diagnostic that takes part in a federation.
 
     There are two kinds of methods. **Events** run for every callback, those of lower :attr:`rank` first and equal ones in
-    list order; where they return a value, they chain. **Roles** are answered by at most one callback; two that claim one role are refused at start, by name. An
-    ordinary Lightning hook on a federated callback runs inside each client's local training, with `self.client` there.
+    list order; where they return a value, they chain. **Roles** are answered by at most one callback; two that claim one
+    role are refused at start, by name. An ordinary Lightning hook on a federated callback runs inside each client's local
+    training, with `self.client` there.
 
     Nine methods are *the contract*: most algorithms need no others. In the order of a round they are
     :meth:`plan_round`, :meth:`shared_names`, :meth:`on_broadcast`, :meth:`on_receive`, :meth:`correct_gradient`,

@@ -58,9 +58,7 @@ def check_pair(first: FederatedCallback, second: FederatedCallback, **arguments:
     return None
 
 
-def _run(
-    pair: Sequence[FederatedCallback], names: str, **arguments: Any
-) -> tuple[dict[str, Any] | None, str | None]:
+def _run(pair: Sequence[FederatedCallback], names: str, **arguments: Any) -> tuple[dict[str, Any] | None, str | None]:
     """Return what a small federation of two algorithms leaves, or the sentence that refuses it."""
     settings = {"max_rounds": 2, "local_steps": 2, **arguments}
     with tempfile.TemporaryDirectory() as folder, quiet():

@@ -63,12 +63,18 @@ class Thing:
 
 WRONG = {
     "no file": (lambda: None, r"is not a file"),
-    "other names": (lambda: {"weight": torch.zeros(1)}, r"does not fit Toy: the file lacks 'net.0.weight'.*has besides 'weight'"),
+    "other names": (
+        lambda: {"weight": torch.zeros(1)},
+        r"does not fit Toy: the file lacks 'net.0.weight'.*has besides 'weight'",
+    ),
     "other shape": (
         lambda: Toy(hidden=4).state_dict(),
         r"'net.0.weight' has the shape \(4, 6\) in the file and \(8, 6\) in the module",
     ),
-    "an object": (lambda: {"state_dict": Toy().state_dict(), "thing": Thing()}, r"cannot be read as tensors.*could run code"),
+    "an object": (
+        lambda: {"state_dict": Toy().state_dict(), "thing": Thing()},
+        r"cannot be read as tensors.*could run code",
+    ),
     "no state": (lambda: {"loss": 1.0}, r"neither a Lightning checkpoint nor a state_dict"),
 }
 

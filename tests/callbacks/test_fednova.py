@@ -290,7 +290,7 @@ def test_only_federated_steps_count():
 
 @pytest.mark.parametrize("how", ["reset", "keep"])
 def test_a_momentum_that_goes_on_is_counted_on(how):
-    """A_i is what torch's own SGD moves a parameter whose gradients are all 1; the optimizer is one for all rounds, or new."""
+    """A_i is what torch's own SGD, one for all rounds or a new one, moves a parameter whose gradients are all 1."""
     module, data = Toy("momentum"), toy_data({"0": 24, "1": 40})
     _, spy = spied(module, data, [FedNova()], max_rounds=3, optimizer_state=how)
     for client, steps in (("0", 3), ("1", 5)):

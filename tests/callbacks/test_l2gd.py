@@ -220,7 +220,9 @@ def test_wrong_use_is_refused():
             L2GD(**options)
 
 
-@pytest.mark.parametrize("other", [FedAvgM(weighting="uniform"), FedAdam(weighting="uniform"), FedNova("uniform"), SCAFFOLD()])
+@pytest.mark.parametrize(
+    "other", [FedAvgM(weighting="uniform"), FedAdam(weighting="uniform"), FedNova("uniform"), SCAFFOLD()]
+)
 def test_what_makes_the_servers_model_no_mean_is_refused(other):
     with pytest.raises(ValueError, match=f"L2GD pulls the clients towards xbar.*{other.key} makes"):
         federate(Toy(lr=0.01), toy_data([8]), [L2GD(), other], local_steps=1)

@@ -224,7 +224,9 @@ def test_wrong_use_is_refused():
 def test_accumulated_gradients_make_one_step_of_theta_too(sizes):
     """Against plain torch: theta takes its K steps on the mean over the batches of a window, then w takes one."""
     module, data, window = Toy("sgd"), toy_data(sizes), 2
-    _, spy = spied(module, data, [pFedMe(lam=4.0, inner_steps=3, personal_lr=0.1)], max_rounds=1, accumulate_grad_batches=2)
+    _, spy = spied(
+        module, data, [pFedMe(lam=4.0, inner_steps=3, personal_lr=0.1)], max_rounds=1, accumulate_grad_batches=2
+    )
     w = {name: p.detach().clone() for name, p in module.named_parameters()}
     theta, model, seen = copy.deepcopy(w), copy.deepcopy(module), [*batches(data, "0")]
     for start in range(0, len(seen), window):

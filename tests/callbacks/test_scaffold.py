@@ -296,7 +296,9 @@ def with_momentum(module, data, clients, rounds, weights):
                 model.load_state_dict(x)
             for inputs, labels in batches(data, client, round=number, epochs=2):
                 loss = F.cross_entropy(models[0](inputs), labels)
-                for p, g in zip(models[0].parameters(), torch.autograd.grad(loss, [*models[0].parameters()]), strict=True):
+                for p, g in zip(
+                    models[0].parameters(), torch.autograd.grad(loss, [*models[0].parameters()]), strict=True
+                ):
                     p.grad = g
                 for name, p in models[0].named_parameters():
                     p.grad += c[name] - own[client][name]
@@ -308,7 +310,8 @@ def with_momentum(module, data, clients, rounds, weights):
                         schedule["scheduler"].step()
             ends[client], unit = (dict(model.state_dict()) for model in models)
             new[client] = {
-                name: own[client][name] - c[name] + (x[name] - ends[client][name]) / (x[name] - unit[name]) for name in x
+                name: own[client][name] - c[name] + (x[name] - ends[client][name]) / (x[name] - unit[name])
+                for name in x
             }
         x, own = {name: sum(share[client] * ends[client][name] for client in clients) for name in x}, new
     return x, own
@@ -342,7 +345,8 @@ def test_with_momentum_heterogeneous_quadratics_converge_to_the_pooled_optimum(w
     data = ToyData(
         {
             str(i): {
-                split: [torch.tensor([rows[i]] * held[i]).double() for rows in (A, B)] for split in ("train", "val", "test")
+                split: [torch.tensor([rows[i]] * held[i]).double() for rows in (A, B)]
+                for split in ("train", "val", "test")
             }
             for i in range(2)
         }
@@ -360,7 +364,9 @@ def test_with_momentum_heterogeneous_quadratics_converge_to_the_pooled_optimum(w
 @pytest.mark.parametrize("participation", [1.0, 2])
 def test_weighted_by_samples_c_is_the_weighted_mean_of_all_clients_variates(participation):
     sizes = {"0": 24, "1": 40, "2": 16, "3": 8}
-    _, spy = spied(NormNet("sgd"), toy_data(sizes), [SCAFFOLD(weighting="samples")], max_rounds=3, participation=participation)
+    _, spy = spied(
+        NormNet("sgd"), toy_data(sizes), [SCAFFOLD(weighting="samples")], max_rounds=3, participation=participation
+    )
     for state, records in zip(spy.states, spy.records, strict=True):
         c, own = state["SCAFFOLD"]["c"], variates(records)
         close(c, {n: sum(sizes[i] * v[n].double() for i, v in own.items()) / sum(sizes.values()) for n in c}, atol=1e-6)

@@ -1,6 +1,6 @@
 """Every pair of algorithms of the catalogue gives one result in both orders, or is refused in a sentence in both.
 
-Pairs of which both have one of the hooks in which callbacks meet run always; all others are slow tests.
+Pairs that meet in a hook run always; all pairs are slow tests.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Doubles(FedProx):
 
 
 def test_an_order_that_matters_is_found():
-    with pytest.raises(AssertionError, match=r"order of FedProx and Doubles in the list changes .* Give one of them a rank"):
+    with pytest.raises(
+        AssertionError, match=r"order of FedProx and Doubles in the list changes .* Give one of them a rank"
+    ):
         check_pair(FedProx(mu=1.0), Doubles())
 
 

@@ -158,7 +158,7 @@ class StackedSGD(StackedOptimizer):
             )
             own = np.where(moving[rows], momentum * velocity[rows] + 1.0 - dampening, 1.0)
             velocity[rows], moving[rows] = own, True
-            extra[rows] += lr * ((momentum * own if each[0]["nesterov"] else own - 1.0))
+            extra[rows] += lr * (momentum * own if each[0]["nesterov"] else own - 1.0)
         self._extra.append((moves, extra))
         return extra
 
