@@ -10,12 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedlightning.run.files import sha256, sync
-from fedlightning.scoring.results import COLUMNS, Row, read_rows
-
-
-class DamagedMetricsError(ValueError):
-    """A `metrics.csv` that is not the one that was written."""
+from fedlightning.run.files import sha256, sync, writing
+from fedlightning.scoring.results import CELLS, COLUMNS, DamagedMetricsError, Row, read_rows
 
 
 class MetricsFile:
@@ -30,14 +26,18 @@ class MetricsFile:
         self._sum: Any = None  # of what stands in the file; found when first needed
         self._size = 0
 
-    def append(self, rows: Iterable[Row]) -> None:
-        """Append rows, under a header where the file is new."""
+    def append(self, rows: Iterable[Row]) -> tuple[int, int]:
+        """Append rows, under a header where the file is new. Return their first byte, and the one after their last."""
         self._look()
-        text = io.StringIO(newline="")
-        writer = csv.writer(text)
         if self._size == 0:
-            writer.writerow(COLUMNS)
-        writer.writerows(row.cells for row in rows)
+            self._write([COLUMNS])
+        start = self._size
+        self._write(map(CELLS, rows))
+        return start, self._size
+
+    def _write(self, lines: Iterable[Iterable[Any]]) -> None:
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows(lines)
         written = text.getvalue().encode()
         with self.path.open("ab") as file:
             file.write(written)
@@ -48,7 +48,7 @@ class MetricsFile:
         """Bring the file to the disk; return its length and checksum, for a saved state."""
         self._look()
         if self.path.exists():
-            with self.path.open("rb") as file:
+            with writing(self.path), self.path.open("rb") as file:
                 sync(file.fileno())
         return {"bytes": self._size, "sha256": self._sum.hexdigest()}
 
@@ -69,12 +69,22 @@ class MetricsFile:
     def cut(self, mark: dict[str, Any]) -> None:
         """Cut off what was appended after `mark`; a resumed run writes it again."""
         if self.path.exists():
-            os.truncate(self.path, mark["bytes"])
+            with writing(self.path):
+                os.truncate(self.path, mark["bytes"])
         self._sum = None
 
     def rows(self) -> list[Row]:
         """Read all rows; a last line that a killed process has cut off is left out."""
         return read_rows(self.path)
+
+    def place(self) -> tuple[int, int] | None:
+        """Return the bytes of all rows: the first, and the one after the last; `None` if they have other columns."""
+        self._look()
+        header = (",".join(COLUMNS) + "\r\n").encode()
+        if not self._size:
+            return None
+        with self.path.open("rb") as file:
+            return (len(header), self._size) if file.read(len(header)) == header else None
 
     def _look(self) -> None:
         if self._sum is None:

@@ -73,7 +73,7 @@ class Trainee:
     lr_sums: dict[str, float] = field(default_factory=dict)
     gradient_weights: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    error: Exception | None = None
+    error: BaseException | None = None
     done: bool = False
 
     @property
