@@ -44,6 +44,7 @@ from fedlightning.callbacks.perfcl import PerFCL
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
+from fedlightning.callbacks.private_lr import PrivateLR
 from fedlightning.callbacks.scaffold import SCAFFOLD
 from fedlightning.compat.renamed import present_class
 
@@ -97,6 +98,7 @@ __all__ = [
     "pFedMe",
     "PLayerFL",
     "PLayerFLRandom",
+    "PrivateLR",
     "SCAFFOLD",
     "Sensitivity",
 ]

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.blueprint.warm_start import warm_started
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
@@ -83,6 +84,8 @@ class FederatedTrainer:
             where it applies, else trainer, and one line says why.
         client_memory_gb: Gigabytes of client records (personal models, states) kept in memory between visits; the least
             recently visited clients beyond that lie on disk. Default: a quarter of the machine's memory.
+        init_from: Checkpoint (of Lightning or of this package) or `state_dict` file whose weights the federation begins
+            with, instead of the module's own.
         on_client_error: What becomes of a client that fails (raises, has a NaN, loses its worker process, takes too long).
             "skip": it is left out of the round, with a warning; "retry": it is tried again first, with the same random
             numbers; "stop": it ends the run.
@@ -169,6 +172,7 @@ class FederatedTrainer:
         clients_per_stack: int | None = None,
         local_loop: Literal["auto", "trainer", "fast"] = "auto",
         client_memory_gb: float | None = None,
+        init_from: str | Path | None = None,
         on_client_error: Literal["skip", "retry", "stop"] = "skip",
         client_retries: int | None = None,
         min_clients: int | float = 1,
@@ -410,6 +414,7 @@ class FederatedTrainer:
             logger=False,
             local_loop=a["local_loop"],
         )
+        model = warm_started(model, a["init_from"])
         blueprint = Blueprint(model, self.callbacks, settings)
         runner = LocalRunner(blueprint, data)
         memory = a["client_memory_gb"]

@@ -187,6 +187,11 @@ class LocalRunner:
                 )
         return None
 
+    def num_batches(self, client: str) -> int:
+        """Return the training batches in an epoch of a client, after `limit_train_batches`."""
+        loader = self.data.client_dataloader(client, "train")
+        return 0 if loader is None else limited(len(loader), self.settings.trainer_arguments.get("limit_train_batches"))
+
     def has_pooled(self, split: str) -> bool:
         """Return True if there is a loader over the union of the clients' data of a split."""
         return self.data.pooled_dataloader(split) is not None

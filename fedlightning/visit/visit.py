@@ -131,6 +131,8 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
             client.skipped += fitted.attempts - fitted.steps
             for name, lr_sum in fitted.lr_sums.items():
                 client.lr_sums[name] = client.lr_sums.get(name, 0.0) + lr_sum
+            for name, weight in fitted.gradient_weights.items():
+                client.gradient_weights[name] = client.gradient_weights.get(name, 0.0) + weight
     client.lr_sum = max(client.lr_sums.values(), default=0.0)
 
 
