@@ -76,6 +76,8 @@ class PLayerFL(FederatedCallback):
         2
     """
 
+    infinite_arguments = ("threshold",)
+
     def __init__(
         self,
         threshold: float = 1.05,

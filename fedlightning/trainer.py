@@ -96,6 +96,8 @@ class FederatedTrainer:
         save_state: Rounds between saves of the complete state of the federation, to resume from; 0: never.
         enable_progress_bar: Show rounds and clients.
         fast_dev_run: One round, one batch per client and evaluation, nothing written.
+        sanity_check: Before round 1, try one batch of every step that the run will use on a copy of the module, so that an
+            error of a later step shows at once. Results do not depend on it.
         max_time: Stop at the next round boundary after this time ("DD:HH:MM:SS", timedelta or dict of its arguments).
         accelerator: As in `lightning.pytorch.Trainer`, for each client's training; so are all that follow.
         strategy: As in Trainer.
@@ -171,6 +173,7 @@ class FederatedTrainer:
         save_state: int = 1,
         enable_progress_bar: bool = True,
         fast_dev_run: bool = False,
+        sanity_check: bool = True,
         max_time: str | timedelta | dict[str, int] | None = None,
         accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
@@ -406,6 +409,7 @@ class FederatedTrainer:
             test_data=tuple(a["test_data"] if a["test_data"] is not None else (LOCAL, POOLED)),
             evaluate_every=a["evaluate_every"],
             save_every=a["save_state"],
+            sanity_check=bool(a["sanity_check"]),
             fingerprint=lambda: fingerprint(a, self.callbacks.callbacks, self.ordinary_callbacks, model, data),
         )
         return self.federation

@@ -9,10 +9,12 @@ from functools import cached_property
 from typing import Any
 
 from fedlightning.blueprint.optimizers import optimizers_of
+from fedlightning.blueprint.trainer_arguments import check_devices
 from fedlightning.errors import warn
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.loops.synchronous import messages, run_round
+from fedlightning.federation.sanity import check_steps
 from fedlightning.federation.server import Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
@@ -41,6 +43,7 @@ class Federation:
         evaluate_every: Rounds between evaluations; 0: never.
         save_every: Rounds between saved states; 0: never.
         fingerprint: Gives what must not change when the run is resumed.
+        sanity_check: Whether :meth:`check` tries one batch of every step.
         changes: What has changed all the same, because the user allowed it.
         rounds_done: Finished rounds.
         final_done: Whether the visits after the last round have happened.
@@ -58,6 +61,7 @@ class Federation:
     evaluate_every: int
     save_every: int
     fingerprint: Callable[[], dict[str, Any]] = dict
+    sanity_check: bool = True
     changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
     final_done: bool = False
@@ -143,8 +147,12 @@ class Federation:
             has_pooled=self.engine.runner.has_pooled,
             warn=warn,
         )
+        check_devices(blueprint.settings.trainer_arguments)
         server.callbacks.event("check", setup)
         self.engine.check()
+        if self.sanity_check:
+            splits = ("val",) if self.evaluate_every > 0 and self.stages else ()
+            check_steps(self.engine.runner, splits + (("test",) if self.test_data else ()))
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
         """Carry out one round: train, score, tell the callbacks, save. Return its scores."""

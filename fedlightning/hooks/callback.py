@@ -40,6 +40,7 @@ class FederatedCallback(Callback):
             by a function of the server and the update. `None` leaves it to the other callbacks (default: samples).
         saved_as: Key of a class whose name has changed, so that what runs have saved stays readable. Not inherited.
         takes_part: False in a callback that only watches: a resumed run may go on with or without it.
+        infinite_arguments: Arguments that may be infinite. No other number may, and none may be NaN.
 
     Example:
         >>> class Shrink(FederatedCallback):
@@ -55,6 +56,7 @@ class FederatedCallback(Callback):
     weighting: Weighting | None = None
     saved_as: str | None = None
     takes_part: bool = True
+    infinite_arguments: tuple[str, ...] = ()
     _client: Client | None = None
 
     @property

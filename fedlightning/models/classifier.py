@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, Literal
 
 import torch
@@ -81,6 +82,8 @@ class Classifier(LightningModule):
             )
         if num_classes < 1:
             raise ValueError(f"Classifier(num_classes={num_classes}): there must be at least 1 class.")
+        if lr is not None and not 0.0 <= lr < math.inf:
+            raise ValueError(f"Classifier(lr={lr}): a learning rate must be a finite number of at least 0.")
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"Classifier(label_smoothing={label_smoothing}): it must lie in [0, 1).")
         self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"])
