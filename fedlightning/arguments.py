@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fedlightning.blueprint.trainer_arguments import FORWARDED, check_forwarded
 from fedlightning.datamodules.base import FederatedDataModule
@@ -198,7 +200,7 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
     if value is None:
         return None
     if isinstance(value, timedelta):
-        return _positive(value, value)
+        return _not_negative(value, value)
     if isinstance(value, Mapping):
         try:
             found = timedelta(**value)
@@ -206,17 +208,17 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
             raise ConfigurationError(
                 f"max_time={dict(value)!r} is not a time ({error}). Use {{'hours': 1}}."
             ) from error
-        return _positive(found, value)
+        return _not_negative(found, value)
     parts = value.split(":") if isinstance(value, str) else []
     if len(parts) != 4 or not all(part.isdigit() for part in parts):
         raise ConfigurationError(f"max_time={value!r} is not of the form 'DD:HH:MM:SS'. One hour is '00:01:00:00'.")
     days, hours, minutes, seconds = map(int, parts)
-    return _positive(timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds), value)
+    return _not_negative(timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds), value)
 
 
-def _positive(time: timedelta, given: Any) -> timedelta:
-    if time <= timedelta(0):
-        raise ConfigurationError(f"max_time={given!r} is no time at all. One hour is '00:01:00:00'.")
+def _not_negative(time: timedelta, given: Any) -> timedelta:
+    if time < timedelta(0) or given == {}:
+        raise ConfigurationError(f"max_time={given!r} is no time. One hour is '00:01:00:00'.")
     return time
 
 
@@ -240,12 +242,36 @@ def check_model(model: Any) -> None:
         ConfigurationError: With a sentence.
     """
     if isinstance(model, LightningModule):
+        _check_copies(model)
         return
     if isinstance(model, type) and issubclass(model, LightningModule):
         raise ConfigurationError(f"fit() got the class {model.__name__}, not an instance. Pass {model.__name__}(...).")
     raise ConfigurationError(
         f"fit() got a {type(model).__name__} as model. Pass a LightningModule: it says how to train and what to optimise."
     )
+
+
+def _check_copies(model: LightningModule) -> None:
+    """Refuse a module of which no client can have a copy.
+
+    Raises:
+        ConfigurationError: Naming the tensor.
+    """
+    kind = type(model).__name__
+    for name, entry in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(entry, UninitializedParameter | UninitializedBuffer):
+            raise ConfigurationError(
+                f"{kind} has layers without a size ('{name}'), which are made by their first batch. Clients and server need "
+                "the same layers from the start: give the sizes, or pass a batch through the module before fit()."
+            )
+    for path, child in model.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                place = f"{kind}.{path}.{name}" if path else f"{kind}.{name}"
+                raise ConfigurationError(
+                    f"{place} is a tensor with a graph behind it, which cannot be copied for each client. Keep "
+                    f"{name}.detach(), or do not keep it on the module."
+                )
 
 
 def federated_data(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -19,9 +20,11 @@ from lightning.pytorch.strategies import Strategy
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.blueprint.trainer_arguments import check_devices
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
+from fedlightning.federation.dry_run import SMALL, DryRun, FewClients, distinct_clients, rehearse
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module
@@ -35,6 +38,7 @@ from fedlightning.run.recorder import Recorder
 from fedlightning.run.signals import requeue, stop_requests
 from fedlightning.scoring.results import Row, summarise
 from fedlightning.scoring.tasks import LOCAL
+from fedlightning.seeding import preserved
 from fedlightning.visit.runner import LocalRunner
 
 
@@ -331,6 +335,50 @@ class FederatedTrainer:
             if request.name is not None and federation.rounds_done < self.max_rounds and is_writer():
                 requeue(request, federation.rounds_done, self.max_rounds)
 
+    def dry_run(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        *,
+        train_dataloaders: Mapping[str, Any] | None = None,
+        val_dataloaders: Mapping[str, Any] | None = None,
+        test_dataloaders: Mapping[str, Any] | None = None,
+    ) -> DryRun:
+        """Rehearse the run: check everything, try one batch of every step for clients that differ, and say what will happen.
+
+        It works on copies: no file is written, this trainer stays as it is, and so do the global random generators. The
+        data module is set up, as `fit` would.
+
+        Args:
+            model: As in :meth:`fit`; so are all that follow.
+            datamodule: As in `fit`.
+            train_dataloaders: As in `fit`.
+            val_dataloaders: As in `fit`.
+            test_dataloaders: As in `fit`.
+
+        Returns:
+            Clients and their sizes, bytes and estimated time of a round, memory, and what every callback will do.
+
+        Raises:
+            ValueError: If module, data and callbacks cannot work together; a sentence says why.
+        """
+        arguments.check_model(model)
+        data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
+        with preserved():
+            whole = self._copy({"logger": False})._assemble(model, data, None)
+            with closing(whole.engine):
+                whole.check()
+                steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
+                few = FewClients(data, distinct_clients(data))
+                small = self._copy(SMALL | steps)._assemble(model, few, None)
+                return rehearse(whole, small, self.max_rounds)
+
+    def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
+        """Return a trainer with copies of the callbacks and some other arguments."""
+        given = {**self.arguments, **changes}
+        given["callbacks"] = copy.deepcopy(given["callbacks"])
+        return FederatedTrainer(**given)
+
     def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
         """Load the state that a run saved last, to evaluate it or to predict with it; nothing is trained.
 
@@ -385,6 +433,7 @@ class FederatedTrainer:
             logger=False,
             local_loop=a["local_loop"],
         )
+        check_devices(settings.trainer_arguments)
         blueprint = Blueprint(model, self.callbacks, settings)
         runner = LocalRunner(blueprint, data)
         memory = a["client_memory_gb"]

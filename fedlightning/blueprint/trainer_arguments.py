@@ -10,7 +10,6 @@ from numbers import Integral
 from typing import Any
 
 from lightning.fabric.plugins.environments import (
-    KubeflowEnvironment,
     LSFEnvironment,
     MPIEnvironment,
     SLURMEnvironment,
@@ -21,7 +20,7 @@ from lightning.pytorch import Trainer
 from fedlightning.compat.quiet import quiet
 from fedlightning.errors import ConfigurationError
 
-CLUSTERS = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, KubeflowEnvironment, MPIEnvironment)
+CLUSTERS = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
 """What tells the processes of several machines about each other."""
 
 FORWARDED = (
@@ -137,7 +136,8 @@ def check_devices(arguments: Mapping[str, Any]) -> None:
         given = {name: arguments[name] for name in named if arguments.get(name) not in (None, "auto", 1)}
         values = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ConfigurationError(
-            f"A client cannot train with {values or 'these arguments'}: {text.rstrip('.')} ({type(error).__name__})."
+            f"{values or 'The Trainer arguments'}: no client can train with that; {text.rstrip('.')} "
+            f"({type(error).__name__})."
         ) from error
 
 

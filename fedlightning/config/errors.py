@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from fedlightning.errors import ConfigurationError, users_line
+
 _TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -38,7 +40,11 @@ def explain(error: BaseException) -> str | None:
         return parse_sentence(str(error))
     cause = error.__cause__
     if type(error).__name__ == "FederationError":
-        return _one_line(error) if cause is None or explain(cause) is not None else None
+        of_all = "failed with this error in round 1" in str(error)
+        known = cause is None or explain(cause) is not None or (of_all and not users_line(cause))
+        return _one_line(error) if known else None
+    if isinstance(error, ConfigurationError) and cause is not None and users_line(cause):
+        return None  # the user's own code has failed: the traceback says where
     if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
         return _one_line(error)
     if type(error).__name__ == "MisconfigurationException" or _on_purpose(error):

@@ -187,7 +187,7 @@ def tidy_help(parser: LightningArgumentParser) -> None:
             key = action.dest.partition(".")[0]
             if key in TITLES:
                 group.title = TITLES[key]
-            elif action.dest in ("resume", "run", "out", "split", "test_after_fit", "allow_config_change"):
+            elif action.dest in ("resume", "run", "out", "split", "test_after_fit", "allow_config_change", "dry_run"):
                 group.title = "this command"
             name = action.dest.removeprefix("trainer.")
             if name in REPLACED:

@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from fedlightning.blueprint.optimizers import optimizers_of
-from fedlightning.blueprint.trainer_arguments import check_devices
 from fedlightning.errors import warn
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.engine import Engine
@@ -147,7 +146,6 @@ class Federation:
             has_pooled=self.engine.runner.has_pooled,
             warn=warn,
         )
-        check_devices(blueprint.settings.trainer_arguments)
         server.callbacks.event("check", setup)
         self.engine.check()
         if self.sanity_check:

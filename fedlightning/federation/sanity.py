@@ -9,9 +9,9 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.compat.quiet import quiet
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.hooks import CallbackList, Phase
 from fedlightning.messages import Message
 from fedlightning.seeding import isolated
@@ -32,21 +32,30 @@ from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
 
+Answer = TypeVar("Answer")
 MOST_CLIENTS = 3
 """Clients that are tried before a step counts as one that fails for everybody."""
-INSIDE = ("fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", "contextlib")
-"""Packages whose lines do not help to find an error in the user's code."""
 
 
 class OneBatchDone(Exception):
-    """Ends a fit after its first batch."""
+    """Ends a fit after its first batch.
+
+    Args:
+        monitors: Metrics that its learning-rate schedulers follow.
+    """
+
+    def __init__(self, monitors: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.monitors = list(monitors)
 
 
 class StopAfterOne(Callback):
     """Ends a fit after its first batch."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        raise OneBatchDone
+        raise OneBatchDone(
+            [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
+        )
 
 
 def check_steps(runner: LocalRunner, splits: Sequence[str]) -> None:
@@ -66,30 +75,31 @@ def check_steps(runner: LocalRunner, splits: Sequence[str]) -> None:
         warnings.simplefilter("ignore")
         _refuse_late_layers(runner)
         if _is_one_device(runner.settings.trainer_arguments):
-            _check(runner, "train", lambda module, loader, client: _train(plain, module, loader, client))
+            monitors = _check(runner, "train", lambda module, loader, client: _train(plain, module, loader, client))
+            _refuse_unknown_monitors(runner, plain, [("A learning-rate scheduler", name) for name in monitors or ()])
         for split in splits:
             _check(
                 runner, split, lambda module, loader, client, split=split: _score(plain, module, loader, split, client)
             )
 
 
-def _check(runner: LocalRunner, split: str, step: Callable[[LightningModule, Any, str], None]) -> None:
+def _check(runner: LocalRunner, split: str, step: Callable[[LightningModule, Any, str], Answer]) -> Answer | None:
     first: ConfigurationError | None = None
     for client, loader in islice(_loaders(runner, split), MOST_CLIENTS):
         module = runner.blueprint.build(client)
         try:
-            step(module, loader, client)
+            return step(module, loader, client)
         except Exception as error:  # whatever the user's code may raise
             if first is None:
-                first = ConfigurationError(_sentence(error, module, split, client, loader))
+                first = ConfigurationError(_sentence(error, module, split, client, loader, runner.callbacks))
                 first.__cause__ = error
-        else:
-            return
     if first is not None:
         raise first
+    return None
 
 
-def _train(runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], client: str) -> None:
+def _train(runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], client: str) -> list[str]:
+    """Train one batch; return the metrics that learning-rate schedulers follow."""
     for attempt in range(2):
         message = Message(0, client, {}, ())
         visitor = Client(runner, message, ClientRecord(), module if attempt == 0 else runner.blueprint.build(client))
@@ -106,12 +116,13 @@ def _train(runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]
                 work=runner.settings.work,
                 fast_trainer=runner.loop.fast_trainer(visitor.module, loader),
             )
-        except OneBatchDone:
-            return
+        except OneBatchDone as done:
+            return done.monitors
         except NotInFastLoop as reason:
             runner.loop.give_up(str(reason))
         else:
-            return
+            break
+    return []
 
 
 def _score(runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], split: str, client: str) -> None:
@@ -213,11 +224,56 @@ def _refuse_late_layers(runner: LocalRunner) -> None:
         )
 
 
+# -- monitors ----------------------------------------------------------------------------------------------------------
+def _refuse_unknown_monitors(runner: LocalRunner, plain: LocalRunner, followed: list[tuple[str, str]]) -> None:
+    """Refuse callbacks and schedulers that monitor what the module logs neither in training nor in validation."""
+    template = runner.blueprint.template
+    monitors = followed + [
+        (type(callback).__name__, getattr(callback, "monitor", None))
+        for callback in runner.settings.callbacks
+        if getattr(callback, "strict", True)
+    ]
+    monitors = [(owner, monitor) for owner, monitor in monitors if isinstance(monitor, str)]
+    if not monitors or is_overridden("on_train_epoch_end", template):
+        return
+    try:
+        known = _logged_names(runner, plain)
+    except Exception:  # the step that fails is found by the checks
+        return
+    for owner, monitor in monitors:
+        if not {monitor, monitor.removesuffix("_step"), monitor.removesuffix("_epoch")} & known:
+            raise ConfigurationError(
+                f"{owner} monitors '{monitor}', which {type(template).__name__} does not log. It logs "
+                f"{', '.join(sorted(known)) or 'nothing'}."
+            )
+
+
+def _logged_names(runner: LocalRunner, plain: LocalRunner) -> set[str]:
+    """Return the names that the module logs for one training batch, and for one batch of validation as a whole epoch."""
+    names: set[str] = set()
+    for client, loader in islice(_loaders(runner, "train"), 1):
+        module = runner.blueprint.build(client)
+        module.log = partial(_listen, names, module.log)  # type: ignore[method-assign]
+        _train(plain, module, loader, client)
+    for client, loader in islice(_loaders(runner, "val"), 1):
+        names.update(plain.scorer.score(runner.blueprint.build(client), loader, "val"))
+    return names
+
+
+def _listen(names: set[str], log: Callable[..., None], name: str, *args: Any, **kwargs: Any) -> None:
+    names.add(name)
+    log(name, *args, **kwargs)
+
+
 # -- the sentence ------------------------------------------------------------------------------------------------------
-def _sentence(error: Exception, module: LightningModule, split: str, client: str, loader: DataLoader[Any]) -> str:
+def _sentence(
+    error: Exception, module: LightningModule, split: str, client: str, loader: DataLoader[Any], callbacks: CallbackList
+) -> str:
     step = {"train": "training_step", "val": "validation_step", "test": "test_step"}[split]
     if split == "test" and not is_overridden("test_step", module):
         step = "validation_step"
+    wrapping = [callback.key for callback in callbacks if callback.claims("wrap_module")]
+    wrapped = f" The module is wrapped by {' and then '.join(wrapping)}." if len(wrapping) > 1 else ""
     ran = step in {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     what = f"{type(module).__name__}.{step}" if ran else f"The {'fit' if split == 'train' else 'evaluation'}"
     text = " ".join(str(error).split()).rstrip(".")
@@ -225,21 +281,8 @@ def _sentence(error: Exception, module: LightningModule, split: str, client: str
     shape = f" Its batch: {shapes(loader)}." if ran else ""
     return (
         f"{what} fails for client '{client}' on a batch of {split} data, tried before round 1: {type(error).__name__}: "
-        f"{text}{f' ({place})' if place else ''}.{shape}"
+        f"{text}{f' ({place})' if place else ''}.{shape}{wrapped}"
     )
-
-
-def users_line(error: BaseException) -> str:
-    """Return the innermost line of the user's own code in a traceback, as "file.py, line 3, in forward"; or nothing."""
-    found = ""
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        package = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in INSIDE and "site-packages" not in code.co_filename:
-            found = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
-        trace = trace.tb_next
-    return found
 
 
 def shapes(loader: DataLoader[Any]) -> str:
