@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
-from torch import Tensor
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from fedlightning.blueprint.copier import check_copies
 from fedlightning.blueprint.trainer_arguments import FORWARDED, check_forwarded
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
@@ -242,36 +241,13 @@ def check_model(model: Any) -> None:
         ConfigurationError: With a sentence.
     """
     if isinstance(model, LightningModule):
-        _check_copies(model)
+        check_copies(model)
         return
     if isinstance(model, type) and issubclass(model, LightningModule):
         raise ConfigurationError(f"fit() got the class {model.__name__}, not an instance. Pass {model.__name__}(...).")
     raise ConfigurationError(
         f"fit() got a {type(model).__name__} as model. Pass a LightningModule: it says how to train and what to optimise."
     )
-
-
-def _check_copies(model: LightningModule) -> None:
-    """Refuse a module of which no client can have a copy.
-
-    Raises:
-        ConfigurationError: Naming the tensor.
-    """
-    kind = type(model).__name__
-    for name, entry in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(entry, UninitializedParameter | UninitializedBuffer):
-            raise ConfigurationError(
-                f"{kind} has layers without a size ('{name}'), which are made by their first batch. Clients and server need "
-                "the same layers from the start: give the sizes, or pass a batch through the module before fit()."
-            )
-    for path, child in model.named_modules():
-        for name, value in vars(child).items():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                place = f"{kind}.{path}.{name}" if path else f"{kind}.{name}"
-                raise ConfigurationError(
-                    f"{place} is a tensor with a graph behind it, which cannot be copied for each client. Keep "
-                    f"{name}.detach(), or do not keep it on the module."
-                )
 
 
 def federated_data(

@@ -24,7 +24,8 @@ from fedlightning.blueprint.trainer_arguments import check_devices
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
-from fedlightning.federation.dry_run import SMALL, DryRun, FewClients, distinct_clients, rehearse
+from fedlightning.federation.dry_run import SMALL, FewClients, distinct_clients, rehearse
+from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module

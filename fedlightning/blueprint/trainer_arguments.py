@@ -9,12 +9,10 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from lightning.fabric.plugins.environments import (
-    LSFEnvironment,
-    MPIEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 
 from fedlightning.compat.quiet import quiet

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,8 +34,12 @@ def configs(words: Sequence[str]) -> int:
     Raises:
         InputError: If there is no configuration of a name, or a file is there already.
     """
-    parser = ArgumentParser("fedlightning configs", description=DESCRIPTION, exit_on_error=False)
-    parser.formatter_class = type(parser.formatter_class.__name__, (parser.formatter_class,), {"_fill_text": _as_it_is})
+    parser = ArgumentParser(
+        "fedlightning configs",
+        description=DESCRIPTION,
+        formatter_class=RawDescriptionHelpFormatter,
+        exit_on_error=False,
+    )
     parser.add_argument("action", nargs="?", choices=("list", "copy"), default="list", help="default: list")
     parser.add_argument("names", nargs="*", metavar="NAME", help="as listed; a folder's name stands for all in it")
     parser.add_argument("--to", type=Path, default=Path("configs"), metavar="DIR", help="default: configs")
@@ -57,10 +61,6 @@ def configs(words: Sequence[str]) -> int:
         shutil.copyfile(known[name], path)
         print(path)
     return 0
-
-
-def _as_it_is(formatter: object, text: str, width: int, indent: str) -> str:
-    return text
 
 
 def _chosen(wanted: Sequence[str], known: dict[str, Path]) -> list[str]:

@@ -53,9 +53,8 @@ class StopAfterOne(Callback):
     """Ends a fit after its first batch."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        raise OneBatchDone(
-            [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
-        )
+        following = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict]
+        raise OneBatchDone([config.monitor for config in following if config.monitor is not None])
 
 
 def check_steps(runner: LocalRunner, splits: Sequence[str]) -> None:
@@ -75,12 +74,10 @@ def check_steps(runner: LocalRunner, splits: Sequence[str]) -> None:
         warnings.simplefilter("ignore")
         _refuse_late_layers(runner)
         if _is_one_device(runner.settings.trainer_arguments):
-            monitors = _check(runner, "train", lambda module, loader, client: _train(plain, module, loader, client))
+            monitors = _check(runner, "train", partial(_train, plain))
             _refuse_unknown_monitors(runner, plain, [("A learning-rate scheduler", name) for name in monitors or ()])
         for split in splits:
-            _check(
-                runner, split, lambda module, loader, client, split=split: _score(plain, module, loader, split, client)
-            )
+            _check(runner, split, partial(_score, plain, split))
 
 
 def _check(runner: LocalRunner, split: str, step: Callable[[LightningModule, Any, str], Answer]) -> Answer | None:
@@ -125,7 +122,7 @@ def _train(runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]
     return []
 
 
-def _score(runner: LocalRunner, module: LightningModule, loader: DataLoader[Any], split: str, client: str) -> None:
+def _score(runner: LocalRunner, split: str, module: LightningModule, loader: DataLoader[Any], client: str) -> None:
     testing = split == "test" and is_overridden("test_step", module)
     if not testing and not is_overridden("validation_step", module):
         return
@@ -145,7 +142,7 @@ def _score(runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]
         return
 
 
-def _done(*outputs: Any) -> None:
+def _done(outputs: Any, batch: Any) -> None:
     raise OneBatchDone
 
 
@@ -228,12 +225,9 @@ def _refuse_late_layers(runner: LocalRunner) -> None:
 def _refuse_unknown_monitors(runner: LocalRunner, plain: LocalRunner, followed: list[tuple[str, str]]) -> None:
     """Refuse callbacks and schedulers that monitor what the module logs neither in training nor in validation."""
     template = runner.blueprint.template
-    monitors = followed + [
-        (type(callback).__name__, getattr(callback, "monitor", None))
-        for callback in runner.settings.callbacks
-        if getattr(callback, "strict", True)
-    ]
-    monitors = [(owner, monitor) for owner, monitor in monitors if isinstance(monitor, str)]
+    strict = [callback for callback in runner.settings.callbacks if getattr(callback, "strict", True)]
+    watching = [(type(callback).__name__, getattr(callback, "monitor", None)) for callback in strict]
+    monitors = followed + [(owner, monitor) for owner, monitor in watching if isinstance(monitor, str)]
     if not monitors or is_overridden("on_train_epoch_end", template):
         return
     try:

@@ -105,9 +105,10 @@ def test_one_bad_client_is_left_to_the_rounds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "callbacks", [[], [SCAFFOLD], [lambda: FENDA(head="net.3")]], ids=["FedAvg", "SCAFFOLD", "FENDA"]
+    ("callbacks", "loop"),
+    [([], "auto"), ([SCAFFOLD], "trainer"), ([lambda: FENDA(head="net.3")], "auto")],
+    ids=["FedAvg", "SCAFFOLD", "FENDA"],
 )
-@pytest.mark.parametrize("loop", ["auto", "trainer"])
 def test_results_do_not_depend_on_it(callbacks, loop, tmp_path):
     runs, draws = [], []
     for sanity in (False, True):
