@@ -23,7 +23,7 @@ from fedlightning.config.errors import InputError, constructor_sentence, root_ca
 from fedlightning.config.names import class_names
 from fedlightning.config.old_names import read_old_names
 from fedlightning.config.values import check_values
-from fedlightning.errors import ConfigurationError
+from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.trainer import FederatedTrainer
 
 TITLES = {
@@ -130,13 +130,14 @@ class FederatedCLI(LightningCLI):
         """Make the objects.
 
         Raises:
-            InputError: If a constructor refuses a value or fails, with the place in the configuration.
+            InputError: If a constructor refuses a value or fails, with the place in the configuration. What a user's own
+                constructor raises stays as it is, unless it is a ValueError.
         """
         try:
             super().instantiate_classes()
         except Exception as error:
             root = root_cause(error)
-            if isinstance(root, OSError):
+            if isinstance(root, OSError) or (users_line(root) and not isinstance(root, ValueError)):
                 raise root from None
             raise InputError(constructor_sentence(root, self.config.as_dict())) from root
 

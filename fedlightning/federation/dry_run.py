@@ -28,6 +28,10 @@ from fedlightning.visit.record import ClientRecord
 
 FEW = 10
 """Up to so many clients, all are tried."""
+QUICK = 5.0
+"""Seconds: visits of one batch that take less are followed by visits of several, to tell a step from what is around it."""
+SEVERAL = 6
+"""Batches of these visits."""
 MOST = 24
 """Clients that are tried at most."""
 SMALL: dict[str, Any] = {
@@ -155,7 +159,13 @@ def rehearse(whole: Federation, small: Federation, rounds: int) -> DryRun:
             down, up = small.server.bytes_down, small.server.bytes_up
             small.round(lambda update: None)
             down, up = small.server.bytes_down - down, small.server.bytes_up - up
-        _measure(report, whole, small, timed.seconds, down, up)
+        seconds, steps = timed.seconds, small.server.steps
+        if rounds > 2 and sum(seconds.get("Visit", [])) < QUICK:
+            timed.seconds = {}
+            _allow(small, SEVERAL)
+            small.round(lambda update: None)
+        step = _seconds_of_a_step(seconds, timed.seconds, small.server.steps - steps)
+        _measure(report, whole, small, seconds, step, down, up)
         timed.seconds = {}
         if whole.test_data:
             report.metrics = sorted({bare(row.metric) for row in small.evaluate("test", "latest")})
@@ -218,8 +228,32 @@ def _role(callback: Any, module: nn.Module) -> CallbackRole:
     )
 
 
+def _allow(small: Federation, batches: int) -> None:
+    """Let visits train on several batches."""
+    runner = small.engine.runner
+    runner.settings.trainer_arguments["limit_train_batches"] = batches
+    runner.blueprint.trainer.limit_train_batches = batches
+    if runner.settings.local_steps is not None:
+        runner.settings.local_steps = batches
+
+
+def _seconds_of_a_step(one: dict[str, list[float]], several: dict[str, list[float]], steps: int) -> float:
+    """Return the seconds of a step, from visits of one step and visits of `steps` steps together."""
+    before, after = one.get("Visit", []), several.get("Visit", [])
+    mean = sum(before) / max(len(before), 1)
+    if several is one or len(after) != len(before) or steps <= len(before):
+        return mean
+    return max((sum(after) - sum(before)) / (steps - len(before)), 0.0)
+
+
 def _measure(
-    report: DryRun, whole: Federation, small: Federation, spent: dict[str, list[float]], down: int, up: int
+    report: DryRun,
+    whole: Federation,
+    small: Federation,
+    spent: dict[str, list[float]],
+    step: float,
+    down: int,
+    up: int,
 ) -> None:
     """Add what the last round has cost, scaled to all participants and all their batches."""
     settings = whole.engine.runner.settings
@@ -229,13 +263,13 @@ def _measure(
     visits, scores = spent.get("Visit", []), spent.get("ScoreClient", [])
     visit = sum(visits) / max(len(visits), 1)
     score = min(scores, default=0.0)
-    step = max(visit - (score if "L2" in whole.stages else 0.0), 0.0)
+    rest = max(visit - step, 0.0)
     each = max(len(report.clients), 1)
     mean_batches = sum(client.batches for client in report.clients) / each
     steps = mean_batches * settings.work if settings.unit == "epochs" else float(settings.work)
     evaluated = sum(client.val > 0 for client in report.clients) * sum(stage in whole.stages for stage in ("G", "L1"))
     workers = getattr(whole.engine, "width", 1)
-    trained = report.participants * steps * step
+    trained = report.participants * (rest + steps * step)
     report.seconds = (trained + evaluated * score / max(whole.evaluate_every, 1)) / workers
     module = whole.server.module
     state, gradients = module_state(module), [p for p in module.parameters() if p.requires_grad]
