@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from fedlightning.blueprint.copier import check_copies
 from fedlightning.blueprint.trainer_arguments import FORWARDED, check_forwarded
@@ -263,8 +265,12 @@ def federated_data(
     """
     if datamodule is not None and train is not None:
         raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
+    if datamodule is not None and (val is not None or test is not None):
+        name = "val_dataloaders" if val is not None else "test_dataloaders"
+        raise ConfigurationError(f"fit() got a datamodule and {name}. The datamodule has its own: leave {name} out.")
     if train is not None:
         for name, loaders in (("train", train), ("val", val), ("test", test)):
+            _check_loaders(f"{name}_dataloaders", loaders)
             _check_ids(f"{name}_dataloaders", list(loaders or ()))
         return LoaderDataModule(train, val, test)
     if datamodule is None:
@@ -278,6 +284,29 @@ def federated_data(
             "Wrap it: Partitioned(datamodule, DirichletPartitioner(num_clients=10, alpha=0.5))."
         )
     return datamodule
+
+
+def _check_loaders(owner: str, loaders: Any) -> None:
+    """Refuse what is no mapping of clients to loaders, and what no client can iterate again and again.
+
+    Raises:
+        ConfigurationError: Naming the client.
+    """
+    if loaders is not None and not isinstance(loaders, Mapping):
+        raise ConfigurationError(
+            f"{owner} is a {type(loaders).__name__}. Pass one loader per client, by name: "
+            f"{owner}={{'site 1': DataLoader(...)}}."
+        )
+    for client, loader in (loaders or {}).items():
+        if isinstance(loader, Iterator):
+            raise ConfigurationError(
+                f"{owner}[{client!r}] is a {type(loader).__name__}, which ends after one epoch. Pass a DataLoader."
+            )
+        if loader is None or isinstance(loader, Tensor | Dataset | str):
+            raise ConfigurationError(
+                f"{owner}[{client!r}] is a {type(loader).__name__}, which has no batches. "
+                "Pass DataLoader(dataset, batch_size=...)."
+            )
 
 
 def _check_ids(owner: str, ids: Iterable[Any]) -> None:

@@ -24,6 +24,7 @@ from fedlightning.blueprint.trainer_arguments import check_devices
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
+from fedlightning.errors import ConfigurationError
 from fedlightning.federation.dry_run import SMALL, FewClients, distinct_clients, rehearse
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
@@ -397,6 +398,8 @@ class FederatedTrainer:
 
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
         """Return the folder to write into, and whether a new run begins there."""
+        if not isinstance(resume, str | Path | None):
+            raise ConfigurationError(f"resume={resume!r} must be 'last', 'auto' or the folder of a run.")
         a, auto = self.arguments, str(resume) == AUTO
         if auto:
             resume = find_resumable(a["default_root_dir"], a["name"], a["version"])

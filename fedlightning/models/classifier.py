@@ -80,6 +80,10 @@ class Classifier(LightningModule):
                 f"Classifier got lr={lr} and an optimizer. lr belongs to the default SGD only: leave it out and set "
                 "the learning rate in the optimizer (optimizer.init_args.lr)."
             )
+        if not isinstance(net, nn.Module):
+            raise ValueError(
+                f"Classifier got a {type(net).__name__} as net. Pass a torch.nn.Module that returns logits."
+            )
         if num_classes < 1:
             raise ValueError(f"Classifier(num_classes={num_classes}): there must be at least 1 class.")
         if lr is not None and not 0.0 <= lr < math.inf:
