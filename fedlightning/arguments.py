@@ -18,7 +18,9 @@ from fedlightning.blueprint.trainer_arguments import FORWARDED, check_forwarded
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
+from fedlightning.federation.failures import FailurePolicy
 from fedlightning.hooks import POOLED, FederatedCallback
+from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.tasks import LOCAL
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ CHOICES = {
     "float_buffers": ("average", "local", "server"),
     "local_loop": ("auto", "trainer", "fast"),
     "engine": ("sequential", "processes", "vectorized"),
+    "on_client_error": ("skip", "retry", "stop"),
 }
 STAGES = ("G", "L1", "L2")
 
@@ -49,6 +52,7 @@ def check(given: Mapping[str, Any]) -> None:
     for name, instead in REPLACED.items():
         if given[name] is not None:
             raise ConfigurationError(f"{name}={given[name]!r} has no meaning in a federation. Use {instead}.")
+    check_place(given["name"], given["version"])
     if given["local_epochs"] is not None and given["local_steps"] is not None:
         raise ConfigurationError(
             f"local_epochs={given['local_epochs']} and local_steps={given['local_steps']} are both set. "
@@ -88,6 +92,7 @@ def check(given: Mapping[str, Any]) -> None:
         if not isinstance(given[name], str | None) or given[name] not in allowed:
             raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
     check_engine(given)
+    check_failures(given)
     for name, known in (
         ("stages", STAGES),
         ("evaluate_data", (LOCAL, POOLED)),
@@ -124,10 +129,6 @@ def _check_kinds(given: Mapping[str, Any]) -> None:
     """
     if not isinstance(given["seed"], int) or isinstance(given["seed"], bool):
         raise ConfigurationError(f"seed={given['seed']!r} must be a whole number.")
-    if not isinstance(given["name"], str) or not given["name"]:
-        raise ConfigurationError(f"name={given['name']!r} must be a text: the run lies in a folder of that name.")
-    if not isinstance(given["version"], str | None) or given["version"] == "":
-        raise ConfigurationError(f"version={given['version']!r} must be a text, or None for version_0, version_1, ...")
     if not isinstance(given["default_root_dir"], str | Path):
         raise ConfigurationError(f"default_root_dir={given['default_root_dir']!r} must be the path of a folder.")
     for name in ("enable_progress_bar", "fast_dev_run", "sanity_check"):
@@ -151,6 +152,23 @@ def _check_numbers(callback: FederatedCallback) -> None:
                 continue
             if math.isnan(number) or name not in callback.infinite_arguments:
                 raise ConfigurationError(f"{callback.key} has {name}={value}; it must be finite.")
+
+
+def check_place(name: Any, version: Any) -> None:
+    """Refuse a name or version that would put the run anywhere but below `default_root_dir`.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    if not isinstance(name, str) or not all(is_file_name(part) for part in name.split("/")):
+        raise ConfigurationError(
+            f"name={name!r} must be the name of a folder below default_root_dir, such as 'fedprox' or 'study/fedprox'. To "
+            "put runs somewhere else set default_root_dir."
+        )
+    if version is not None and not is_file_name(version):
+        raise ConfigurationError(
+            f"version={version!r} must be the name of one folder, such as 'seed_1', without separators."
+        )
 
 
 def check_engine(given: Mapping[str, Any]) -> None:
@@ -190,6 +208,40 @@ def check_engine(given: Mapping[str, Any]) -> None:
             f"strategy={strategy!r} may share one client among processes; engine='processes' trains each client in one. "
             "Leave it out, or use engine='sequential'."
         )
+
+
+def check_failures(given: Mapping[str, Any]) -> None:
+    """Refuse options about failing clients that are out of range, or mean nothing.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    retries, least, timeout = given["client_retries"], given["min_clients"], given["client_timeout"]
+    if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 1):
+        raise ConfigurationError(f"client_retries={retries!r} must be a whole number of at least 1, or None.")
+    if retries is not None and given["on_client_error"] != "retry":
+        raise ConfigurationError(
+            f"client_retries={retries} means nothing to on_client_error={given['on_client_error']!r}. Use "
+            "on_client_error='retry', or leave it out."
+        )
+    number = isinstance(least, int | float) and not isinstance(least, bool)
+    if not number or not least > 0 or (isinstance(least, float) and least > 1.0):
+        raise ConfigurationError(
+            f"min_clients={least!r} must be a number of clients (an int of at least 1) or a share in (0, 1] (a float)."
+        )
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and 0 < timeout < math.inf):
+        raise ConfigurationError(f"client_timeout={timeout!r} must be a positive number of seconds, or None.")
+
+
+def failure_policy(given: Mapping[str, Any]) -> FailurePolicy:
+    """Return what becomes of clients that fail."""
+    return FailurePolicy(
+        on_error=given["on_client_error"],
+        retries=given["client_retries"] or 1,
+        min_clients=given["min_clients"],
+        timeout=given["client_timeout"],
+    )
 
 
 def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
@@ -360,9 +412,7 @@ def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | Non
     if isinstance(value, bool) or value is None:
         if not value or run is None:
             return []
-        # CSVLogger empties the folder it is given: a resumed run logs into the next one
-        taken = sum(1 for _ in run.path.glob("logs*"))
-        return [CSVLogger(run.path, name="", version=f"logs_{taken + 1}" if taken else "logs")]
+        return [CSVLogger(run.path, name="", version="logs")]
     for item in value:
         if not isinstance(item, Logger):
             raise ConfigurationError(

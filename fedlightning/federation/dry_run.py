@@ -48,6 +48,10 @@ SMALL: dict[str, Any] = {
     "num_nodes": 1,
     "overfit_batches": 0.0,
     "sanity_check": False,
+    "on_client_error": "skip",
+    "client_retries": None,
+    "min_clients": 1,
+    "client_timeout": None,
 } | {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
 """Arguments of the trainer that are others in a rehearsal."""
 Answer = TypeVar("Answer")
