@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -19,10 +20,14 @@ from lightning.pytorch.strategies import Strategy
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.blueprint.trainer_arguments import check_devices
 from fedlightning.blueprint.warm_start import warm_started
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
+from fedlightning.errors import ConfigurationError
+from fedlightning.federation.dry_run import SMALL, FewClients, distinct_clients, rehearse
+from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module
@@ -36,6 +41,7 @@ from fedlightning.run.recorder import Recorder
 from fedlightning.run.signals import StopRequest, of_first_rank, requeue, stop_requests
 from fedlightning.scoring.results import Row, summarise
 from fedlightning.scoring.tasks import LOCAL
+from fedlightning.seeding import preserved
 from fedlightning.visit.runner import LocalRunner
 
 
@@ -108,6 +114,8 @@ class FederatedTrainer:
         save_state: Rounds between saves of the complete state of the federation, to resume from; 0: never.
         enable_progress_bar: Show rounds and clients.
         fast_dev_run: One round, one batch per client and evaluation, nothing written.
+        sanity_check: Before round 1, try one batch of every step that the run will use on a copy of the module, so that an
+            error of a later step shows at once. Results do not depend on it.
         max_time: Stop at the next round boundary after this time ("DD:HH:MM:SS", timedelta or dict of its arguments).
         accelerator: As in `lightning.pytorch.Trainer`, for each client's training; so are all that follow.
         strategy: As in Trainer.
@@ -188,6 +196,7 @@ class FederatedTrainer:
         save_state: int = 1,
         enable_progress_bar: bool = True,
         fast_dev_run: bool = False,
+        sanity_check: bool = True,
         max_time: str | timedelta | dict[str, int] | None = None,
         accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
@@ -357,6 +366,50 @@ class FederatedTrainer:
                 if is_writer():
                     requeue(request, federation.rounds_done, self.max_rounds)
 
+    def dry_run(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        *,
+        train_dataloaders: Mapping[str, Any] | None = None,
+        val_dataloaders: Mapping[str, Any] | None = None,
+        test_dataloaders: Mapping[str, Any] | None = None,
+    ) -> DryRun:
+        """Rehearse the run: check everything, try one batch of every step for clients that differ, and say what will happen.
+
+        It works on copies: no file is written, this trainer stays as it is, and so do the global random generators. The
+        data module is set up, as `fit` would.
+
+        Args:
+            model: As in :meth:`fit`; so are all that follow.
+            datamodule: As in `fit`.
+            train_dataloaders: As in `fit`.
+            val_dataloaders: As in `fit`.
+            test_dataloaders: As in `fit`.
+
+        Returns:
+            Clients and their sizes, bytes and estimated time of a round, memory, and what every callback will do.
+
+        Raises:
+            ValueError: If module, data and callbacks cannot work together; a sentence says why.
+        """
+        arguments.check_model(model)
+        data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
+        with preserved():
+            whole = self._copy({"logger": False})._assemble(model, data, None)
+            with closing(whole.engine):
+                whole.check()
+                steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
+                few = FewClients(data, distinct_clients(data))
+                small = self._copy(SMALL | steps)._assemble(model, few, None)
+                return rehearse(whole, small, self.max_rounds)
+
+    def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
+        """Return a trainer with copies of the callbacks and some other arguments."""
+        given = {**self.arguments, **changes}
+        given["callbacks"] = copy.deepcopy(given["callbacks"])
+        return FederatedTrainer(**given)
+
     def restore(
         self, model: LightningModule, datamodule: LightningDataModule, run: str | Path, trust_old_state: bool = False
     ) -> None:
@@ -377,6 +430,8 @@ class FederatedTrainer:
 
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
         """Return the folder to write into, and whether a new run begins there."""
+        if not isinstance(resume, str | Path | None):
+            raise ConfigurationError(f"resume={resume!r} must be 'last', 'auto' or the folder of a run.")
         a, auto = self.arguments, str(resume) == AUTO
         if auto:
             resume = find_resumable(a["default_root_dir"], a["name"], a["version"])
@@ -414,6 +469,7 @@ class FederatedTrainer:
             logger=False,
             local_loop=a["local_loop"],
         )
+        check_devices(settings.trainer_arguments)
         model = warm_started(model, a["init_from"])
         blueprint = Blueprint(model, self.callbacks, settings)
         runner = LocalRunner(blueprint, data)
@@ -441,6 +497,7 @@ class FederatedTrainer:
             test_data=tuple(a["test_data"] if a["test_data"] is not None else (LOCAL, POOLED)),
             evaluate_every=a["evaluate_every"],
             save_every=a["save_state"],
+            sanity_check=bool(a["sanity_check"]),
             fingerprint=lambda: fingerprint(a, self.callbacks.callbacks, self.ordinary_callbacks, model, data),
         )
         return self.federation

@@ -15,6 +15,7 @@ from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
 from fedlightning.federation.loops.synchronous import messages, run_round
+from fedlightning.federation.sanity import check_steps
 from fedlightning.federation.server import Scores, Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
@@ -47,6 +48,7 @@ class Federation:
         evaluate_every: Rounds between evaluations; 0: never.
         save_every: Rounds between saved states; 0: never.
         fingerprint: Gives what must not change when the run is resumed.
+        sanity_check: Whether :meth:`check` tries one batch of every step.
         changes: What has changed all the same, because the user allowed it.
         rounds_done: Finished rounds.
         rounds_saved: Rounds of the newest saved state.
@@ -65,6 +67,7 @@ class Federation:
     evaluate_every: int
     save_every: int
     fingerprint: Callable[[], dict[str, Any]] = dict
+    sanity_check: bool = True
     changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
     rounds_saved: int = 0
@@ -196,6 +199,9 @@ class Federation:
         )
         server.callbacks.event("check", setup)
         self.engine.check()
+        if self.sanity_check:
+            splits = ("val",) if self.evaluate_every > 0 and self.stages else ()
+            check_steps(self.engine.runner, splits + (("test",) if self.test_data else ()))
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
         """Carry out one round: train, score, tell the callbacks, save. Return its scores.
