@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from fedlightning.blueprint.trainer_arguments import FORWARDED
+from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
@@ -84,6 +85,7 @@ def check(given: Mapping[str, Any]) -> None:
         unknown = [value for value in given[name] or () if value not in known]
         if unknown:
             raise ConfigurationError(f"{name} holds {unknown[0]!r}. Known: {list(known)}.")
+    adapt(given["callbacks"], given["logger"])
     items = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
     for item in items:
         if not isinstance(item, Callback):
@@ -162,11 +164,12 @@ def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, 
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is not a LightningModule instance.
+    """Refuse what is not a LightningModule instance. One of `pytorch_lightning` is made one of `lightning.pytorch`.
 
     Raises:
         ConfigurationError: With a sentence.
     """
+    adapt(model)
     if isinstance(model, LightningModule):
         return
     if isinstance(model, type) and issubclass(model, LightningModule):
@@ -187,6 +190,7 @@ def federated_data(
     Raises:
         ConfigurationError: If there is none, or one that does not know clients.
     """
+    adapt(datamodule, getattr(datamodule, "datamodule", None))
     if datamodule is not None and train is not None:
         raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
     if train is not None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from fedlightning.commands import COMMANDS
+from fedlightning.compat.pytorch_lightning import use_lightning_if_possible
 
 HELP = f"""usage: fedlightning COMMAND [OPTIONS]
 
@@ -56,6 +57,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"fedlightning {__version__}")
         return 0
     command, rest = words[0], words[1:]
+    use_lightning_if_possible()
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # they are about Lightning's own calls
     with _short_warnings():
         try:
