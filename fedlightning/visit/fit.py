@@ -14,8 +14,11 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.compat.attached import trainer_of
 from fedlightning.hooks import CallbackList, Phase
+from fedlightning.visit import monitors
 from fedlightning.visit.client import Client
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.fit import train_fast
 from fedlightning.visit.lightning_loop import release, train_with_lightning
 from fedlightning.visit.loss_terms import loss_terms
@@ -45,7 +48,7 @@ def fit(
             size.
         phase: Phase of the visit: its name, and whose terms act in it.
         work: Epochs or optimizer steps.
-        val_loader: Validation batches for `check_val_every_n_epoch`.
+        val_loader: Validation batches, if the visit validates.
         fast_trainer: A Trainer made with the run's arguments, for the fast loop. `None`: use Lightning's loop.
 
     Returns:
@@ -53,6 +56,7 @@ def fit(
 
     Raises:
         RuntimeError: If Lightning took no step although there was data.
+        NeedsValidationError: If a monitored metric is missing because the visit does not validate.
         NotInFastLoop: If the fast loop met something that it cannot repeat. Only `client` has changed then.
     """
     record = client.record.lightning.setdefault(phase.name, {})
@@ -65,15 +69,21 @@ def fit(
             callback.load_state_dict(copy.deepcopy(state))
     everything = [*callbacks, visit, *ordinary]
     trainer: Any
+    validates, name = val_loader is not None, type(client.module).__name__
     with loss_terms(client, acting(callbacks.loss_terms(), phase)):
-        if fast_trainer is None:
-            trainer = train_with_lightning(
-                client, visit, everything, settings, loader, start_sampler, phase, val_loader
-            )
-        else:
-            start_sampler(0, 0, 1)
-            anomaly = bool(settings.trainer_arguments.get("detect_anomaly"))
-            trainer = train_fast(client, visit, everything, loader, fast_trainer, anomaly)
+        try:
+            if fast_trainer is None:
+                trainer = train_with_lightning(
+                    client, visit, everything, settings, loader, start_sampler, phase, val_loader
+                )
+            else:
+                start_sampler(0, 0, 1)
+                anomaly = bool(settings.trainer_arguments.get("detect_anomaly"))
+                trainer = train_fast(client, visit, everything, loader, fast_trainer, anomaly)
+        except (Exception, NotInFastLoop) as error:
+            monitors.require(trainer_of(client.module), name, validates, error)
+            raise
+        monitors.require(trainer, name, validates)
     record["precision"] = trainer.precision_plugin.state_dict()
     batches = trainer.num_training_batches
     states = {callback.state_key: callback.state_dict() for callback in ordinary}

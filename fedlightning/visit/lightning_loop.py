@@ -15,6 +15,7 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.hooks import Phase
 from fedlightning.visit.client import Client
+from fedlightning.visit.limits import limited
 from fedlightning.visit.visit_callback import VisitCallback
 
 UNLIMITED = -1
@@ -58,7 +59,8 @@ def train_with_lightning(
         start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
             size.
         phase: Phase of the visit.
-        val_loader: Validation batches for `check_val_every_n_epoch`.
+        val_loader: Validation batches, if the visit validates: every `check_val_every_n_epoch` epochs, or at the end
+            of a visit of less than one epoch.
     """
     record = client.record.lightning[phase.name]
     keep = settings.optimizer_state == "keep"
@@ -76,6 +78,10 @@ def train_with_lightning(
         limit = max(horizon, int(record.get("epochs" if in_epochs else "steps", 0)) + visit.work)
     if val_loader is None:
         arguments["limit_val_batches"] = 0  # Lightning would take the module's own val_dataloader
+    elif not in_epochs and arguments.get("val_check_interval") is None:
+        batches = visit.work * arguments.get("accumulate_grad_batches", 1)
+        if batches < limited(len(loader), arguments.get("limit_train_batches")):  # the visit ends inside its first epoch
+            arguments |= {"val_check_interval": batches, "check_val_every_n_epoch": None}
     if isinstance(getattr(loader, "sampler", None), AddressedSampler):
         arguments["use_distributed_sampler"] = False  # it shares the batches among ranks itself
     with quiet():

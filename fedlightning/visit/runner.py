@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from fedlightning.blueprint.blueprint import Blueprint
@@ -27,6 +28,7 @@ from fedlightning.visit.client import Client
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
 from fedlightning.visit.loop_choice import LoopChoice
+from fedlightning.visit.monitors import Monitor
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, Scores, score_or_miss
 from fedlightning.visit.scorer import Scorer
@@ -47,12 +49,14 @@ class LocalRunner:
         data: Samples of each client.
         scorer: Scores modules.
         loop: Choice of the local loop.
+        monitor: What visits validate for; `None` if nothing asks for it.
     """
 
     blueprint: Blueprint
     data: FederatedDataModule
     scorer: Scorer = field(init=False)
     loop: LoopChoice = field(init=False)
+    monitor: Monitor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.blueprint)
@@ -194,7 +198,7 @@ class LocalRunner:
         client, message, phase = request.client, request.message, request.phase
         loader = self.loader(message, "train") if request.loader is None else request.loader
         fast_trainer = self.loop.fast_trainer(client.module, loader)
-        wants_validation = self.settings.trainer_arguments.get("check_val_every_n_epoch") is not None
+        val_loader = self.validation_loader(message)
         with only_training(client.module, phase.train):
             return local_fit.fit(
                 client,
@@ -204,9 +208,32 @@ class LocalRunner:
                 partial(self.start_fit, request, loader),
                 phase=phase,
                 work=request.work,
-                val_loader=self.loader(message, "val") if wants_validation else None,
+                val_loader=val_loader,
                 fast_trainer=fast_trainer,
             )
+
+    def validate_visits(self, monitor: Monitor) -> None:
+        """Validate inside local training from now on, because something monitors a metric of the validation."""
+        self.monitor = monitor
+        self.loop.give_up(f"{monitor}, so visits validate")
+        rank_zero_info(f"{monitor}: each visit validates on the client's own validation data.")
+
+    def validation_loader(self, message: Message) -> DataLoader[Any] | None:
+        """Return the batches on which a visit validates inside training; `None` if it does not.
+
+        Raises:
+            ValueError: If a monitored metric needs validation and the client has no validation data.
+        """
+        if self.monitor is None and self.settings.trainer_arguments.get("check_val_every_n_epoch") is None:
+            return None
+        loader = self.loader(message, "val")
+        if self.monitor is not None and (loader is None or len(loader) == 0):
+            raise ValueError(
+                f"{self.monitor}, which {type(self.blueprint.template).__name__} does not log in training, and client "
+                f"'{message.client}' has no validation data. Give every client some (val_fraction), or monitor a metric "
+                "of training."
+            )
+        return loader
 
     def score(self, request: Score) -> list[Scores]:
         """Score a client's trained model, one request after another. Random draws continue from those of the fit."""

@@ -22,6 +22,7 @@ from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
 from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.monitors import NeedsValidationError
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, Fit, FitResult, MissingScores, Score, ScoreRequest, Scores, VisitSteps
 
@@ -49,7 +50,10 @@ def carry_out(
         return _drive(runner, visit_steps(runner, message, record, evaluate))
     except NotInFastLoop as reason:  # neither the record nor the message has changed: begin again with the Trainer
         runner.loop.give_up(str(reason))
-        return _drive(runner, visit_steps(runner, message, record, evaluate))
+        return carry_out(runner, message, record, evaluate)
+    except NeedsValidationError as reason:  # likewise
+        runner.validate_visits(reason.monitor)
+        return carry_out(runner, message, record, evaluate)
 
 
 def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord]:
