@@ -128,13 +128,17 @@ class GlobalCheckpoint(FederatedCallback):
         Raises:
             ValueError: If the method has no global model, or validation does not give the monitored metric.
         """
-        if not any(split == "val" for _, _, split, _ in server.scores):
+        if not any(split == "val" for _, _, _, split, _ in server.scores):
             return
         module = self._module(server)
         found = server.score(self.monitor, stage=self.stage)
         if not found:
             scored = (self.stage, "local", "val")
-            known = {metric: 0.0 for stage, data, split, metric in server.scores if (stage, data, split) == scored}
+            known = {
+                metric: 0.0
+                for model, stage, data, split, metric in server.scores
+                if (model, stage, data, split) == (None, *scored)
+            }
             monitored(self, known)
         weights = {
             client: {"train": server.num_samples.get(client, 0), "val": size, "uniform": 1}[self.mean]

@@ -54,6 +54,8 @@ class Message:
         model: Key of the server's model (`"global"` unless an algorithm keeps several).
         data: `"train"`: the client's own loader; `"pooled"`: the union (central baselines).
         tag: The algorithm's own label on the job.
+        visit: Number in the addresses of the visit's randomness. Default: the round. A client that trains more than
+            once in a round gets another number each time, so that its visits do not draw the same batches and noise.
     """
 
     round: int
@@ -65,6 +67,11 @@ class Message:
     model: str = GLOBAL
     data: Literal["train", "pooled"] = "train"
     tag: str = ""
+    visit: int = -1
+
+    def __post_init__(self) -> None:
+        if self.visit < 0:
+            self.visit = self.round
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +95,7 @@ class Update:
         metrics: Values that the module logged in training (last ones).
         evaluations: Scores of this visit's model: (stage, data, split, metric, value, num_samples).
         model: Key of the server's model that it updates.
+        origin: Key of the server's model that the visit was sent; the scores of the visit go under it.
         tag: The message's label.
         gaps: Evaluations that failed: (stage, data, split, reason).
         error: The reason why this client contributes nothing (no samples, NaN ...); `None` if all went well.
@@ -106,6 +114,7 @@ class Update:
     evaluations: list[tuple[str, str, str, str, float, int]] = field(default_factory=list)
     gaps: list[tuple[str, str, str, str]] = field(default_factory=list)
     model: str = GLOBAL
+    origin: str = GLOBAL
     tag: str = ""
     error: str | None = None
     cause: Exception | None = None

@@ -318,7 +318,7 @@ class VectorizedEngine(Engine):
         return limited(len(loader), self.runner.settings.trainer_arguments.get("limit_train_batches"))
 
     def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
-        return self.runner.settings.seed, fit.client.round, fit.client.id, address_of(fit.phase), epoch
+        return self.runner.settings.seed, fit.client.visit, fit.client.id, address_of(fit.phase), epoch
 
     def _convert(self, module: LightningModule, batch: Any) -> Any:
         return move_batch(module, self.runner.blueprint.precision.convert_input(batch))

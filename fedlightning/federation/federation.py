@@ -13,7 +13,7 @@ from fedlightning.errors import warn
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.loops.synchronous import messages, run_round
-from fedlightning.federation.server import Server
+from fedlightning.federation.server import Scores, Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import export, summary_of
@@ -301,9 +301,10 @@ def _explain(server: Server, updates: list[Update]) -> None:
         raise stage_scores.ScoringError(f"No model could be scored at stage {stage}; client '{client}': {reason}")
 
 
-def _by_client(rows: list[Row]) -> dict[tuple[str, str, str, str], dict[str, tuple[float, int]]]:
-    scores: dict[tuple[str, str, str, str], dict[str, tuple[float, int]]] = {}
+def _by_client(rows: list[Row]) -> Scores:
+    scores: Scores = {}
     for row in rows:
-        key = (row.stage, row.data, row.split, row.metric)
+        model = None if row.model in ("global", "personal") else row.model
+        key = (model, row.stage, row.data, row.split, row.metric)
         scores.setdefault(key, {})[row.client] = (row.value, row.num_samples)
     return scores

@@ -18,6 +18,10 @@ from fedlightning.messages import GLOBAL, Message, Update, check_extras
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, entry_kinds, load_state, module_state, tied_names
 
+Scores = dict[tuple[str | None, str, str, str, str], dict[str, tuple[float, int]]]
+"""Values and numbers of samples by client; under model (`None`: the global one or what a client made of it), stage,
+data, split and metric."""
+
 
 class Server:
     """The server of one federation.
@@ -78,7 +82,7 @@ class Server:
         self.bytes_down = 0
         self.steps = 0
         self.failures: list[dict[str, Any]] = []
-        self.scores: dict[tuple[str, str, str, str], dict[str, tuple[float, int]]] = {}
+        self.scores: Scores = {}
 
     # -- what algorithms ask for ---------------------------------------------------------------------------------
     @property
@@ -105,18 +109,22 @@ class Server:
         picked = torch.randperm(len(self.clients), generator=self.rng("participation"))[:count]
         return [self.clients[index] for index in sorted(picked.tolist())]
 
-    def score(self, metric: str, *, stage: str = "G", split: str = "val") -> dict[str, tuple[float, int]]:
+    def score(
+        self, metric: str, *, stage: str = "G", split: str = "val", model: str | None = None
+    ) -> dict[str, tuple[float, int]]:
         """Return this round's score of every client on its own data.
 
         Args:
             metric: Name as the module logs it.
             stage: `"G"`, `"L1"` or `"L2"`.
             split: `"val"` or `"test"`.
+            model: Key of the server's model that the clients trained, in a method with several. `None`: the global
+                model, or the one that a client made of it.
 
         Returns:
             Per client (value, evaluated samples); empty if it was not evaluated.
         """
-        return self.scores.get((stage, "local", split, metric), {})
+        return self.scores.get((model, stage, "local", split, metric), {})
 
     def note_failure(self, client: str, reason: str, where: str = "training", when: str = "") -> None:
         """Warn of a client that failed, in training or in evaluation, and keep it for the summary.

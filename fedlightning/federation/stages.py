@@ -7,6 +7,7 @@ copy of its state, so absent clients are treated like those that took part. The 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -30,16 +31,25 @@ class ScoringError(RuntimeError):
 
 
 def update_rows(updates: Iterable[Update]) -> list[Row]:
-    """Return the L2 scores and training metrics that came with the updates of a round."""
+    """Return the L2 scores and training metrics that came with the updates of a round.
+
+    They go under the model that the client was sent: `"personal"` for the global one, else its key, so that a client
+    that trains several models in a round has a row for each.
+    """
     rows = []
+    trained: Counter[tuple[str, str]] = Counter()
     for update in updates:
         number, client = update.round + 1, update.client
+        model = "personal" if update.origin == GLOBAL else update.origin
+        if update.metrics or update.evaluations:  # a client may train a model of the server more than once in a round
+            trained[client, model] += 1
+            model += f" {trained[client, model]}" if trained[client, model] > 1 else ""
         rows += [
-            Row(number, "L2", "personal", "latest", "local", "train", client, metric, value, update.num_samples)
+            Row(number, "L2", model, "latest", "local", "train", client, metric, value, update.num_samples)
             for metric, value in update.metrics.items()
         ]
         rows += [
-            Row(number, stage, "personal", "latest", data, split, client, metric, value, size)
+            Row(number, stage, model, "latest", data, split, client, metric, value, size)
             for stage, data, split, metric, value, size in update.evaluations
         ]
     return rows

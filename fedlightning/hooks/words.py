@@ -49,6 +49,8 @@ class Job:
         down: Names sent down; `None`: all that the client does not keep to itself.
         returns: Names to send back; `None`: the shared names.
         tag: The algorithm's own label, seen in `message.tag` and `update.tag`.
+        keep: Give the plan this job's update with its model entries and extras, also after they have been folded in.
+            They stay in memory as long as the plan holds them.
 
     Example:
         >>> Job("hospital-1", work=0, tag="probe").returns is None
@@ -62,6 +64,7 @@ class Job:
     down: tuple[str, ...] | None = None
     returns: tuple[str, ...] | None = None
     tag: str = ""
+    keep: bool = False
 
 
 Plan = Generator[list[Job], list[Update], None]

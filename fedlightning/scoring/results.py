@@ -22,7 +22,8 @@ class Row:
 
     Attributes:
         round: counted from 1; 0 is the untrained model.
-        stage: ``G`` | ``L1`` | ``L2``; model: ``global`` | ``personal``.
+        stage: ``G`` | ``L1`` | ``L2``; model: ``global`` | ``personal`` | the key of another
+            model of the server that the client has trained.
         checkpoint: ``latest`` or a checkpoint callback's name (``best_global``, ``best_local``).
         data: ``local``: the client's own; ``pooled``: the union over clients; ``client:NAME``: another client's (the
             cross-client matrix: ``client``'s model on NAME's data).

@@ -46,6 +46,7 @@ class Client:
     Attributes:
         id: The client's id.
         round: The present round, counted from 0.
+        visit: Number in the addresses of this visit's randomness: the round, unless the client trains more than once in it.
         message: The message from the server.
         record: What the client keeps (see :class:`~fedlightning.visit.record.ClientRecord`).
         received: Model entries as the server sent them, before any callback merged them.
@@ -70,6 +71,7 @@ class Client:
         self._runner, self._blueprint = runner, runner.blueprint
         self.id = message.client
         self.round = message.round
+        self.visit = message.visit
         self._module = module
         self._entries: State = entries or {}
         self.message = message
@@ -148,8 +150,8 @@ class Client:
         return self._blueprint.device
 
     def rng(self, purpose: str) -> torch.Generator:
-        """Return a generator addressed by (seed, round, client, purpose)."""
-        return generator(self._blueprint.settings.seed, self.round, self.id, purpose)
+        """Return a generator addressed by (seed, visit, client, purpose)."""
+        return generator(self._blueprint.settings.seed, self.visit, self.id, purpose)
 
     def loader(self, split: str = "train") -> DataLoader[Any] | None:
         """Return the loader of a split: the client's own, or the pooled one in a pooled job."""
@@ -181,6 +183,20 @@ class Client:
         """
         with self._at(state) as module:
             return probes.mean_loss(module, self._batches(split), self.precision, *self._address("loss", split))
+
+    def losses(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> Tensor:
+        """Return the training loss of every sample of a split, in eval mode and without gradients.
+
+        Args:
+            state: Entries to evaluate at. `None`: the present model.
+            split: Split to pass over once.
+
+        Returns:
+            fp64 tensor of shape `(num_samples,)` on the CPU, in the order in which the loader gives the samples; that
+            is the same for every `state` within a visit.
+        """
+        with self._at(state) as module:
+            return probes.sample_losses(module, self._batches(split), self.precision, *self._address("loss", split))
 
     def gradient(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> State:
         """Return the sample-weighted mean gradient over a split, by parameter name, on the CPU.
@@ -335,7 +351,7 @@ class Client:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
     def _address(self, *purpose: object) -> tuple[object, ...]:
-        return (self._blueprint.settings.seed, self.round, self.id, *purpose)
+        return (self._blueprint.settings.seed, self.visit, self.id, *purpose)
 
     def _batches(self, split: str) -> Iterator[Any]:
         loader = self.loader(split)

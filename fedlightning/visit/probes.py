@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -93,6 +94,41 @@ def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precis
     finally:
         module.train(was_training)
     return total / count if count else float("nan")
+
+
+def sample_losses(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> Tensor:
+    """Return the training loss of each sample, in eval mode and without gradients.
+
+    The step sees one sample at a time, so any `training_step` will do: a loss that is a mean over the batch has no
+    other way to tell them apart.
+
+    Args:
+        module: The module.
+        batches: Batches of samples.
+        precision: Lightning's precision plugin.
+        seed: Address of the randomness.
+
+    Returns:
+        fp64 tensor of shape `(num_samples,)` on the CPU.
+    """
+    losses: list[Tensor] = []
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), probing(module, precision, *seed):
+            for index, batch in enumerate(batches):
+                batch = move_batch(module, precision.convert_input(batch))
+                for place in range(extract_batch_size(batch) or 1):
+                    one = apply_to_collection(batch, Tensor, _sample, place)
+                    losses.append(training_loss(module, one, index).detach().reshape(()))
+    finally:
+        module.train(was_training)
+    return torch.stack(losses).cpu().double() if losses else torch.empty(0, dtype=torch.float64)
+
+
+def _sample(values: Tensor, place: int) -> Tensor:
+    """Cut one sample out of a batch; a number for the whole batch stays."""
+    return values[place : place + 1] if values.dim() else values
 
 
 def loss_scale(precision: Precision) -> float:

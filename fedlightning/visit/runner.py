@@ -139,12 +139,12 @@ class LocalRunner:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Address the order of the batches: a function of (seed, client, round, epoch), wherever the visit runs.
+        """Address the order of the batches: a function of (seed, client, visit, epoch), wherever the visit runs.
 
         Args:
             loader: Loader with an :class:`~fedlightning.datamodules.sampling.AddressedSampler`; others stay as they
                 are.
-            message: The message from the server: its round.
+            message: The message from the server: its visit.
             purpose: Gives the loader an order of its own, apart from that of training.
             epoch_offset: Number of the first epoch.
             rank: Rank of this process among those that share the client.
@@ -155,7 +155,7 @@ class LocalRunner:
             seed = self.settings.seed
             sampler.start(
                 seed=address(seed, purpose) if purpose else seed,
-                round=message.round,
+                round=message.visit,
                 epochs_per_round=EPOCHS_OF_A_VISIT,
                 epoch_offset=epoch_offset,
                 rank=rank,

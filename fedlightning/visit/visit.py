@@ -81,8 +81,8 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
         record: The client's record; not changed.
         evaluate: Evaluation of the trained model (stage L2).
     """
-    seed_all(runner.settings.seed, message.round, message.client, "visit")
-    update = Update(message.round, message.client, model=message.model, tag=message.tag)
+    seed_all(runner.settings.seed, message.visit, message.client, "visit")
+    update = Update(message.round, message.client, model=message.model, origin=message.model, tag=message.tag)
     loader = runner.loader(message, "train")
     update.num_samples = runner.used_samples(loader)
     if message.work != 0 and update.num_samples == 0:
@@ -209,7 +209,7 @@ def _evaluate(
             loader = runner.loader(client.message, split) if data == "local" else runner.data.pooled_dataloader(split)
             if loader is not None and len(loader) > 0:
                 places.append((data, split))
-                seed = (runner.settings.seed, client.round, client.id, "score", stage, split, data)
+                seed = (runner.settings.seed, client.visit, client.id, "score", stage, split, data)
                 requests.append(ScoreRequest(module, loader, split, seed))
     found: list[Scores] = (yield Score(client, requests)) if requests else []
     rows: list[Evaluation] = []

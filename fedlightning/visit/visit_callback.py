@@ -118,7 +118,7 @@ class VisitCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch - self.first_epoch
-        seed_all(self.settings.seed, self.client.round, self.client.id, self.address, epoch)
+        seed_all(self.settings.seed, self.client.visit, self.client.id, self.address, epoch)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         self.attempts += optimizer is trainer.optimizers[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -12,6 +13,9 @@ from fedlightning.federation.server import Server
 from fedlightning.hooks import Job, Plan
 from fedlightning.messages import Message, Update
 from fedlightning.visit.requests import Evaluate
+
+ROUNDS = 2**32
+"""More rounds than any run has, so that no two visits of a client have one number."""
 
 
 class FederationError(RuntimeError):
@@ -36,7 +40,8 @@ def run_round(
 
     Returns:
         The updates without their model entries. A plan gets the same; extras are kept only for jobs without training,
-        since a round of model-sized extras (control variates) is folded in by `on_update` and need not be held.
+        since a round of model-sized extras (control variates) is folded in by `on_update` and need not be held. Of a job
+        with `keep` the plan gets everything.
 
     Raises:
         FederationError: If every visit of the round, or of a list of several jobs, failed; the first failure is its cause.
@@ -48,13 +53,15 @@ def run_round(
     done: list[Update] = []
     cause: Exception | None = None  # of the first failure; each holds its client's model by its traceback
     jobs = next(plan, None)
+    visits: Counter[str] = Counter()
     while jobs is not None:
         light: list[Update] = []
+        whole: list[Update] = []
         if not jobs:
             aggregation.finish()
             aggregation = Aggregation(server)
         sent: list[Message] = []
-        for job, update in zip(jobs, engine.run(messages(server, jobs, sent), evaluate), strict=True):
+        for job, update in zip(jobs, engine.run(messages(server, jobs, sent, visits), evaluate), strict=True):
             update = checked(server, sent[len(light)], update)
             server.bytes_up += update.num_bytes
             server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one
@@ -64,12 +71,13 @@ def run_round(
                 server.callbacks.event("on_update", server, update)
             cause = cause or update.cause
             light.append(replace(update, state={}, extras=update.extras if job.work == 0 else {}, cause=None))
+            whole.append(replace(update, cause=None) if job.keep else light[-1])
             report(light[-1])
         done += light
         if len(light) > 1:  # a plan of single jobs, one client after another, goes on without one that fails
             _refuse_if_all_failed(server, light, cause)
         try:
-            jobs = plan.send(light)
+            jobs = plan.send(whole)
         except StopIteration:
             jobs = None
     _refuse_if_all_failed(server, done, cause)
@@ -86,16 +94,22 @@ def _refuse_if_all_failed(server: Server, updates: list[Update], cause: Exceptio
         ) from cause
 
 
-def messages(server: Server, jobs: list[Job], sent: list[Message] | None = None) -> Iterator[Message]:
+def messages(
+    server: Server, jobs: list[Job], sent: list[Message] | None = None, visits: Counter[str] | None = None
+) -> Iterator[Message]:
     """Yield the jobs' messages, made when an engine asks for them, and count their bytes.
 
     Args:
         server: Makes the messages.
         jobs: One message each.
         sent: Gets the messages without what they carry, to check the answers.
+        visits: Counts each client's training jobs in this round; those after the first get randomness of their own.
     """
     for job in jobs:
         message = server.message(job)
+        if visits is not None and job.work != 0:
+            message.visit = server.round + ROUNDS * visits[job.client]
+            visits[job.client] += 1
         server.bytes_down += message.num_bytes
         if sent is not None:
             sent.append(replace(message, state={}, extras={}))
