@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from fedlightning.blueprint.trainer_arguments import FORWARDED
@@ -92,6 +93,47 @@ def check(given: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"callbacks holds {item!r}, which is not a callback. Pass instances of callbacks, not classes or names."
             )
+    check_logs(given, items)
+
+
+def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+    """Refuse logs of clients that have nowhere to go; warn of callbacks that only log, without logs.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    asked = given["log_clients"]
+    if not isinstance(asked, bool | list | tuple):
+        raise ConfigurationError(f"log_clients={asked!r} must be true, false or a list of clients.")
+    if asked and not given["logger"]:
+        raise ConfigurationError(
+            f"log_clients={asked!r}, but logger={given['logger']!r}: there is no logger to write to. Use logger=True."
+        )
+    if asked and given["engine"] == "vectorized":
+        raise ConfigurationError(
+            f"log_clients={asked!r}, but engine='vectorized' trains clients as one stack, whose steps are not logged. Use "
+            "engine='sequential' or 'processes'."
+        )
+    loud = [type(item).__name__ for item in callbacks if isinstance(item, LearningRateMonitor | DeviceStatsMonitor)]
+    if loud and not asked:
+        warn(f"{loud[0]} logs inside clients, and their logs are off. log_clients=True writes them to the loggers.")
+
+
+def logged_clients(asked: bool | Iterable[str | int], data: FederatedDataModule) -> bool | list[str]:
+    """Return `log_clients` with the clients by name.
+
+    Raises:
+        ConfigurationError: If there is no such client.
+    """
+    if isinstance(asked, bool):
+        return asked
+    names = [str(client) for client in asked]
+    unknown = [name for name in names if name not in data.client_ids]
+    if unknown:
+        raise ConfigurationError(
+            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
+        )
+    return names
 
 
 def check_engine(given: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import Strategy
 
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
@@ -90,6 +91,9 @@ class FederatedTrainer:
         test_data: Data that `test` and `validate` score on (default local and pooled); "clients" adds every client's model
             on every other client's data, the cross-client matrix. Empty: no test, not even of stage L2.
         logger: Lightning loggers; True: CSV files in the run's folder. Round means go to them.
+        log_clients: What modules and callbacks log inside clients (`self.log`, `self.logger`, `LearningRateMonitor`) goes to
+            the loggers as `client/<id>/<name>`, at steps counted over the client's visits: `True` for every client, or
+            a list of clients. Such clients train with Lightning's Trainer, not the fast loop. Default: none.
         name: Name of the experiment: the run lies in default_root_dir/NAME/version_N.
         version: Fixed folder name instead of version_N.
         default_root_dir: Folder of all runs.
@@ -165,6 +169,7 @@ class FederatedTrainer:
         evaluate_data: list[Literal["local", "pooled"]] | None = None,
         test_data: list[Literal["local", "pooled", "clients"]] | None = None,
         logger: Logger | Iterable[Logger] | bool | None = True,
+        log_clients: bool | list[str | int] = False,
         name: str = "federation",
         version: str | None = None,
         default_root_dir: str | Path = "runs",
@@ -379,7 +384,7 @@ class FederatedTrainer:
             lr_decay=a["lr_decay"],
             trainer_arguments=arguments.local_trainer(a, run),
             callbacks=self.ordinary_callbacks,
-            logger=False,
+            log_clients=arguments.logged_clients(a["log_clients"], data),
             local_loop=a["local_loop"],
         )
         blueprint = Blueprint(model, self.callbacks, settings)
@@ -455,7 +460,7 @@ class FederatedTrainer:
                 accelerator=self.arguments["accelerator"],
                 devices=1,
                 precision=self.arguments["precision"],
-                logger=False,
+                logger=ClientLogger(),
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,

@@ -116,8 +116,8 @@ def adapt(*objects: Any) -> None:
     """Make objects of `pytorch_lightning` (modules, callbacks, data modules, loggers) those of `lightning.pytorch`.
 
     Of an object whose class is `pytorch_lightning`'s own, the class is replaced. A class that a user derived from one of
-    them gets the present one as a base in front of it, so that `isinstance` holds for both packages (`pytorch_lightning.Trainer`
-    refuses it all the same). Other objects stay as they are.
+    them gets the present one as a base in front of it, so that `isinstance` holds for both packages;
+    `pytorch_lightning.Trainer` refuses it then. Other objects stay as they are.
 
     Args:
         objects: Any objects; lists and tuples stand for what is in them.

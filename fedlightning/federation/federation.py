@@ -165,6 +165,7 @@ class Federation:
                 rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
         server.scores = _by_client(rows)
         self.recorder.record(rows)
+        self.recorder.log_clients(updates)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
         self.tick()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
+from fedlightning.messages import Update
 from fedlightning.run.files import is_writer
 from fedlightning.run.folder import RunFolder
 from fedlightning.scoring.results import Row, RowTable, summarise
@@ -61,6 +63,19 @@ class Recorder:
         }
         for logger in self.loggers if means else ():
             logger.log_metrics(means, step=rows[0].round)
+
+    def log_clients(self, updates: Iterable[Update]) -> None:
+        """Write what was logged inside clients to the loggers, as `client/<id>/<name>` at the client's own steps."""
+        for update in updates if self.loggers else ():
+            place = f"client/{update.client}/"
+            for log in update.logs:
+                values = {f"{place}{name}": value for name, value in log.values.items()}
+                for logger in self.loggers:
+                    if log.method == "metrics":
+                        logger.log_metrics(values | {f"{place}round": float(update.round)}, step=log.step)
+                    elif (call := getattr(logger.experiment, log.method, None)) is not None:
+                        for name, value in values.items():
+                            call(name, value, log.step)
 
     def choose_results(self, rounds: int) -> list[dict[str, Any]]:
         """Summarise the newest scores of every stage, and all scores of selected models.

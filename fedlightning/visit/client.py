@@ -15,7 +15,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.hooks import Phase
-from fedlightning.messages import Message
+from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.visit import probes
@@ -56,6 +56,7 @@ class Client:
         lr_sum: Largest of :attr:`lr_sums`.
         lr_sums: By parameter name, the sum of its learning rate over these steps.
         metrics: Values that the module logged in training.
+        logs: What was logged in training, if the client's logs are kept.
         scratch: Values that a callback keeps for the duration of the visit.
         phase: The fit that runs. Lightning hooks that act in federated phases only read it.
     """
@@ -83,6 +84,7 @@ class Client:
         self.lr_sum = 0.0
         self.lr_sums: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
+        self.logs: list[ClientLog] = []
         self.scratch: dict[str, Any] = {}
         self.phase = Phase()
         self._streams: dict[str, Iterator[Any]] = {}

@@ -8,10 +8,13 @@ fraction of the cost (:mod:`fedlightning.visit.fast`). In both,
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import trainer_of
@@ -22,6 +25,7 @@ from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.fit import train_fast
 from fedlightning.visit.lightning_loop import release, train_with_lightning
 from fedlightning.visit.loss_terms import loss_terms
+from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import KeepingVisitCallback, VisitCallback, acting
 
 
@@ -31,6 +35,7 @@ def fit(
     settings: LocalSettings,
     loader: Any,
     start_sampler: Callable[[int, int, int], None],
+    inside: Surroundings,
     *,
     phase: Phase,
     work: int,
@@ -46,6 +51,7 @@ def fit(
         loader: Training batches.
         start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
             size.
+        inside: Folder, logger and data module of the fit.
         phase: Phase of the visit: its name, and whose terms act in it.
         work: Epochs or optimizer steps.
         val_loader: Validation batches, if the visit validates.
@@ -63,6 +69,7 @@ def fit(
     kind = KeepingVisitCallback if settings.optimizer_state == "keep" else VisitCallback
     visit = kind(client, callbacks, settings, phase, work)
     ordinary = [copy.deepcopy(callback) for callback in settings.callbacks]
+    ordinary = [callback for callback in ordinary if _in_own_folder(callback, client.id, inside.folder)]
     for callback in ordinary if settings.optimizer_state == "reset" else ():
         state = record.get("callbacks", {}).get(callback.state_key)
         if state is not None:
@@ -74,16 +81,18 @@ def fit(
         try:
             if fast_trainer is None:
                 trainer = train_with_lightning(
-                    client, visit, everything, settings, loader, start_sampler, phase, val_loader
+                    client, visit, everything, settings, loader, start_sampler, inside, phase, val_loader
                 )
             else:
                 start_sampler(0, 0, 1)
                 anomaly = bool(settings.trainer_arguments.get("detect_anomaly"))
-                trainer = train_fast(client, visit, everything, loader, fast_trainer, anomaly)
+                trainer = train_fast(client, visit, everything, loader, fast_trainer, inside, anomaly)
         except (Exception, NotInFastLoop) as error:
             monitors.require(trainer_of(client.module), name, validates, error)
             raise
         monitors.require(trainer, name, validates)
+    if settings.logs(client.id) and settings.optimizer_state == "reset":
+        record["logged_steps"] = record.get("logged_steps", 0) + int(trainer.global_step)
     record["precision"] = trainer.precision_plugin.state_dict()
     batches = trainer.num_training_batches
     states = {callback.state_key: callback.state_dict() for callback in ordinary}
@@ -96,3 +105,15 @@ def fit(
             "Check accumulate_grad_batches, limit_train_batches and callbacks that stop training."
         )
     return visit
+
+
+def _in_own_folder(callback: Callback, client: str, folder: str | None) -> bool:
+    """Give a checkpoint callback the client's own folder; return False if the run writes nothing, so that it is left out."""
+    if not isinstance(callback, Checkpoint):
+        return True
+    given = getattr(callback, "dirpath", None)
+    if given is not None:
+        callback.dirpath = os.path.join(given, quote(client, safe=""))  # type: ignore[attr-defined]
+    elif folder is not None and hasattr(callback, "dirpath"):
+        callback.dirpath = os.path.join(folder, "checkpoints")
+    return given is not None or folder is not None

@@ -16,6 +16,7 @@ from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.hooks import Phase
 from fedlightning.visit.client import Client
 from fedlightning.visit.limits import limited
+from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import VisitCallback
 
 UNLIMITED = -1
@@ -45,6 +46,7 @@ def train_with_lightning(
     settings: LocalSettings,
     loader: Any,
     start_sampler: Callable[[int, int, int], None],
+    inside: Surroundings,
     phase: Phase,
     val_loader: Any = None,
 ) -> Trainer:
@@ -58,6 +60,7 @@ def train_with_lightning(
         loader: Training batches.
         start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
             size.
+        inside: Folder, logger and data module of the fit.
         phase: Phase of the visit.
         val_loader: Validation batches, if the visit validates: every `check_val_every_n_epoch` epochs, or at the end
             of a visit of less than one epoch.
@@ -80,8 +83,12 @@ def train_with_lightning(
         arguments["limit_val_batches"] = 0  # Lightning would take the module's own val_dataloader
     elif not in_epochs and arguments.get("val_check_interval") is None:
         batches = visit.work * arguments.get("accumulate_grad_batches", 1)
-        if batches < limited(len(loader), arguments.get("limit_train_batches")):  # the visit ends inside its first epoch
+        if batches < limited(
+            len(loader), arguments.get("limit_train_batches")
+        ):  # the visit ends inside its first epoch
             arguments |= {"val_check_interval": batches, "check_val_every_n_epoch": None}
+    if inside.folder is not None:
+        arguments["default_root_dir"] = inside.folder
     if isinstance(getattr(loader, "sampler", None), AddressedSampler):
         arguments["use_distributed_sampler"] = False  # it shares the batches among ranks itself
     with quiet():
@@ -91,7 +98,7 @@ def train_with_lightning(
             max_steps=UNLIMITED if in_epochs else limit,
             plugins=plugins,
             callbacks=callbacks,
-            logger=settings.logger,
+            logger=inside.logger,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -100,6 +107,7 @@ def train_with_lightning(
         # A visit ends its last epoch, even early. With a step limit Lightning would continue inside that epoch.
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
+        trainer.datamodule = inside.datamodule  # type: ignore[assignment]
         client.scratch["trainer"] = trainer
         trainer.fit(
             client.module,
@@ -107,6 +115,7 @@ def train_with_lightning(
             val_dataloaders=val_loader,
             ckpt_path="memory" if keep and memory.checkpoint is not None else None,
         )
+        trainer.datamodule = None  # its hyper-parameters are no part of what the client keeps
         if keep:
             trainer.save_checkpoint("memory")
             record["epochs"], record["steps"] = trainer.current_epoch, trainer.global_step

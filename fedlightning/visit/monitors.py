@@ -66,13 +66,14 @@ def require(trainer: Any, module: str, validates: bool, error: BaseException | N
         trainer: The Trainer of a fit (or its stand-in); `None` if the fit did not come so far.
         module: Class of the module, for the message.
         validates: Whether the fit has validated.
-        error: What the fit raised, if anything.
+        error: What the fit raised, if anything. Errors that do not name the metric are about something else.
 
     Raises:
         NeedsValidationError: If the fit has not validated and a monitored metric is missing.
         ValueError: If the fit has failed, and a monitored metric is missing in spite of validation.
     """
     unmet = [] if trainer is None else missing(trainer)
+    unmet = [monitor for monitor in unmet if error is None or monitor.metric in str(error)]
     if not unmet:
         return
     if not validates:
@@ -82,7 +83,9 @@ def require(trainer: Any, module: str, validates: bool, error: BaseException | N
     sentence = f"{unmet[0]}, but {module} logs " + (", ".join(names) if names else "nothing") + " in a visit"
     if 0 < trainer.max_epochs < every:
         sentence += f", which has {trainer.max_epochs} local epoch(s): check_val_every_n_epoch={every} never validates"
-    sentence += f". Set monitor to a metric that it logs, or log '{unmet[0].metric}' in training_step or validation_step."
+    sentence += (
+        f". Set monitor to a metric that it logs, or log '{unmet[0].metric}' in training_step or validation_step."
+    )
     if error is None:
         warnings.warn(sentence, UserWarning, stacklevel=2)
     else:

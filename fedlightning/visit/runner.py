@@ -15,11 +15,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import detached
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.hooks import POOLED, CallbackList, Stage
+from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
 from fedlightning.messages import Message
 from fedlightning.seeding import address
 from fedlightning.tensors import load_state
@@ -32,6 +33,7 @@ from fedlightning.visit.monitors import Monitor
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, Scores, score_or_miss
 from fedlightning.visit.scorer import Scorer
+from fedlightning.visit.surroundings import ClientData, Surroundings, user_data
 from fedlightning.visit.visit_callback import VisitCallback, address_of
 
 EPOCHS_OF_A_VISIT = 2**31
@@ -59,8 +61,11 @@ class LocalRunner:
     monitor: Monitor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.scorer = Scorer(self.blueprint)
+        source = user_data(self.data)
+        self.scorer = Scorer(self.blueprint, None if source is None else ClientData(source))
         self.loop = LoopChoice(self.blueprint)
+        if self.settings.log_clients is True:
+            self.loop.give_up("log_clients=True keeps what Lightning's own loop logs")
 
     @property
     def callbacks(self) -> CallbackList:
@@ -197,7 +202,8 @@ class LocalRunner:
         """Fit one client."""
         client, message, phase = request.client, request.message, request.phase
         loader = self.loader(message, "train") if request.loader is None else request.loader
-        fast_trainer = self.loop.fast_trainer(client.module, loader)
+        inside = self.surroundings(client, phase)
+        fast_trainer = None if self.settings.logs(client.id) else self.loop.fast_trainer(client.module, loader)
         val_loader = self.validation_loader(message)
         with only_training(client.module, phase.train):
             return local_fit.fit(
@@ -206,11 +212,22 @@ class LocalRunner:
                 self.settings,
                 loader,
                 partial(self.start_fit, request, loader),
+                inside,
                 phase=phase,
                 work=request.work,
                 val_loader=val_loader,
                 fast_trainer=fast_trainer,
             )
+
+    def surroundings(self, client: Client, phase: Phase) -> Surroundings:
+        """Return what the Trainer of a fit shows to the module and its callbacks."""
+        settings, source = self.settings, user_data(self.data)
+        folder = settings.folder_of(client.id)
+        logs = client.logs if settings.logs(client.id) else None
+        before = client.record.lightning.get(phase.name, {}).get("logged_steps", 0)
+        prefix = "" if phase.name == "fit" else f"{phase.name}/"
+        seen = None if source is None else ClientData(source, partial(self.loader, client.message))
+        return Surroundings(folder, ClientLogger(folder, logs, prefix, before), seen)
 
     def validate_visits(self, monitor: Monitor) -> None:
         """Validate inside local training from now on, because something monitors a metric of the validation."""

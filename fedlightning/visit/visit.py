@@ -150,7 +150,7 @@ def _note_work(client: Client, update: Update) -> None:
     elif message.returns:
         update.num_samples = record.num_samples
     update.steps, update.skipped, update.lr_sum = record.steps, client.skipped, record.lr_sum
-    update.metrics = client.metrics
+    update.metrics, update.logs = client.metrics, client.logs
 
 
 def _take_apart(client: Client, update: Update, before: State) -> State:
