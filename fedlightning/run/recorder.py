@@ -73,7 +73,7 @@ class Recorder:
                 for logger in self.loggers:
                     if log.method == "metrics":
                         logger.log_metrics(values | {f"{place}round": float(update.round)}, step=log.step)
-                    elif (call := getattr(logger.experiment, log.method, None)) is not None:
+                    elif (call := getattr(getattr(logger, "experiment", None), log.method, None)) is not None:
                         for name, value in values.items():
                             call(name, value, log.step)
 

@@ -107,7 +107,7 @@ def train_with_lightning(
         # A visit ends its last epoch, even early. With a step limit Lightning would continue inside that epoch.
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
-        trainer.datamodule = inside.datamodule  # type: ignore[assignment]
+        vars(trainer)["datamodule"] = inside.datamodule
         client.scratch["trainer"] = trainer
         trainer.fit(
             client.module,
@@ -115,7 +115,7 @@ def train_with_lightning(
             val_dataloaders=val_loader,
             ckpt_path="memory" if keep and memory.checkpoint is not None else None,
         )
-        trainer.datamodule = None  # its hyper-parameters are no part of what the client keeps
+        vars(trainer)["datamodule"] = None  # its hyper-parameters are no part of what the client keeps
         if keep:
             trainer.save_checkpoint("memory")
             record["epochs"], record["steps"] = trainer.current_epoch, trainer.global_step

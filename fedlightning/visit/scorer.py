@@ -55,7 +55,7 @@ class Scorer:
         home = module.device
         before = trainer_of(module)
         losses = self._blueprint.losses
-        self._blueprint.trainer.datamodule = self._datamodule
+        vars(self._blueprint.trainer)["datamodule"] = self._datamodule
         logged = self._fast(module, loader, testing)
         if logged is None:
             losses.reset()

@@ -39,7 +39,7 @@ class ClientData:
     def __init__(self, source: Any, loader: Callable[[str], Any] | None = None) -> None:
         self._source, self._loader = source, loader
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The class of the user's data module, for `isinstance`."""
         return type(self._source)
