@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import DeviceStatsMonitor, LearningRateMonitor
+from lightning.pytorch.callbacks import BatchSizeFinder, DeviceStatsMonitor, LearningRateMonitor, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 
+from fedlightning.blueprint.module_check import check_module
 from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.hooks import POOLED
+from fedlightning.hooks import POOLED, FederatedCallback
 from fedlightning.scoring.tasks import LOCAL
 
 if TYPE_CHECKING:
@@ -93,7 +94,22 @@ def check(given: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 f"callbacks holds {item!r}, which is not a callback. Pass instances of callbacks, not classes or names."
             )
+        if isinstance(item, BatchSizeFinder):
+            raise ConfigurationError(
+                f"{type(item).__name__} would search a batch size in every visit of every client. Set batch_size in the data."
+            )
     check_logs(given, items)
+
+
+def ordinary_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the Lightning callbacks that run inside clients: all but progress bars, of which a visit has none."""
+    kept: list[Callback] = []
+    for item in callbacks:
+        if isinstance(item, ProgressBar):
+            warn(f"{type(item).__name__} is left out: one display shows rounds and clients (enable_progress_bar).")
+        elif not isinstance(item, FederatedCallback):
+            kept.append(item)
+    return kept
 
 
 def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
@@ -213,6 +229,7 @@ def check_model(model: Any) -> None:
     """
     adapt(model)
     if isinstance(model, LightningModule):
+        check_module(model)
         return
     if isinstance(model, type) and issubclass(model, LightningModule):
         raise ConfigurationError(f"fit() got the class {model.__name__}, not an instance. Pass {model.__name__}(...).")

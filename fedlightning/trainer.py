@@ -213,7 +213,7 @@ class FederatedTrainer:
         self.arguments = given
         everything = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         self.callbacks = CallbackList([item for item in everything if isinstance(item, FederatedCallback)])
-        self.ordinary_callbacks = [item for item in everything if not isinstance(item, FederatedCallback)]
+        self.ordinary_callbacks = arguments.ordinary_callbacks(everything)
         self.fast_dev_run = bool(fast_dev_run)
         self.max_rounds = 1 if fast_dev_run else max_rounds
         self.stages = tuple(stages if stages is not None else ("G", "L1", "L2"))

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, WeightAveraging
 
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import trainer_of
@@ -27,6 +27,10 @@ from fedlightning.visit.lightning_loop import release, train_with_lightning
 from fedlightning.visit.loss_terms import loss_terms
 from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import KeepingVisitCallback, VisitCallback, acting
+
+OF_ONE_FIT = (StochasticWeightAveraging, WeightAveraging, BaseFinetuning)
+"""Callbacks whose state counts the epochs and steps of one fit. Where a visit's clocks start anew, so do they: an average
+that goes on by the old clock would never be updated again, and would replace what later visits train."""
 
 
 def fit(
@@ -72,7 +76,7 @@ def fit(
     ordinary = [callback for callback in ordinary if _in_own_folder(callback, client.id, inside.folder)]
     for callback in ordinary if settings.optimizer_state == "reset" else ():
         state = record.get("callbacks", {}).get(callback.state_key)
-        if state is not None:
+        if state is not None and not isinstance(callback, OF_ONE_FIT):
             callback.load_state_dict(copy.deepcopy(state))
     everything = [*callbacks, visit, *ordinary]
     trainer: Any
