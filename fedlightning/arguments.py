@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import BatchSizeFinder, DeviceStatsMonitor, LearningRateMonitor, ProgressBar
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    ProgressBar,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger
 
 from fedlightning.blueprint.module_check import check_module
@@ -99,6 +106,20 @@ def check(given: Mapping[str, Any]) -> None:
                 f"{type(item).__name__} would search a batch size in every visit of every client. Set batch_size in the data."
             )
     check_logs(given, items)
+
+
+def check_keeping(callbacks: Iterable[Callback], optimizer_state: str) -> None:
+    """Refuse averages of weights that would go on from visit to visit: they bring a client's old weights back.
+
+    Raises:
+        ConfigurationError: Naming the callback.
+    """
+    for item in callbacks:
+        if optimizer_state == "keep" and isinstance(item, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigurationError(
+                f"{type(item).__name__} averages the weights of one fit, but optimizer_state='keep' makes one fit of all visits, "
+                "between which the server's model replaces the weights. Use optimizer_state='reset', or leave it out."
+            )
 
 
 def ordinary_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:

@@ -387,6 +387,7 @@ class FederatedTrainer:
             log_clients=arguments.logged_clients(a["log_clients"], data),
             local_loop=a["local_loop"],
         )
+        arguments.check_keeping(self.ordinary_callbacks, settings.optimizer_state)
         blueprint = Blueprint(model, self.callbacks, settings)
         runner = LocalRunner(blueprint, data)
         memory = a["client_memory_gb"]

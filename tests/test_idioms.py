@@ -209,6 +209,8 @@ def test_averages_of_weights_begin_anew_with_the_clocks_of_a_visit(average):
     trainer = make_trainer(None, [average], max_rounds=3, local_epochs=3, evaluate_every=1)
     trainer.fit(Toy(), toy_data([20]))
     losses = [row.value for row in trainer.rows if (row.stage, row.metric) == ("G", "val_loss")]
+    with pytest.raises(ValueError, match="averages the weights of one fit"):
+        make_trainer(None, [average], optimizer_state="keep").fit(Toy(), toy_data([8]))
     assert len(set(losses)) == 3  # an average that goes on by the old clock would undo what each visit trains
 
 
