@@ -278,7 +278,6 @@ class IndexedFederatedDataModule(FederatedDataModule):
             return None
         source = self._splits[split]
         training = split == "train"
-        sampler = AddressedSampler(len(indices), client, shuffle=training and source.shuffle, seed=self.seed)
         options: dict[str, Any] = {
             "batch_size": self.batch_size,
             "num_workers": self.num_workers,
@@ -288,10 +287,11 @@ class IndexedFederatedDataModule(FederatedDataModule):
         } | source.loader
         options["collate_fn"] = options["collate_fn"] or collate_rows
         # Evaluation needs no permutation, but its workers' seeds must not come from the global generator either.
-        seeds = sampler.generator if training else generator(self.seed, "workers", client, split)
-        return DataLoader(
-            IndexView(source.dataset, indices), sampler=sampler if training else None, generator=seeds, **options
-        )
+        view = IndexView(source.dataset, indices)
+        if not training:
+            return DataLoader(view, generator=generator(self.seed, "workers", client, split), **options)
+        sampler = AddressedSampler(len(indices), client, shuffle=source.shuffle, seed=self.seed)
+        return DataLoader(view, sampler=sampler, generator=sampler.generator, **options)
 
     @staticmethod
     def _check_split(split: str) -> None:

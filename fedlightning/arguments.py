@@ -117,8 +117,8 @@ def check_keeping(callbacks: Iterable[Callback], optimizer_state: str) -> None:
     for item in callbacks:
         if optimizer_state == "keep" and isinstance(item, StochasticWeightAveraging | WeightAveraging):
             raise ConfigurationError(
-                f"{type(item).__name__} averages the weights of one fit, but optimizer_state='keep' makes one fit of all visits, "
-                "between which the server's model replaces the weights. Use optimizer_state='reset', or leave it out."
+                f"{type(item).__name__} averages the weights of one fit, but optimizer_state='keep' makes one fit of all "
+                "visits, between which the server's model replaces the weights. Use optimizer_state='reset', or leave it out."
             )
 
 

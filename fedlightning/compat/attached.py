@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 
 
@@ -37,3 +39,13 @@ def detached_copy(module: LightningModule) -> LightningModule:
     """A deep copy of a module without the trainer it may be attached to, which would be copied along."""
     with attached(module, None):
         return copy.deepcopy(module)
+
+
+def to_device(module: LightningModule, device: torch.device) -> None:
+    """Move a module, unless all that it holds is on the CPU and stays there: ``to`` walks over every metric's state."""
+    cpu = torch.device("cpu")
+    if device == cpu == module.device and all(
+        value.device == cpu for value in itertools.chain(module.parameters(), module.buffers())
+    ):
+        return
+    module.to(device)

@@ -113,7 +113,11 @@ class Federation:
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
         mark = extra.get("metrics" if self.final_done else "metrics_of_rounds", extra.get("metrics"))
-        self.recorder.start_with(run.keep_rounds(scored, mark) if go_on else run.read_rows(scored, mark))
+        if go_on:
+            rows = run.keep_rounds(scored, mark)
+            self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
+        else:
+            self.recorder.start_with(run.read_rows(scored, mark))
         self.server.round = self.last_round
 
     def check(self) -> None:
@@ -221,6 +225,7 @@ class Federation:
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
+            self.recorder.log_clients([update])
             if update.error is not None:
                 server.note_failure(update.client, update.error, when="After the last round")
         if self.recorder.run is not None and self.recorder.writes:
@@ -265,8 +270,11 @@ class Federation:
         if checkpoint in ("latest", "all"):
             latest = stage_scores.stage_g(server, self.engine, evaluate)
             rows += latest + stage_scores.stage_l1(server, self.engine, evaluate, latest)
-            trained = (split, "L2", self.rounds_done)
-            rows += [row for row in self.recorder.rows if (row.split, row.stage, row.round) == trained]
+            trained = self.recorder.rows.where(
+                lambda model, stage, checkpoint, data, its_split, metric: (stage, its_split) == ("L2", split),
+                since=self.rounds_done,
+            )
+            rows += [row for row in trained if row.round == self.rounds_done]
         if checkpoint != "latest":
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]

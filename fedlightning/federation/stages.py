@@ -21,8 +21,8 @@ from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Job
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.scoring.results import LATEST, Gap, Row
-from fedlightning.scoring.tasks import EVERYBODY, LOCAL, ScoreClient, ScoredModel, ScoreModel
-from fedlightning.tensors import State, load_state, module_state
+from fedlightning.scoring.tasks import EVERYBODY, LOCAL, Place, ScoreClient, ScoredModel, ScoreModel
+from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.requests import Evaluate, Scores
 
 
@@ -126,6 +126,10 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
     one_for_all = server.callbacks.role("global_module") is None  # else stage G scored each client's cluster's model
     known_of = _scores_of_global(known if one_for_all else ())
     scored = ScoredModel(server.round + 1, "L1", "personal")
+    taken_over: dict[str, list[Row]] = {}
+    if shared is not None and _deploy_what_is_sent(server, engine, shared):
+        taken_over = _taken_over(server, engine, evaluate, scored, known_of)
+    asked = [client for client in server.clients if client not in taken_over]
     tasks = (
         ScoreClient(
             server.message(Job(client, work=0)),
@@ -135,9 +139,38 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
             shared=shared,
             known=known_of(client, evaluate.data),
         )
-        for client in server.clients
+        for client in asked
     )
-    return _without_gaps(server, (row for rows in engine.map(tasks) for row in rows))
+    found = taken_over | dict(zip(asked, engine.map(tasks), strict=True))
+    return _without_gaps(server, (row for client in server.clients for row in found[client]))
+
+
+def _deploy_what_is_sent(server: Server, engine: Engine, shared: State) -> bool:
+    """Whether a client that keeps no entries of its own deploys the global model, and nobody asks to see it do so."""
+    asked = ("on_broadcast", "personal_module", "on_client_evaluated")
+    if any(callback.claims(name) for callback in server.callbacks for name in asked):
+        return False
+    entries = engine.runner.blueprint.plain_entries({name: server.model[name] for name in server.shared_names()})
+    return entries is not None and equal(entries, shared)
+
+
+def _taken_over(
+    server: Server, engine: Engine, evaluate: Evaluate, scored: ScoredModel, known_of: Callable[..., Known]
+) -> dict[str, list[Row]]:
+    """Return the rows of clients without entries of their own, where stage G has scored the model on all their data."""
+    found: dict[str, list[Row]] = {}
+    if "clients" in evaluate.data:
+        return found
+    wanted = [(split, data) for split in evaluate.splits for data in (LOCAL, POOLED) if data in evaluate.data]
+    for client in server.clients:
+        known = known_of(client, evaluate.data)
+        if all(known.get(place, ({}, 0))[0] for place in wanted) and not engine.store.get(client).personal:
+            found[client] = [
+                row
+                for split, data in wanted
+                for row in Place(client, split, data, known[split, data][1]).rows(scored, known[split, data][0])
+            ]
+    return found
 
 
 Known = dict[tuple[str, str], tuple[Scores, int]]

@@ -128,10 +128,10 @@ class Classifier(LightningModule):
         return self.class_logits(self(x)).softmax(1)
 
     def on_validation_epoch_start(self) -> None:
-        self.val_metrics.reset()
+        self._start_scores(self.val_metrics)
 
     def on_test_epoch_start(self) -> None:
-        self.test_metrics.reset()
+        self._start_scores(self.test_metrics)
 
     def on_validation_epoch_end(self) -> None:
         self._log_scores("val", self.val_metrics)
@@ -239,10 +239,17 @@ class Classifier(LightningModule):
         logits = self(x)
         metrics.update(self.class_logits(logits), y, self.loss(logits, y))
 
+    def _start_scores(self, metrics: ClassificationMetrics) -> None:
+        if metrics.update_called:  # not after an epoch that has ended
+            metrics.reset()
+
     def _log_scores(self, stage: str, metrics: ClassificationMetrics) -> None:
         if not metrics.update_called:
             return
-        for name, value in metrics.compute().items():
+        # On one process torchmetrics' own compute() adds nothing but its cost, for every client.
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        values = metrics.compute() if together else ClassificationMetrics.compute(metrics)
+        for name, value in values.items():
             shown = name in ("loss", "accuracy")
             self.log(f"{stage}_{name}", value, on_epoch=True, prog_bar=shown, sync_dist=True)
         metrics.reset()

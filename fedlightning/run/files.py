@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,42 @@ def write_text_atomically(path: Path, text: str) -> None:
         sync(file.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def readable_json(value: Any, levels: int = 3, default: Callable[[Any], Any] | None = None) -> str:
+    """Return JSON with the entries of the outer levels on lines of their own, and each of the inner ones on one line.
+
+    A thousand clients are a thousand lines, and the inner ones are written by `json`'s C code, twenty times as fast.
+
+    Args:
+        value: Dictionaries, lists and plain values.
+        levels: Levels that are spread over lines.
+        default: As for `json.dumps`.
+
+    Example:
+        >>> from fedlightning.run.files import readable_json
+        >>> print(readable_json({"seed": 1, "clients": {"a": {"val": 3, "test": 4}}}, levels=2))
+        {
+         "seed": 1,
+         "clients": {
+          "a": {"val": 3, "test": 4}
+         }
+        }
+    """
+    return _lines(value, levels, "\n", default)
+
+
+def _lines(value: Any, levels: int, end: str, default: Callable[[Any], Any] | None) -> str:
+    if levels == 0 or not value or not isinstance(value, dict | list | tuple):
+        return json.dumps(value, default=default)
+    below = partial(_lines, levels=levels - 1, end=end + " ", default=default)
+    if isinstance(value, dict):
+        # a key is written as `json` writes it: None and numbers become text
+        entries = [json.dumps({key: 0})[1:-2] + below(one) for key, one in value.items()]
+    else:
+        entries = [below(one) for one in value]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return first + end + " " + f",{end} ".join(entries) + end + last
 
 
 def sync(file: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fedlightning.run.files import is_writer, write_text_atomically
+from fedlightning.run.files import is_writer, readable_json, write_text_atomically
 from fedlightning.run.metrics import MetricsFile
 from fedlightning.run.persistence import MANIFEST
 from fedlightning.scoring.results import Row, write_rows
@@ -84,10 +83,10 @@ class RunFolder:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def write_rows(self, rows: Iterable[Row]) -> None:
-        """Append scores to ``metrics.csv``."""
+    def write_rows(self, rows: Iterable[Row]) -> tuple[int, int]:
+        """Append scores to ``metrics.csv``. Return their first byte there, and the one after their last."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.metrics.append(rows)
+        return self.metrics.append(rows)
 
     def read_rows(self, rounds: int, mark: dict[str, Any] | None) -> list[Row]:
         """Read the scores of the first `rounds` rounds, evaluations after training included.
@@ -131,7 +130,7 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replace ``summary.json``."""
         self.path.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self.path / "summary.json", json.dumps(summary, indent=1, default=str))
+        write_text_atomically(self.path / "summary.json", readable_json(summary, default=str))
 
 
 def folder_of(path: str | Path) -> RunFolder:

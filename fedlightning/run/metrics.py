@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.run.files import sha256, sync
-from fedlightning.scoring.results import COLUMNS, Row, read_rows
+from fedlightning.scoring.results import CELLS, COLUMNS, Row, read_rows
 
 
 class DamagedMetricsError(ValueError):
@@ -30,14 +30,18 @@ class MetricsFile:
         self._sum: Any = None  # of what stands in the file; found when first needed
         self._size = 0
 
-    def append(self, rows: Iterable[Row]) -> None:
-        """Append rows, under a header where the file is new."""
+    def append(self, rows: Iterable[Row]) -> tuple[int, int]:
+        """Append rows, under a header where the file is new. Return their first byte, and the one after their last."""
         self._look()
-        text = io.StringIO(newline="")
-        writer = csv.writer(text)
         if self._size == 0:
-            writer.writerow(COLUMNS)
-        writer.writerows(row.cells for row in rows)
+            self._write([COLUMNS])
+        start = self._size
+        self._write(map(CELLS, rows))
+        return start, self._size
+
+    def _write(self, lines: Iterable[Iterable[Any]]) -> None:
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows(lines)
         written = text.getvalue().encode()
         with self.path.open("ab") as file:
             file.write(written)
@@ -75,6 +79,15 @@ class MetricsFile:
     def rows(self) -> list[Row]:
         """Read all rows; a last line that a killed process has cut off is left out."""
         return read_rows(self.path)
+
+    def place(self) -> tuple[int, int] | None:
+        """Return the bytes of all rows: the first, and the one after the last; `None` if they have other columns."""
+        self._look()
+        header = (",".join(COLUMNS) + "\r\n").encode()
+        if not self._size:
+            return None
+        with self.path.open("rb") as file:
+            return (len(header), self._size) if file.read(len(header)) == header else None
 
     def _look(self) -> None:
         if self._sum is None:

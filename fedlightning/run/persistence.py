@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fedlightning.messages import tree_bytes
-from fedlightning.run.files import sha256, sync_folder, write_atomically, write_text_atomically
+from fedlightning.run.files import readable_json, sha256, sync_folder, write_atomically, write_text_atomically
 from fedlightning.tensors import State
 
 MANIFEST = "manifest.json"
@@ -88,8 +88,8 @@ def save(
     }
     sync_folder(folder)
     if old is not None:
-        write_text_atomically(folder / BEFORE, json.dumps(old, indent=1))
-    write_text_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
+        write_text_atomically(folder / BEFORE, readable_json(old, levels=2))
+    write_text_atomically(folder / MANIFEST, readable_json(manifest, levels=2))
     keep = {MANIFEST, BEFORE, *used, *_files_of(old)}
     for path in folder.iterdir():
         if path.name not in keep:

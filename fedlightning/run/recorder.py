@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
@@ -11,7 +12,12 @@ from lightning.pytorch.loggers import Logger
 from fedlightning.messages import Update
 from fedlightning.run.files import is_writer
 from fedlightning.run.folder import RunFolder
-from fedlightning.scoring.results import Row, RowTable, summarise
+from fedlightning.scoring.results import ADDRESS, LATEST, Row, RowTable, read_part, summarise
+
+HELD = 50_000
+"""Scores above which older ones are left to `metrics.csv`: a megabyte and a half."""
+KEPT = 2
+"""Newest parts of them that stay in memory in any case: the last round, and what was scored after it."""
 
 
 @dataclass
@@ -34,28 +40,44 @@ class Recorder:
     _known: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)  # addresses that may come again
     _before: set[tuple[int | str, ...]] = field(default_factory=set, repr=False)
     _newest: int = field(default=0, repr=False)
+    _written: list[tuple[int, tuple[int, int]]] = field(default_factory=list, repr=False)  # rows in memory, in the file
 
     @property
     def writes(self) -> bool:
         """Whether this process writes files."""
         return self.run is not None and is_writer()
 
-    def start_with(self, rows: list[Row]) -> None:
-        """Take over the scores of a run that goes on, or that is evaluated again."""
+    def start_with(self, rows: list[Row], where: tuple[int, int] | None = None) -> None:
+        """Take over the scores of a run that goes on, or that is evaluated again.
+
+        Args:
+            rows: The scores.
+            where: Bytes of `metrics.csv` that hold exactly these; `None` where that is not known.
+        """
         self.rows.extend(rows)
-        self._known = {row.address for row in rows}
         self._newest = max((row.round for row in rows), default=0)
+        # only the newest rounds and selected models are scored again
+        self._known = {row.address for row in rows if row.round >= self._newest - 1 or row.checkpoint != LATEST}
+        if where is not None and rows:
+            self._written = [(len(rows), where)]
 
     def record(self, rows: list[Row]) -> None:
         """Add scores; those that are there already (a repeated test) are not added twice."""
         if rows and min(row.round for row in rows) > self._newest:  # a new round: only the one before may come again
             self._before, self._known = self._known, set()
-        rows = [row for row in rows if row.address not in self._known and row.address not in self._before]
-        self._known.update(row.address for row in rows)
+        addresses = list(map(ADDRESS, rows))
+        again = {address for address in addresses if address in self._known or address in self._before}
+        if again:
+            rows = [row for row, address in zip(rows, addresses, strict=True) if address not in again]
+            addresses = [address for address in addresses if address not in again]
+        self._known.update(addresses)
         self._newest = max((row.round for row in rows), default=self._newest)
         self.rows.extend(rows)
         if self.run is not None and is_writer():
-            self.run.write_rows(rows)
+            where = self.run.write_rows(rows)
+            if rows:
+                self._written.append((len(rows), where))
+                self._spill()
         means = {
             f"{row['split']}/{row['stage']}/{row['data']}/{row['metric']}": row["mean"]
             for row in summarise(row for row in rows if row.split != "test")
@@ -77,16 +99,24 @@ class Recorder:
                         for name, value in values.items():
                             call(name, value, log.step)
 
+    def _spill(self) -> None:
+        """Leave old scores to `metrics.csv` where they are many, so that memory does not grow with the rounds."""
+        assert self.run is not None
+        old = self._written[:-KEPT]
+        if self.rows.held > HELD and old and sum(count for count, _ in self._written) == self.rows.held:
+            self.rows.spill(old, partial(read_part, self.run.metrics.path))
+            self._written = self._written[-KEPT:]
+
     def choose_results(self, rounds: int) -> list[dict[str, Any]]:
         """Summarise the newest scores of every stage, and all scores of selected models.
 
         Args:
             rounds: Finished rounds.
         """
-        latest = [row for row in self.rows if row.checkpoint == "latest" and row.round >= rounds]
+        latest = self.rows.where(lambda model, stage, checkpoint, *rest: checkpoint == LATEST, since=rounds)
         newest = {row.stage: row.round for row in sorted(latest, key=lambda row: row.round)}
         chosen = [row for row in latest if row.round == newest[row.stage]]
-        chosen += [row for row in self.rows if row.checkpoint != "latest"]
+        chosen += self.rows.where(lambda model, stage, checkpoint, *rest: checkpoint != LATEST)
         self.results = summarise(row for row in chosen if row.split != "train")
         return self.results
 

@@ -16,6 +16,7 @@ from fedlightning.hooks import POOLED, Stage
 from fedlightning.messages import Message, tree_bytes
 from fedlightning.scoring.results import Gap, Row
 from fedlightning.tensors import State, equal, load_state, module_state
+from fedlightning.visit.client import Client
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
 from fedlightning.visit.runner import LocalRunner
@@ -140,14 +141,14 @@ class ScoreClient:
         with ExitStack() as stack:
             try:
                 client = stack.enter_context(runner.client(self.message, record, evaluating=True))
-                module = runner.personal_module(client, stage)
-                if self.kept is not None:
+                module = None if self._is_known(runner, client) else runner.personal_module(client, stage)
+                if module is not None and self.kept is not None:
                     load_state(module, self.kept)
             except Exception as error:
                 yield ()
                 splits = (Place(self.client, split, LOCAL, 0) for split in self.evaluate.splits)
                 return [row for place in splits for row in place.rows(self.scored, MissingScores(error))], None
-            is_global = self.shared is not None and equal(module_state(module), self.shared)
+            is_global = module is None or (self.shared is not None and equal(module_state(module), self.shared))
             places: list[tuple[Place, Scores]] = []
 
             def requests() -> Iterator[ScoreRequest]:
@@ -157,6 +158,7 @@ class ScoreClient:
                         places.append((Place(self.client, split, data, size), dict(known)))
                         continue
                     for place, loader in _existing(self.client, split, data, make):
+                        assert module is not None
                         places.append((place, {}))
                         yield place.request(runner, module, loader, self.scored)
 
@@ -167,13 +169,23 @@ class ScoreClient:
                 scores = known or next(found)
                 rows += place.rows(self.scored, scores)
                 missing = isinstance(scores, MissingScores)
-                if place.data == LOCAL and self.kept is None and not missing:
+                if place.data == LOCAL and self.kept is None and not missing and module is not None:
                     runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
             if client.record.checkpoints == record.checkpoints:
                 return rows, None
             changed = record.copy()
             changed.checkpoints = client.record.checkpoints
             return rows, changed
+
+    def _is_known(self, runner: LocalRunner, client: Client) -> bool:
+        """Whether all scores are known and nobody asks for the module, so that it need not be built."""
+        if not self.known or self.kept is not None or self.shared is None or not client.is_unbuilt:
+            return False
+        wanted = {(split, data) for split, data, _ in _sources(runner, self.client, self.evaluate, self.others)}
+        known = {place for place, (scores, _) in self.known.items() if scores}
+        asked = ("personal_module", "on_client_evaluated")
+        claimed = any(callback.claims(name) for callback in runner.callbacks for name in asked)
+        return not claimed and wanted <= known and equal(client.entries, self.shared)
 
     def lost(self, reason: str) -> NoReturn:
         raise RuntimeError(f"Client '{self.client}' could not be scored at stage {self.scored.stage}: {reason}.")

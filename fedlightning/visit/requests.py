@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
+from fedlightning.datamodules.views import IndexView
 from fedlightning.hooks import Phase
 from fedlightning.messages import Message, Update
-from fedlightning.seeding import isolated
+from fedlightning.seeding import isolated, seed_all
 from fedlightning.visit.client import Client
 from fedlightning.visit.record import ClientRecord
 
@@ -162,17 +164,56 @@ def score_or_miss(runner: LocalRunner, request: ScoreRequest) -> Scores:
 
 def score_in_turn(runner: LocalRunner, scoring: Scoring[Answer]) -> Answer:
     """Carry out one scoring task, one request after another."""
-
-    def scores() -> Iterator[Scores]:
-        for request in next(scoring):
-            yield score_one(runner, request)
-
     try:
-        found = list(scores())
+        found = [scores for series in _series(next(scoring)) for scores in _score_series(runner, series)]
     except BaseException as error:  # the task may have a client open
         scoring.throw(error)
         raise
     return finish(scoring, found)
+
+
+LONGEST = 128
+"""Requests of one model that wait for one another: their loaders are in memory together."""
+
+
+def _series(requests: Iterable[ScoreRequest]) -> Iterator[list[ScoreRequest]]:
+    """Yield requests in a row of one model; a loader that is more than indices into data in memory comes alone."""
+    series: list[ScoreRequest] = []
+    for one in requests:
+        light = type(one.loader) is DataLoader and type(one.loader.dataset) is IndexView
+        if series and not (light and one.module is series[0].module and one.split == series[0].split):
+            yield series
+            series = []
+        series.append(one)
+        if not light or len(series) == LONGEST:
+            yield series
+            series = []
+    if series:
+        yield series
+
+
+def _score_series(runner: LocalRunner, series: list[ScoreRequest]) -> Iterator[Scores]:
+    """Yield the scores of requests for one model."""
+    rest = series
+    while rest:
+        found: list[Scores] = []
+        failed: Exception | None = None
+        if len(rest) > 1:
+            first, loaders = rest[0], [one.loader for one in rest]
+            with isolated():
+                try:
+                    runner.scorer.score_each(first.module, loaders, first.split, partial(_seed, rest), found)
+                except Exception as error:
+                    failed = error
+            yield from found
+        rest = rest[len(found) :]
+        if rest:
+            yield score_one(runner, rest[0]) if failed is None else MissingScores(failed)
+            rest = rest[1:]
+
+
+def _seed(requests: Sequence[ScoreRequest], place: int) -> None:
+    seed_all(*requests[place].seed)
 
 
 def finish(scoring: Scoring[Answer], scores: list[Scores]) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -11,10 +12,12 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.compat.attached import detached_copy, trainer_of
+from fedlightning.compat.attached import detached_copy, to_device, trainer_of
 from fedlightning.compat.quiet import quiet
+from fedlightning.visit.evaluation_names import names_of
+from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
-from fedlightning.visit.fast.evaluation import evaluate, refusal
+from fedlightning.visit.fast.evaluation import Evaluation, evaluate, may_stay_open, module_refusal
 
 
 class Scorer:
@@ -64,27 +67,79 @@ class Scorer:
                 run = trainer.test if testing else trainer.validate
                 results = run(module, dataloaders=loader, verbose=False)
             logged = {name: value for result in results for name, value in result.items()}
-        module.to(home)
+        to_device(module, home)
         module.trainer = before
         return {name: float(value) for name, value in logged.items()} or losses.result()
+
+    def score_each(
+        self,
+        module: LightningModule,
+        loaders: Iterable[DataLoader[Any]],
+        split: str,
+        start: Callable[[int], None],
+        found: list[dict[str, float]],
+    ) -> None:
+        """Score one module on each of many loaders, as :meth:`score` would, at less cost for each.
+
+        It ends early, perhaps before the first loader, where the next one must be scored by :meth:`score`.
+
+        Args:
+            module: The module.
+            loaders: Batches to score it on.
+            split: As for :meth:`score`.
+            start: Called with the loader's position before it is iterated.
+            found: Gets the scores, also where a later loader raises.
+        """
+        testing = split == "test" and is_overridden("test_step", module)
+        known = (type(module), testing) in self._tried and may_stay_open(module)
+        if not known or self._refusal(module) is not None:
+            return
+        home, before, trainer = module.device, trainer_of(module), self._blueprint.trainer
+        losses, limit = self._blueprint.losses, names_of(testing).limit(trainer)
+        try:
+            with Evaluation(module, trainer, testing, losses.add, self._inference_mode) as evaluation:
+                for place, loader in enumerate(loaders):
+                    if refusals.of_loader(loader, limit) is not None:
+                        break
+                    start(place)
+                    losses.reset()
+                    logged = evaluation.run(loader)
+                    found.append({name: float(value) for name, value in logged.items()} or losses.result())
+        except NotInFastLoop:
+            self._refuse(module)
+        finally:
+            to_device(module, home)
+            module.trainer = before
 
     def _fast(self, module: LightningModule, loader: Any, testing: bool) -> dict[str, Any] | None:
         """Return the same scores at a fraction of the cost, or `None` if only Lightning's Trainer can compute them."""
         kind, trainer = type(module), self._blueprint.trainer
-        if not self.fast or kind in self._refused or refusal(module, loader, trainer, testing) is not None:
+        limit = names_of(testing).limit(trainer)
+        if self._refusal(module) is not None or refusals.of_loader(loader, limit) is not None:
             return None
         # The first module of a class is scored on a copy: if it turns out to need the Trainer, its own metrics are unused.
         scored = module if (kind, testing) in self._tried else detached_copy(module)
         losses = self._blueprint.losses
         losses.reset()
         try:
-            mode = bool(self._blueprint.settings.trainer_arguments.get("inference_mode", True))
-            logged = evaluate(scored, loader, trainer, testing, losses.add, mode)
+            logged = evaluate(scored, loader, trainer, testing, losses.add, self._inference_mode)
         except NotInFastLoop:
-            self._refused.add(kind)
-            for child in module.modules():
-                if isinstance(child, Metric):
-                    child.reset()
+            self._refuse(module)
             return None
         self._tried.add((kind, testing))
         return logged
+
+    @property
+    def _inference_mode(self) -> bool:
+        return bool(self._blueprint.settings.trainer_arguments.get("inference_mode", True))
+
+    def _refusal(self, module: LightningModule) -> str | None:
+        if not self.fast or type(module) in self._refused:
+            return "the Trainer was asked for, or has been needed before"
+        return module_refusal(module, self._blueprint.trainer)
+
+    def _refuse(self, module: LightningModule) -> None:
+        self._refused.add(type(module))
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.reset()

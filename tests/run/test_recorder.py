@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import tracemalloc
+
+import pytest
+
 from fedlightning.callbacks import LocalAdaptation, LocalCheckpoint
+from fedlightning.run.files import readable_json
+from fedlightning.run.folder import RunFolder
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import Row, RowTable
 from tests.helpers import NormNet, federate, toy_data
@@ -41,3 +49,60 @@ def test_a_table_is_a_sequence_of_its_rows():
     assert table == rows and list(table) == rows
     assert table[-1] == rows[-1] and table[1:3] == rows[1:3]
     assert RowTable() == []
+
+
+def scores_of(round, clients=200):
+    return [row(round, str(client), value=client / 7 + round) for client in range(clients)]
+
+
+def test_memory_does_not_grow_with_the_rounds(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedlightning.run.recorder.HELD", 500)
+    recorder = Recorder(RunFolder(tmp_path, "run"))
+    held = []
+    tracemalloc.start()
+    for round in range(1, 40):
+        recorder.record(scores_of(round))
+        if round > 10:
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert recorder.rows.held <= 700
+    assert held[-1] - held[-10] < 9 * 200 * 8  # less than a number for each score
+
+    expected = [one for round in range(1, 40) for one in scores_of(round)]
+    assert recorder.rows == expected and len(recorder.rows) == len(expected)
+    assert (
+        recorder.rows[3] == expected[3]
+        and recorder.rows[-1] == expected[-1]
+        and recorder.rows[350:420] == expected[350:420]
+    )
+    assert recorder.rows.where(lambda *kind: True, since=38) == expected[-400:]
+    assert recorder.rows.where(lambda *kind: False) == []
+
+
+def test_a_resumed_recorder_leaves_its_scores_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedlightning.run.recorder.HELD", 300)
+    first, again = (Recorder(RunFolder(tmp_path, "run", "version_0")) for _ in range(2))
+    first.record(scores_of(1) + scores_of(2))
+    again.start_with(again.run.metrics.rows(), again.run.metrics.place())
+    for round in (3, 4, 5):
+        again.record(scores_of(round))
+    assert again.rows.held == 400
+    assert again.rows == [one for round in range(1, 6) for one in scores_of(round)]
+
+
+def test_scores_that_are_gone_are_not_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedlightning.run.recorder.HELD", 0)
+    recorder = Recorder(RunFolder(tmp_path, "run"))
+    for round in range(1, 5):
+        recorder.record(scores_of(round))
+    recorder.run.metrics.path.unlink()
+    with pytest.raises(RuntimeError, match="not where they were written"):
+        list(recorder.rows)
+    assert recorder.choose_results(4)
+
+
+def test_a_summary_is_the_same_json_on_fewer_lines():
+    value = {"a": [1, {"b": {"c": [1, 2]}}], None: {}, 3: float("nan"), "e": {"y": True, "z": []}}
+    for levels in range(5):
+        assert repr(json.loads(readable_json(value, levels))) == repr(json.loads(json.dumps(value)))

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedlightning.compat.attached import to_device, trainer_of
 from fedlightning.compat.quiet import without_warnings
 from fedlightning.compat.signatures import class_takes_index
 from fedlightning.datamodules.resident import resident_batches
@@ -26,6 +27,30 @@ SPECIAL = frozenset(
     f"on_{name}_{what}" for name in ("validation", "test") for what in ("model_eval", "model_train")
 ) | {"configure_callbacks", "configure_sharded_model", "log"}
 """Methods of a LightningModule that are left to Lightning when a module overrides them."""
+
+
+ONCE_FOR_EACH = frozenset(
+    [
+        "setup",
+        "teardown",
+        "configure_model",
+        "train",
+        "eval",
+        "to",
+        "zero_grad",
+        "modules",
+        "children",
+        "named_modules",
+        "named_children",
+        "parameters",
+        "named_parameters",
+    ]
+)
+"""Methods of a module that see every evaluation begin or end when the module overrides them."""
+
+
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+"""Hooks that a batch goes through on its way to the device."""
 
 
 class Listener(Protocol):
@@ -43,6 +68,11 @@ def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) 
         base: A Trainer made with the run's arguments for evaluation on one device.
         testing: Whether `test_step` is run, not `validation_step`.
     """
+    return module_refusal(module, base) or fast_refusals.of_loader(loader, names_of(testing).limit(base))
+
+
+def module_refusal(module: LightningModule, base: Trainer) -> str | None:
+    """Return the part of :func:`refusal` that does not depend on the loader."""
     special = sorted(of_module(type(module)) & SPECIAL)
     if special:
         return f"{type(module).__name__} overrides {special[0]}"
@@ -50,11 +80,7 @@ def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) 
         return f"a method of {type(module).__name__} is set on the instance"
     if not takes_plain_batches(type(module)):
         return f"a step of {type(module).__name__} takes dataloader_iter or dataloader_idx"
-    return (
-        fast_refusals.of_run({"devices": 1}, [], base)
-        or fast_refusals.of_loader(loader, names_of(testing).limit(base))
-        or fast_refusals.of_hyperparameters(module)
-    )
+    return fast_refusals.of_run({"devices": 1}, [], base) or fast_refusals.of_hyperparameters(module)
 
 
 @per_class
@@ -81,69 +107,151 @@ def evaluate(
     Raises:
         NotInFastLoop: If the module does what only Lightning's Trainer can serve.
     """
-    collector = LogCollector(module, training=False)
-    names = names_of(testing)
-    limits = {"max_epochs": base.max_epochs, "max_steps": base.max_steps}
-    trainer = FastTrainer(base, module, [], base.precision_plugin, collector, names.stage, **limits)  # type: ignore[arg-type]
-    count = fast_refusals.num_batches(loader, names.limit(base))
-    vars(trainer).update({f"{names.short}_dataloaders": loader, f"num_{names.short}_batches": [count]})
-    module.trainer = trainer  # type: ignore[assignment]
-    hooks, precision = Hooks(trainer, collector), base.precision_plugin
-    without_gradients: AbstractContextManager[Any] = torch.inference_mode() if inference_mode else torch.no_grad()
-    collector.attach()
-    try:
-        with without_warnings():
-            hooks.run("setup", stage=names.run)
-            if hooks.overridden("configure_model"):
-                with base.strategy.tensor_init_context(), precision.module_init_context():
-                    module.configure_model()
-            precision.convert_module(module)
-            module.to(base.strategy.root_device)
-            module.zero_grad()
-            modes = {child: child.training for child in module.modules()}
-            with without_gradients:
-                logged = _epoch(trainer, hooks, collector, loader, count, listen)
-            for child, mode in modes.items():
-                child.training = mode
-            collector.clear()
-            hooks.run("teardown", stage=names.run)
-    finally:
-        collector.detach()
-    return logged
+    with Evaluation(module, base, testing, listen, inference_mode) as evaluation:
+        return evaluation.run(loader)
 
 
-def _epoch(
-    trainer: FastTrainer, hooks: Hooks, collector: LogCollector, loader: Any, count: int, listen: Listener
-) -> dict[str, Tensor]:
-    module, precision, device = trainer.lightning_module, trainer.precision_plugin, trainer._base.strategy.root_device
-    names = names_of(trainer.testing)
-    step, context = getattr(module, names.step), names.context(precision)
-    indexed = class_takes_index(type(module), names.step)
-    batches = iter(resident_batches(loader, device) or loader)
-    module.eval()
-    hooks.run(f"on_{names.hook}_start")
-    hooks.run(f"on_{names.hook}_epoch_start")
-    batch_start, batch_end = hooks.find(f"on_{names.hook}_batch_start"), hooks.find(f"on_{names.hook}_batch_end")
-    for index in range(count):
-        batch = precision.convert_input(next(batches))
-        batch = module.on_before_batch_transfer(batch, 0)
-        batch = module.transfer_batch_to_device(batch, device, 0)
-        batch = module.on_after_batch_transfer(batch, 0)
-        collector.begin_batch(batch)
-        if batch_start is not None:
-            batch_start(batch, index)
-        collector.enter(names.step)
-        with context():
-            outputs = step(batch, index) if indexed else step(batch)
-        collector.enter(None)
-        listen(outputs, batch)
-        if batch_end is not None:
-            batch_end(outputs, batch, index)
-        collector.end_batch()
-    collector.end_batches()
-    logged = collector.epoch_values()
-    hooks.run(f"on_{names.hook}_epoch_end")
-    collector.end_epoch()
-    logged.update(collector.epoch_values())
-    hooks.run(f"on_{names.hook}_end")
-    return logged
+@per_class
+def _leaves_modes(kind: type[nn.Module]) -> bool:
+    return kind.train is nn.Module.train and kind.eval is nn.Module.eval
+
+
+def may_stay_open(module: LightningModule) -> bool:
+    """Return True if a module cannot tell one :class:`Evaluation` of several loaders from one for each loader."""
+    hooked = (of_module(type(module)) | vars(module).keys()) & ONCE_FOR_EACH
+    return not hooked and all(_leaves_modes(type(child)) for child in module.modules() if child is not module)
+
+
+class Evaluation(AbstractContextManager["Evaluation"]):
+    """Evaluation of one module on one loader, or on several where :func:`may_stay_open` holds.
+
+    What all loaders have in common is done once: the way to the device, modes, the stand-in of the Trainer, the search for
+    hooks. Each loader sees a stand-in and a collector of logs that know nothing of the loaders before.
+
+    Args:
+        module: As for :func:`evaluate`.
+        base: As for :func:`evaluate`.
+        testing: As for :func:`evaluate`.
+        listen: As for :func:`evaluate`.
+        inference_mode: As for :func:`evaluate`.
+    """
+
+    def __init__(
+        self, module: LightningModule, base: Trainer, testing: bool, listen: Listener, inference_mode: bool = True
+    ) -> None:
+        self._module, self._base, self._listen = module, base, listen
+        self._precision, self._device = base.precision_plugin, base.strategy.root_device
+        self._names = names_of(testing)
+        self._without_gradients: Any = torch.inference_mode if inference_mode else torch.no_grad
+        self._collector = LogCollector(module, training=False)
+        self._trainer = self._new_trainer()
+        self._hooks = Hooks(self._trainer, self._collector)
+        self._quiet = without_warnings()
+        self._modes: list[tuple[nn.Module, bool]] = []  # of the module's parts, before
+        self._parameters: list[nn.Parameter] = []
+        self._is_open = False
+
+    def _new_trainer(self) -> FastTrainer:
+        base = self._base
+        limits: dict[str, Any] = {"max_epochs": base.max_epochs, "max_steps": base.max_steps}
+        stage = self._names.stage
+        return FastTrainer(base, self._module, [], self._precision, self._collector, stage, **limits)
+
+    def __enter__(self) -> Evaluation:
+        self._quiet.__enter__()
+        self._collector.attach()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            self._close()
+        self._collector.detach()
+        self._quiet.__exit__(None, None, None)
+
+    def run(self, loader: Any, count: int | None = None) -> dict[str, Tensor]:
+        """Return what the module logs on a loader.
+
+        Args:
+            loader: The batches.
+            count: How many of them are taken. `None`: count them.
+
+        Raises:
+            NotInFastLoop: If the module does what only Lightning's Trainer can serve.
+        """
+        if count is None:
+            count = fast_refusals.num_batches(loader, self._names.limit(self._base))
+        if self._is_open:
+            self._collector.restart()
+            self._trainer.become(self._new_trainer())
+        self._trainer.show_loader(self._names.short, loader, count)
+        if trainer_of(self._module) is not self._trainer:
+            self._module.trainer = self._trainer  # type: ignore[assignment]
+        if self._is_open:
+            for parameter in self._parameters:
+                parameter.grad = None
+        else:
+            self._open()
+        with self._without_gradients():
+            logged = self._epoch(loader, count)
+        self._collector.clear()
+        return logged
+
+    def _open(self) -> None:
+        module, hooks, names, precision = self._module, self._hooks, self._names, self._precision
+        hooks.run("setup", stage=names.run)
+        if hooks.overridden("configure_model"):
+            with self._base.strategy.tensor_init_context(), precision.module_init_context():
+                module.configure_model()
+        precision.convert_module(module)
+        to_device(module, self._device)
+        module.zero_grad()
+        self._modes = [(child, child.training) for child in module.modules()]
+        self._parameters = list(module.parameters())
+        self._step, self._context = getattr(module, names.step), names.context(precision)
+        self._takes_index = class_takes_index(type(module), names.step)
+        self._moves = any(map(hooks.overridden, TRANSFERS))
+        self._start, self._epoch_start = (hooks.find(f"on_{names.hook}_{when}") for when in ("start", "epoch_start"))
+        self._batch_start, self._batch_end = (hooks.find(f"on_{names.hook}_batch_{when}") for when in ("start", "end"))
+        self._epoch_end, self._end = (hooks.find(f"on_{names.hook}_{when}") for when in ("epoch_end", "end"))
+        module.eval()
+        self._is_open = True
+
+    def _close(self) -> None:
+        for child, mode in self._modes:
+            child.training = mode
+        self._hooks.run("teardown", stage=self._names.run)
+
+    def _epoch(self, loader: Any, count: int) -> dict[str, Tensor]:
+        module, precision, device, collector = self._module, self._precision, self._device, self._collector
+        resident = resident_batches(loader, device)
+        batches, moves = iter(resident or loader), self._moves or resident is None
+        if any(child.training for child, _ in self._modes):  # a hook has changed them
+            module.eval()
+        for hook in (self._start, self._epoch_start):
+            if hook is not None:
+                hook()
+        for index in range(count):
+            batch = precision.convert_input(next(batches))
+            if moves:
+                batch = module.on_before_batch_transfer(batch, 0)
+                batch = module.transfer_batch_to_device(batch, device, 0)
+                batch = module.on_after_batch_transfer(batch, 0)
+            collector.begin_batch(batch)
+            if self._batch_start is not None:
+                self._batch_start(batch, index)
+            collector.enter(self._names.step)
+            with self._context():
+                outputs = self._step(batch, index) if self._takes_index else self._step(batch)
+            collector.enter(None)
+            self._listen(outputs, batch)
+            if self._batch_end is not None:
+                self._batch_end(outputs, batch, index)
+            collector.end_batch()
+        collector.end_batches()
+        logged = collector.epoch_values()
+        if self._epoch_end is not None:
+            self._epoch_end()
+        logged.update(collector.end_epoch())
+        if self._end is not None:
+            self._end()
+        return logged

@@ -35,6 +35,7 @@ class Entry(LogRule):
         last: Value of the last step.
         metric: The metric that was logged, if it is one.
         empty: Whether nothing has been logged in this epoch.
+        reduced: The value of the epoch, once it has been asked for; `None` after another step.
     """
 
     hook: str
@@ -45,6 +46,7 @@ class Entry(LogRule):
     last: Any = None
     metric: Metric | None = None
     empty: bool = True
+    reduced: Tensor | None = None
 
     def reset(self) -> None:
         """Start a new epoch."""
@@ -52,13 +54,15 @@ class Entry(LogRule):
             self.metric.reset()
         self.values.clear()
         self.sizes.clear()
-        self.empty = True
+        self.empty, self.reduced = True, None
 
     def of_epoch(self) -> Any:
         """Return the value of the epoch so far."""
         if self.metric is not None:
             return self.metric.compute()
-        return reduce(self.reduction, self.values, self.sizes, self.dtype)
+        if self.reduced is None:
+            self.reduced = reduce(self.reduction, self.values, self.sizes, self.dtype)
+        return self.reduced
 
 
 def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.dtype) -> Tensor:
@@ -72,6 +76,8 @@ def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.
     """
     kinds = {value.dtype for value in values}
     if kinds == {start} and (reduction != "mean" or all(type(size) is int for size in sizes)):
+        if len(values) == 1:  # what is logged at the end of an epoch
+            return _reduced_alone(reduction, values[0], sizes[0])
         rows = torch.stack(values).cpu().numpy()
         if reduction in ("min", "max"):
             result = (np.minimum if reduction == "min" else np.maximum).reduce(rows)
@@ -92,6 +98,17 @@ def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.
     return total / count.to(total.device) if reduction == "mean" else total
 
 
+def _reduced_alone(reduction: str, value: Tensor, size: Any) -> Tensor:
+    """Return the reduction of one value: as many roundings as of many, on a number instead of arrays."""
+    if reduction in ("min", "max"):
+        return value.clone()
+    if reduction == "sum" or size == 1:
+        return value + 0  # never -0.0
+    number = value.cpu().numpy()[()]
+    weight = type(number)(size)
+    return torch.tensor((number * weight + type(number)(0)) / weight, device=value.device)
+
+
 class LogCollector:
     """Collects all that one module logs during one fit or one evaluation.
 
@@ -110,6 +127,7 @@ class LogCollector:
         self._names = vars(module)
         self._training = training
         self._entries: dict[tuple[str, str], Entry] = {}
+        self._spare: dict[tuple[str, str], Entry] = {}  # of an evaluation before
         self._callback_metrics: dict[str, Tensor] = {}
         self._logged_metrics: dict[str, Tensor] = {}
         self.batch: Any = None
@@ -177,10 +195,17 @@ class LogCollector:
         if entry.on_step:
             entry.last = value
         if entry.on_epoch:
+            entry.reduced = None
             entry.values.append(value)
             entry.sizes.append(self._size() if batch_size is None and entry.reduction == "mean" else batch_size)
 
     def _entry(self, hook: str | None, name: str, given: tuple[Any, ...], value: Any, enable_graph: bool) -> Entry:
+        spare = self._spare.pop((hook, name), None) if hook is not None else None
+        if spare is not None and spare.given == given and not enable_graph and (hook, name) not in self._entries:
+            if spare.metric is (value if isinstance(value, Metric) else None):
+                self._entries[spare.hook, name] = spare
+                self._by_step = self._by_step or spare.on_step
+                return spare
         on_step, on_epoch, reduce_fx, _, logger, add_dataloader_idx, metric_attribute = given
         if hook is None or enable_graph or (add_dataloader_idx and "/dataloader_idx_" in name):
             raise NotInFastLoop(f"self.log({name!r}) is called with enable_graph, outside a hook, or for a dataloader")
@@ -219,16 +244,27 @@ class LogCollector:
         """Note the end of the epoch's last batch. From now on values are those of the epoch."""
         self._first = None
 
-    def end_epoch(self) -> None:
-        """Note that the epoch's last hook has run."""
-        self._update()
+    def end_epoch(self) -> dict[str, Tensor]:
+        """Note that the epoch's last hook has run. Return the values of the epoch, by the names that a logger sees."""
+        logged = self._update()
         self._last_hook = None
+        return logged
 
     def clear(self) -> None:
         """Forget the values of the epoch. The metrics of the loop stay."""
         for entry in self._entries.values():
             entry.reset()
         self._first = self._last_hook = None
+
+    def restart(self) -> None:
+        """Be as new after :meth:`clear`, for another evaluation of the module; what is logged again is not read again."""
+        for entry in self._entries.values():
+            entry.last = None
+        self._spare.update(self._entries)
+        self._entries = {}
+        self._callback_metrics, self._logged_metrics = {}, {}
+        self.batch = self._batch_size = None
+        self._by_step = False
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
@@ -246,10 +282,11 @@ class LogCollector:
         """Return what was logged for the epoch, by the names that a logger sees: the result of an evaluation."""
         return self._collect()[1]
 
-    def _update(self) -> None:
+    def _update(self) -> dict[str, Tensor]:
         callback, logged = self._collect()
         self._callback_metrics.update(callback)
         self._logged_metrics.update(logged)
+        return logged
 
     def _collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         callback: dict[str, Tensor] = {}

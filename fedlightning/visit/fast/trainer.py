@@ -109,6 +109,21 @@ class FastTrainer:
             self.__dict__["_strategy"] = strategy
         return self._strategy
 
+    def become(self, other: FastTrainer) -> None:
+        """Forget everything and be as `other`; who refers to this object sees that."""
+        self.__dict__.clear()
+        self.__dict__.update(other.__dict__)
+
+    def show_loader(self, short: str, loader: Any, count: int) -> None:
+        """Show the batches of an evaluation.
+
+        Args:
+            short: `"val"` or `"test"`.
+            loader: The batches.
+            count: How many of them are taken.
+        """
+        self.__dict__.update({f"{short}_dataloaders": loader, f"num_{short}_batches": [count]})
+
     def set_up_data(self) -> None:
         """Show the training batches to the module: before the first epoch, or when it asks for their number."""
         self.__dict__["train_dataloader"], self.__dict__["num_training_batches"] = self._data

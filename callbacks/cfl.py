@@ -1,0 +1,204 @@
+"""CFL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from sklearn.cluster import AgglomerativeClustering
+from torch import Tensor
+
+from fedlightning.algorithm import (
+    GLOBAL,
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightedMean,
+    WeightingName,
+    select,
+    subtract,
+)
+from fedlightning.callbacks.shared.server_models import refuse_global_steps
+
+
+class CFL(FederatedCallback):
+    r"""Clustered federated learning: a cluster whose clients pull apart when it has stopped to move is split in two.
+
+    Sattler, Mueller, Samek, "Clustered federated learning: model-agnostic distributed multi-task optimization under
+    privacy constraints", IEEE TNNLS 2021.
+
+    In each cluster, `Delta_i` is what client i's training has added to the model. The model moves by the mean of its
+    members' `Delta_i`. The cluster is split if
+
+    * `||mean_i Delta_i|| < eps1`, it is near a stationary point of its members' common objective, but
+    * `max_i ||Delta_i|| > eps2`, some of them are not at one of their own, and
+    * `sqrt((1 - max cos) / 2) > gap`, where the maximum is over pairs of clients that the split takes apart.
+
+    The two parts are those of complete linkage on the cosines of the members' `Delta_i`. Each goes on from the model
+    before the round with its own mean. Down and up: the cluster's model. State at the server: the models of all
+    clusters, also of those that were split, and who is where. Deployed: the model of the client's cluster.
+
+    The paper's thresholds are norms, which depend on model, rate and number of steps. Here they are by default shares of
+    what the same norms were in round 1.
+
+    Args:
+        eps1: Largest norm of the mean. Default 0.4 (authors' demonstration, where it is absolute).
+        eps2: Smallest norm of the largest. Default 0.6 (of round 1's; authors: 1.6, absolute).
+        relative: `eps1` and `eps2` are shares of round 1's norms. False: they are norms.
+        gap: Least separation, in [0, 1). Default 0: every split is taken (authors' code).
+        start_round: First round in which a cluster may be split, from 1. Default 2 (authors: 20).
+        min_size: A cluster of so few members is not split. Default 2 (authors).
+        weighting: `"uniform"` (authors) or `"samples"`, within a cluster.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> updates = {"a": {"w": torch.tensor([1.0, 0.1])}, "b": {"w": torch.tensor([-1.0, 0.0])}}
+        >>> updates |= {"c": {"w": torch.tensor([0.9, 0.0])}}
+        >>> CFL().halves(updates)
+        (['a', 'c'], ['b'])
+    """
+
+    def __init__(
+        self,
+        eps1: float = 0.4,
+        eps2: float = 0.6,
+        relative: bool = True,
+        gap: float = 0.0,
+        start_round: int = 2,
+        min_size: int = 2,
+        weighting: WeightingName = "uniform",
+    ) -> None:
+        if not (eps1 >= 0 and eps2 >= 0):
+            raise ValueError(f"CFL got eps1={eps1} and eps2={eps2}. Both are norms, or shares of norms: 0 or more.")
+        if not 0 <= gap < 1:
+            raise ValueError(f"CFL got gap={gap}. The separation of two halves lies in [0, 1).")
+        if start_round < 1 or min_size < 1:
+            raise ValueError(f"CFL got start_round={start_round} and min_size={min_size}. Use 1 or more.")
+        self.eps1, self.eps2, self.relative, self.gap = eps1, eps2, relative, gap
+        self.start_round, self.min_size, self.weighting = start_round, min_size, weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse callbacks that change one global model, and rounds in which not all members of a cluster train.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        refuse_global_steps(self, setup)
+        share = setup.participation
+        if share < len(setup.clients) if isinstance(share, int) else share < 1.0:
+            raise ValueError(
+                f"CFL splits a cluster by the updates of all its members, and participation={share} asks some of them. "
+                "Use participation=1.0."
+            )
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def cluster_of(self, server: Server, client: str) -> str:
+        """Return the key of a client's model at the server: all begin with the global one."""
+        found: str = server.state.get(self.key, {}).get("clusters", {}).get(client, GLOBAL)
+        return found
+
+    def plan_round(self, server: Server) -> Plan:
+        """Train every cluster; split those that are to be split."""
+        members: dict[str, list[str]] = {}
+        for client in server.participants():
+            members.setdefault(self.cluster_of(server, client), []).append(client)
+        before = {cluster: server.models[cluster] for cluster in members}
+        updates = yield [
+            Job(client, tag=cluster, keep=True) for cluster, clients in members.items() for client in clients
+        ]
+        yield []
+        for cluster, clients in members.items():
+            answers = {update.client: update for update in updates if update.client in clients and update.steps}
+            if all(client in answers for client in clients):  # else some are not heard: not in this round
+                self._split_if_due(server, cluster, before[cluster], answers)
+
+    def _split_if_due(self, server: Server, cluster: str, before: State, answers: Mapping[str, Update]) -> None:
+        """Split a cluster if its members pull apart where it stands still; note the norms of round 1."""
+        deltas = {client: self.delta(server, before, update) for client, update in answers.items()}
+        mean, largest = self.norms(deltas)
+        own = server.state.get(self.key, {})
+        if "first" not in own:
+            own = server.state[self.key] = {"clusters": {}, "parents": {}, "first": [mean, largest], **own}
+        scale = own["first"] if self.relative else [1.0, 1.0]
+        due = server.round + 1 >= self.start_round and len(deltas) > self.min_size
+        if not due or mean >= self.eps1 * scale[0] or largest <= self.eps2 * scale[1]:
+            return
+        halves = self.halves(deltas)
+        if self.separation(deltas, *halves) <= self.gap:
+            return
+        clusters, parents = dict(own["clusters"]), dict(own["parents"])
+        for number, clients in enumerate(halves, start=1):
+            child = f"cluster {number}" if cluster == GLOBAL else f"{cluster}.{number}"
+            total = WeightedMean()
+            for client in clients:
+                total.add(select(answers[client].state, server.returned_names()), server.weight(answers[client]))
+            server.models[child] = {**before, **total.result()}
+            clusters |= dict.fromkeys(clients, child)
+            parents[child] = cluster
+        ordered = {client: clusters[client] for client in server.clients if client in clusters}
+        server.state[self.key] = {**own, "clusters": ordered, "parents": parents}
+
+    def delta(self, server: Server, before: State, update: Update) -> State:
+        """Return what training has added to the trainable parameters."""
+        names = [name for name in server.trainable if name in update.state]
+        return subtract(select(update.state, names), select(before, names))
+
+    def norms(self, deltas: Mapping[str, State]) -> tuple[float, float]:
+        """Return the norm of the mean, and the largest norm of a client's."""
+        rows = flat(deltas)
+        return float(rows.mean(0).norm()), float(rows.norm(dim=1).max())
+
+    def halves(self, deltas: Mapping[str, State]) -> tuple[list[str], list[str]]:
+        """Return the two parts of complete linkage on cosines, that of the first client first.
+
+        Args:
+            deltas: Every member's update.
+        """
+        linkage = AgglomerativeClustering(2, metric="precomputed", linkage="complete")
+        labels = linkage.fit_predict(1.0 - cosines(flat(deltas)).numpy())
+        first = [client for client, label in zip(deltas, labels, strict=True) if label == labels[0]]
+        return first, [client for client in deltas if client not in first]
+
+    def separation(self, deltas: Mapping[str, State], first: Sequence[str], second: Sequence[str]) -> float:
+        """Return `sqrt((1 - max cos) / 2)` over the pairs that a split takes apart."""
+        order, table = list(deltas), cosines(flat(deltas))
+        across = table[np.ix_([order.index(c) for c in first], [order.index(c) for c in second])]
+        return math.sqrt(max(0.0, 1.0 - float(across.max())) / 2)
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send the client's own cluster's model."""
+        message.state = select(server.models[self.cluster_of(server, job.client)], message.state)
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Answer for the cluster."""
+        update.model = client.message.tag or GLOBAL
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the model of a client's cluster; for all, the global one as long as nothing was split."""
+        whole = len(server.shared_names()) == len(server.kinds)
+        split = bool(server.state.get(self.key, {}).get("clusters"))
+        if not whole or (client is None and split):
+            return None
+        return server.module_with(server.models[GLOBAL if client is None else self.cluster_of(server, client)])
+
+
+def flat(deltas: Mapping[str, State]) -> Tensor:
+    """Return one row of float64 numbers for each client, shape `(clients, parameters)`."""
+    return torch.stack([torch.cat([value.double().flatten() for value in delta.values()]) for delta in deltas.values()])
+
+
+def cosines(rows: Tensor) -> Tensor:
+    """Return the cosine of every pair of rows, `(clients, clients)`; 0 with a row of zeros."""
+    unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    return (unit @ unit.T).clamp(-1, 1)

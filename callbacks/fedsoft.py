@@ -1,0 +1,243 @@
+"""FedSoft."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    GradientContext,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightedMean,
+    Wire,
+    select,
+)
+from fedlightning.callbacks.shared.server_models import another_start, parameter_names, refuse_global_steps
+
+ESTIMATE = "estimate"
+
+
+class FedSoft(FederatedCallback):
+    r"""Soft clusters: each client's data are a mixture, and its own model is pulled to all centres by their shares.
+
+    Ruan, Joe-Wong, "FedSoft: soft clustered federated learning with proximal local updating", AAAI 2022.
+
+    * Every `interval` rounds the clients count for how many of their samples each centre has the least loss: `n_is`, and
+      `u_is = n_is / n_i` (`sigma` where there are none).
+    * For each centre s, `selected` clients are drawn without replacement, with probabilities in proportion to
+      `u_is n_i`. A client that is drawn for several centres trains once.
+    * Client: goes on from its own `w_i` and minimises `F_i(w) + lam/2 sum_s u_is ||w - c_s||^2`.
+    * Server: `c_s` is the plain mean of the selected clients' `w_i`, since the draw has weighted them.
+
+    Down: all S centres for an estimate; else one tensor a parameter, `sum_s u_is c_s`, and `sum_s u_is`, which is all that
+    the gradient of the pull needs. Up: counts, or `w_i`. State of a client: `w_i`. State at the server: S centres, `u`.
+    Deployed: `w_i`, and the common start before a client was ever drawn.
+
+    Args:
+        num_clusters: S. Default 2 (paper).
+        lam: Pull to the centres. Default 0.1 (authors' code on letters and MNIST; 0.01 on CIFAR-10).
+        selected: Clients drawn for each centre. `None`: no draw; all participants train, and `c_s` is their mean by
+            `u_is n_i`.
+        interval: `tau`, rounds between estimates. Default 2 (authors).
+        sigma: Share of a centre for which no sample is nearest. Default 1e-4 (authors).
+        init: Start of the centres: `"random"` (default), or the standard deviation of noise on the module's parameters.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> losses = torch.tensor([[0.1, 0.9, 0.3], [0.4, 0.2, 0.3]])  # of two centres, for three samples
+        >>> shares(losses, sigma=1e-4)
+        tensor([0.6667, 0.3333], dtype=torch.float64)
+        >>> shares(losses[:1].repeat(2, 1), sigma=1e-4)
+        tensor([1.0000e+00, 1.0000e-04], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        num_clusters: int = 2,
+        lam: float = 0.1,
+        selected: int | None = None,
+        interval: int = 2,
+        sigma: float = 1e-4,
+        init: float | Literal["random"] = "random",
+    ) -> None:
+        if num_clusters < 1:
+            raise ValueError(f"FedSoft got num_clusters={num_clusters}. Use 1 or more centres.")
+        if not (0 <= lam < math.inf and 0 <= sigma <= 1):
+            raise ValueError(f"FedSoft got lam={lam} and sigma={sigma}. The pull is 0 or more, a share lies in [0, 1].")
+        if selected is not None and selected < 1:
+            raise ValueError(f"FedSoft got selected={selected}. Draw 1 client a centre or more, or None for all.")
+        if interval < 1:
+            raise ValueError(f"FedSoft got interval={interval}. Estimate every round (1) or less often.")
+        if init != "random" and not (isinstance(init, int | float) and 0 <= init < math.inf):
+            raise ValueError(f"FedSoft got init={init!r}. Use 'random', or the standard deviation of noise.")
+        self.num_clusters, self.lam, self.selected = num_clusters, lam, selected
+        self.interval, self.sigma, self.init = interval, sigma, init
+
+    @property
+    def centres(self) -> list[str]:
+        """Keys of the centres at the server."""
+        return [f"centre {s}" for s in range(1, self.num_clusters + 1)]
+
+    def check(self, setup: Setup) -> None:
+        """Refuse callbacks that work on one global model; warn of terms that lose their anchor.
+
+        Raises:
+            ValueError: If a callback changes one global model.
+        """
+        refuse_global_steps(self, setup)
+        anchored = [other.key for other in setup.callbacks if other is not self and other.claims("correct_gradient")]
+        if anchored:
+            setup.warn(
+                f"FedSoft sends no model for all, so there is no anchor that {', '.join(anchored)} could refer to: terms "
+                "that need one do nothing."
+            )
+        if self.selected is not None and self.selected > len(setup.clients):
+            raise ValueError(f"FedSoft draws selected={self.selected} clients, and there are {len(setup.clients)}.")
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare all centres, or the point that they pull to, down; counts of samples up."""
+        return Wire(
+            down={"centres": "states", "target": "parameters", "total": "scalar"}, up={"shares": (self.num_clusters,)}
+        )
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def on_federation_start(self, server: Server) -> None:
+        """Initialise the centres from seeds of their own."""
+        for number, centre in enumerate(self.centres, start=1):
+            seed = server.blueprint.settings.seed
+            server.models[centre] = another_start(server.module, self.init, seed, self.key, number)
+        server.state[self.key] = {"shares": {}, "trained": []}
+
+    def plan_round(self, server: Server) -> Plan:
+        """Estimate where it is time, draw, train, and average."""
+        available = server.participants()
+        if server.round % self.interval == 0:
+            found = dict(server.state[self.key]["shares"])
+            for update in (yield [Job(client, work=0, returns=(), tag=ESTIMATE) for client in available]):
+                if update.error is None:
+                    found[update.client] = update.extras[self.key]["shares"]
+            server.state[self.key] |= {"shares": {c: found[c] for c in server.clients if c in found}}
+        drawn = self.draw(server, available)
+        chosen = [client for client in available if any(client in members for members in drawn.values())]
+        answers = {}
+        for update in (yield [Job(client, keep=True) for client in chosen]) if chosen else ():
+            if update.error is None and update.steps:
+                answers[update.client] = update
+        for centre, weights in drawn.items():
+            mean = WeightedMean()
+            for client, weight in weights.items():
+                if client in answers:
+                    mean.add(answers[client].state, weight)
+            server.models[centre] = {**server.models[centre], **mean.result()}
+        trained = {*server.state[self.key]["trained"], *answers}
+        server.state[self.key] |= {"trained": [client for client in server.clients if client in trained]}
+
+    def draw(self, server: Server, available: list[str]) -> dict[str, dict[str, float]]:
+        """Return for each centre the clients that train for it, and their weights in its mean.
+
+        Args:
+            server: The server, which knows the shares.
+            available: Clients that may be drawn.
+        """
+        known = server.state[self.key]["shares"]
+        drawn: dict[str, dict[str, float]] = {}
+        for s, centre in enumerate(self.centres):
+            weights = {c: float(known[c][s]) * server.num_samples[c] for c in available if c in known}
+            weights = {client: weight for client, weight in weights.items() if weight > 0}
+            if self.selected is not None and weights:
+                chances = torch.tensor(list(weights.values()), dtype=torch.float64)
+                count, draw = min(self.selected, len(weights)), server.rng(f"selection of {centre}")
+                places = torch.multinomial(chances, count, generator=draw).tolist()
+                weights = {list(weights)[place]: 1.0 for place in sorted(places)}
+            drawn[centre] = weights
+        return drawn
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Average nothing into a global model: it stays the common start."""
+        return {}
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send all centres for an estimate, else the point they pull to; the common start to those who need it."""
+        own = server.state.get(self.key, {})
+        shared = list(message.state)
+        if job.client in own.get("trained", ()):
+            message.state = {}
+        models = [server.models[centre] for centre in self.centres if centre in server.models]
+        if job.tag == ESTIMATE:
+            states = {centre: select(model, shared) for centre, model in zip(self.centres, models, strict=True)}
+            message.extras[self.key] = {"centres": states}
+        elif job.work != 0 and job.client in own.get("shares", {}):
+            share = own["shares"][job.client].tolist()
+            names = parameter_names(server, dict.fromkeys(shared))  # type: ignore[arg-type]
+            target = weighted_sum(share, [select(model, names) for model in models])
+            message.extras[self.key] = {"target": target, "total": sum(share)}
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def on_receive(self, client: Client, message: Message) -> None:
+        """Go on from the client's own model."""
+        message.state = {**message.state, **client.state.get(self.key, {}).get("model", {})}
+
+    def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Add `lam sum_s u_is (w - c_s) = lam (U w - sum_s u_is c_s)` with `U = sum_s u_is`."""
+        target = ctx.payload.get("target", {}).get(name)
+        if target is None:
+            return gradient
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        pull = ctx.payload["total"] * parameter.to(wide) - target.to(parameter.device, wide)
+        return gradient + (self.lam * pull).to(gradient.dtype)
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send the shares, or keep the trained model."""
+        if client.message.tag == ESTIMATE:
+            centres = client.message.extras[self.key]["centres"]
+            losses = torch.stack([client.losses(state) for state in centres.values()])
+            update.extras[self.key] = {"shares": shares(losses, self.sigma)}
+        elif update.state:
+            client.state[self.key] = {"model": dict(update.state)}
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the centre that has the largest share of a client's data; `None` for all, and before an estimate."""
+        share = server.state.get(self.key, {}).get("shares", {}).get(client)
+        if share is None or len(server.shared_names()) < len(server.kinds):
+            return None
+        return server.module_with(server.models[self.centres[int(share.argmax())]])
+
+
+def shares(losses: Tensor, sigma: float) -> Tensor:
+    """Return `u_s = n_s / n`, float64 of shape `(centres,)`, where `n_s` counts the samples that centre s fits best.
+
+    Args:
+        losses: Loss of each sample under each centre, `(centres, samples)`. A tie goes to the first centre.
+        sigma: `u_s` where `n_s` is 0.
+    """
+    counts = torch.bincount(losses.argmin(0), minlength=len(losses)).double()
+    found = counts / max(losses.shape[1], 1)
+    return torch.where(counts > 0, found, torch.full_like(found, sigma))
+
+
+def weighted_sum(weights: Sequence[float], states: Sequence[State]) -> State:
+    """Return `sum_s u_s c_s`, added up in float64, in the type of the states.
+
+    Args:
+        weights: `u_s`.
+        states: `c_s`, with the same names.
+    """
+    return {
+        name: torch.stack([u * state[name].double() for u, state in zip(weights, states, strict=True)]).sum(0).to(value)
+        for name, value in states[0].items()
+    }

@@ -1,0 +1,197 @@
+"""FeSEM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from lightning.pytorch import LightningModule
+from sklearn.cluster import kmeans_plusplus
+from torch import Tensor, nn
+
+from fedlightning.algorithm import (
+    GLOBAL,
+    FederatedCallback,
+    GradientContext,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightingName,
+    Wire,
+    address,
+    expand,
+    select,
+)
+from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps
+
+
+class FeSEM(FederatedCallback):
+    r"""Multi-centre federated learning: clients' models are clustered by k-means; each trains its cluster's centre.
+
+    Xie, Long, Shen, Zhou, Wang, Jiang, Zhang, "Multi-center federated learning", 2020; journal version in World Wide
+    Web, 2022.
+
+    * E-step at the server: `r_i = argmin_k ||W_i - C_k||^2`; a tie goes to the lowest k.
+    * M-step: `C_k` is the mean of its members' `W_i`. A centre without members stays.
+    * Client: starts from `C_{r_i}`, trains, and sends `W_i`. With `pull`, its loss has `pull/m ||W - C||^2` more, m the
+      number of clients.
+
+    No client sees more than one model, which makes it cheaper than IFCA. In round 1 all train from one model, and the
+    centres are drawn from what they send by k-means++, since equal models have no clusters. Down and up: one model. State
+    at the server: K centres, who is where, and every client's last `W_i` (O(N * model)). Deployed: the centre.
+
+    Distances between models that were initialised alike make sense; there is no matching of neurons.
+
+    Args:
+        num_clusters: K. Default 2 (paper: 2 to 4).
+        pull: `lambda`. Default 0: the start is the centre already.
+        layers: Names or prefixes of the parameters that distances are taken on. `None`: all (paper). The authors' code
+            takes the last hidden layer only.
+        stale: Absent clients count in both steps with their last models. Default False: participants only.
+        steps: Pairs of E- and M-steps in a round. Default 1 (stochastic EM).
+        weighting: `"uniform"` (paper) or `"samples"`, within a cluster.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> rows = torch.tensor([[0.0], [0.2], [5.0]])
+        >>> nearest(rows, torch.tensor([[0.1], [4.0]])).tolist()
+        [0, 0, 1]
+    """
+
+    def __init__(
+        self,
+        num_clusters: int = 2,
+        pull: float = 0.0,
+        layers: list[str] | None = None,
+        stale: bool = False,
+        steps: int = 1,
+        weighting: WeightingName = "uniform",
+    ) -> None:
+        if num_clusters < 1:
+            raise ValueError(f"FeSEM got num_clusters={num_clusters}. Use 1 (FedAvg) or more centres.")
+        if not 0 <= pull < float("inf"):
+            raise ValueError(f"FeSEM got pull={pull}. The pull to the centre is 0 or more.")
+        if steps < 1:
+            raise ValueError(f"FeSEM got steps={steps}. A round takes one E- and M-step or more.")
+        self.num_clusters, self.pull, self.layers = num_clusters, pull, layers
+        self.stale, self.steps, self.weighting = stale, steps, weighting
+
+    def claims(self, role: str) -> bool:
+        """Decline the gradient where there is no pull."""
+        return super().claims(role) and not (role == "correct_gradient" and self.pull == 0)
+
+    def check(self, setup: Setup) -> None:
+        """Refuse callbacks that change one global model, and layers that are not there.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        refuse_global_steps(self, setup)
+        trainable = [name for name, kind in setup.kinds.items() if kind == "trainable"]
+        if self.layers is not None and not set(expand(self.layers, setup.kinds)) & set(trainable):
+            raise ValueError(f"FeSEM got layers={self.layers}, none of which trains. Name some of {trainable}.")
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare the number of clients down."""
+        return Wire(down={"clients": "scalar"})
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def cluster_of(self, server: Server, client: str) -> str:
+        """Return the key of the centre that a client trains next; the global model before its first visit."""
+        found: str = server.state.get(self.key, {}).get("clusters", {}).get(client, GLOBAL)
+        return found
+
+    def plan_round(self, server: Server) -> Plan:
+        """Train the centres, then take E- and M-steps on what came back."""
+        jobs = [Job(client, keep=True) for client in server.participants()]
+        answers = {update.client: update for update in (yield jobs) if update.error is None and update.steps}
+        if answers:
+            self._cluster(server, answers)
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Average nothing: the M-step does."""
+        return {}
+
+    def _cluster(self, server: Server, answers: Mapping[str, Update]) -> None:
+        own = server.state.get(self.key, {"clusters": {}, "models": {}})
+        fresh = {client: (server.weight(update), update.state) for client, update in answers.items()}
+        models = {**own["models"], **fresh}
+        taking_part = models if self.stale else fresh
+        order = [client for client in server.clients if client in taking_part]
+        rows = torch.stack([self._row(server, taking_part[client][1]) for client in order])
+        keys = [f"centre {k}" for k in range(1, self.num_clusters + 1)]
+        if keys[0] not in server.models:
+            for key, place in zip(keys, self._first(server, rows), strict=True):
+                server.models[key] = {**server.model, **taking_part[order[place]][1]}
+        clusters = dict(own["clusters"])
+        for _ in range(self.steps):
+            centres = torch.stack([self._row(server, server.models[key]) for key in keys])
+            found = nearest(rows, centres).tolist()
+            for k, key in enumerate(keys):
+                members = [client for client, cluster in zip(order, found, strict=True) if cluster == k]
+                if members:
+                    server.models[key] = self.mean(server.models[key], [taking_part[c] for c in members])
+            clusters |= {client: keys[k] for client, k in zip(order, found, strict=True)}
+        kept = {client: models[client] for client in server.clients if client in models} if self.stale else {}
+        ordered = {client: clusters[client] for client in server.clients if client in clusters}
+        server.state[self.key] = {"clusters": ordered, "models": kept}
+
+    def mean(self, old: State, members: Sequence[tuple[float, State]]) -> State:
+        """Return a centre: the mean of its members' models, by their weights.
+
+        Args:
+            old: The centre before; entries that do not travel, and integers, stay as they are there.
+            members: Weight and model of each member.
+        """
+        travelling = select(old, members[0][1])
+        return {**old, **combine(travelling, members)}
+
+    def _first(self, server: Server, rows: Tensor) -> list[int]:
+        """Return the rows that k-means++ begins with; the first ones again where there are too few."""
+        count, seed = min(self.num_clusters, len(rows)), address(server.blueprint.settings.seed, self.key) % 2**32
+        _, places = kmeans_plusplus(rows.numpy(), count, random_state=seed)
+        return [int(places[k % count]) for k in range(self.num_clusters)]
+
+    def _row(self, server: Server, state: State) -> Tensor:
+        """Return the parameters that distances are taken on, as float64 numbers."""
+        chosen = set(server.trainable) if self.layers is None else set(expand(self.layers, server.kinds))
+        names = [name for name in server.trainable if name in chosen and name in set(server.returned_names())]
+        return torch.cat([state[name].double().flatten() for name in names])
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send the client's own centre."""
+        message.state = select(server.models[self.cluster_of(server, job.client)], message.state)
+        if self.pull:
+            message.extras[self.key] = {"clients": len(server.clients)}
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Add the gradient of `pull/m ||W - C||^2`."""
+        if name not in ctx.anchor:
+            return gradient
+        number = ctx.payload["clients"]
+        return gradient + 2.0 * self.pull / number * (parameter - ctx.anchor[name]).to(gradient.dtype)
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the centre of a client's cluster; `None` for all, and before its first visit."""
+        cluster = GLOBAL if client is None else self.cluster_of(server, client)
+        if cluster == GLOBAL or len(server.shared_names()) < len(server.kinds):
+            return None
+        return server.module_with(server.models[cluster])
+
+
+def nearest(rows: Tensor, centres: Tensor) -> Tensor:
+    """Return for each row the index of the nearest centre, the lowest of several; shape `(rows,)`.
+
+    Args:
+        rows: Models, `(clients, parameters)`.
+        centres: Centres, `(clusters, parameters)`.
+    """
+    squares = torch.stack([(rows - centre).square().sum(1) for centre in centres], dim=1)
+    return squares.argmin(1)
