@@ -94,7 +94,7 @@ class Recorder:
                 values = {f"{place}{name}": value for name, value in log.values.items()}
                 for logger in self.loggers:
                     if log.method == "metrics":
-                        logger.log_metrics(values | {f"{place}round": float(update.round)}, step=log.step)
+                        logger.log_metrics(values | {f"{place}round": float(update.round + 1)}, step=log.step)
                     elif (call := getattr(getattr(logger, "experiment", None), log.method, None)) is not None:
                         for name, value in values.items():
                             call(name, value, log.step)

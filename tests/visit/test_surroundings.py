@@ -79,7 +79,7 @@ def test_the_logs_of_clients_go_to_the_loggers_under_their_names(tmp_path, optio
     half = len(found) // 2
     assert [step for _, step in found] == list(range(len(found)))  # counted over both visits
     assert [value for value, _ in found] == [*range(half), *range(half)]
-    assert [value for value, _ in of(logger, "client/1/round")][:: len(of(logger, "client/1/round")) - 1] == [0.0, 1.0]
+    assert [value for value, _ in of(logger, "client/1/round")][:: len(of(logger, "client/1/round")) - 1] == [1.0, 2.0]
     assert of(logger, "client/1/lr-SGD") and logger.images == [("client/1/first", 0), ("client/1/first", half)]
     losses = of(logger, "client/1/train_loss")
     assert len(losses) == 2 and losses[0][1] < losses[1][1]
