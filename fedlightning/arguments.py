@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +25,9 @@ from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
+from fedlightning.federation.failures import FailurePolicy
 from fedlightning.hooks import POOLED, FederatedCallback
+from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.tasks import LOCAL
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ CHOICES = {
     "float_buffers": ("average", "local", "server"),
     "local_loop": ("auto", "trainer", "fast"),
     "engine": ("sequential", "processes", "vectorized"),
+    "on_client_error": ("skip", "retry", "stop"),
 }
 STAGES = ("G", "L1", "L2")
 
@@ -55,6 +59,7 @@ def check(given: Mapping[str, Any]) -> None:
     for name, instead in REPLACED.items():
         if given[name] is not None:
             raise ConfigurationError(f"{name}={given[name]!r} has no meaning in a federation. Use {instead}.")
+    check_place(given["name"], given["version"])
     if given["local_epochs"] is not None and given["local_steps"] is not None:
         raise ConfigurationError(
             f"local_epochs={given['local_epochs']} and local_steps={given['local_steps']} are both set. "
@@ -86,6 +91,7 @@ def check(given: Mapping[str, Any]) -> None:
         if given[name] not in allowed:
             raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
     check_engine(given)
+    check_failures(given)
     for name, known in (
         ("stages", STAGES),
         ("evaluate_data", (LOCAL, POOLED)),
@@ -173,6 +179,23 @@ def logged_clients(asked: bool | Iterable[str | int], data: FederatedDataModule)
     return names
 
 
+def check_place(name: Any, version: Any) -> None:
+    """Refuse a name or version that would put the run anywhere but below `default_root_dir`.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    if not isinstance(name, str) or not all(is_file_name(part) for part in name.split("/")):
+        raise ConfigurationError(
+            f"name={name!r} must be the name of a folder below default_root_dir, such as 'fedprox' or 'study/fedprox'. To "
+            "put runs somewhere else set default_root_dir."
+        )
+    if version is not None and not is_file_name(version):
+        raise ConfigurationError(
+            f"version={version!r} must be the name of one folder, such as 'seed_1', without separators."
+        )
+
+
 def check_engine(given: Mapping[str, Any]) -> None:
     """Refuse options of another engine, and what worker processes cannot do.
 
@@ -210,6 +233,40 @@ def check_engine(given: Mapping[str, Any]) -> None:
             f"strategy={strategy!r} may share one client among processes; engine='processes' trains each client in one. "
             "Leave it out, or use engine='sequential'."
         )
+
+
+def check_failures(given: Mapping[str, Any]) -> None:
+    """Refuse options about failing clients that are out of range, or mean nothing.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    retries, least, timeout = given["client_retries"], given["min_clients"], given["client_timeout"]
+    if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 1):
+        raise ConfigurationError(f"client_retries={retries!r} must be a whole number of at least 1, or None.")
+    if retries is not None and given["on_client_error"] != "retry":
+        raise ConfigurationError(
+            f"client_retries={retries} means nothing to on_client_error={given['on_client_error']!r}. Use "
+            "on_client_error='retry', or leave it out."
+        )
+    number = isinstance(least, int | float) and not isinstance(least, bool)
+    if not number or not least > 0 or (isinstance(least, float) and least > 1.0):
+        raise ConfigurationError(
+            f"min_clients={least!r} must be a number of clients (an int of at least 1) or a share in (0, 1] (a float)."
+        )
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and 0 < timeout < math.inf):
+        raise ConfigurationError(f"client_timeout={timeout!r} must be a positive number of seconds, or None.")
+
+
+def failure_policy(given: Mapping[str, Any]) -> FailurePolicy:
+    """Return what becomes of clients that fail."""
+    return FailurePolicy(
+        on_error=given["on_client_error"],
+        retries=given["client_retries"] or 1,
+        min_clients=given["min_clients"],
+        timeout=given["client_timeout"],
+    )
 
 
 def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
@@ -341,9 +398,7 @@ def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | Non
     if isinstance(value, bool) or value is None:
         if not value or run is None:
             return []
-        # CSVLogger empties the folder it is given: a resumed run logs into the next one
-        taken = sum(1 for _ in run.path.glob("logs*"))
-        return [CSVLogger(run.path, name="", version=f"logs_{taken + 1}" if taken else "logs")]
+        return [CSVLogger(run.path, name="", version="logs")]
     for item in value:
         if not isinstance(item, Logger):
             raise ConfigurationError(

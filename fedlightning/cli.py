@@ -32,7 +32,8 @@ examples:
   fedlightning compare configs/heart_disease/*.yaml --seeds 5 --out runs/heart
   fedlightning algorithms fenda
 
-Exit codes: 0 success, 1 a crash or failed runs, 2 bad input (one sentence says what is wrong), 130 interrupted.
+Exit codes: 0 success, 1 a crash or failed runs, 2 bad input (one sentence says what is wrong), 130 interrupted,
+128 and the signal's number after another signal (143 for SIGTERM).
 """
 
 
@@ -43,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> int:
         args: Words after `fedlightning` on the command line. `None` takes those of `sys.argv`.
 
     Returns:
-        0 for success, 1 for a crash or failed runs, 2 for bad input, 130 after Ctrl-C.
+        0 for success, 1 for a crash or failed runs, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM.
     """
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words or os.environ.get("FEDLIGHTNING_DEBUG", "0") not in ("", "0")
@@ -63,15 +64,23 @@ def main(args: Sequence[str] | None = None) -> int:
         try:
             return _find(command)(rest)
         except SystemExit as stop:  # raised by --help and --print_config
+            if isinstance(
+                stop.__cause__ or stop.__context__, KeyboardInterrupt
+            ):  # what Lightning's Trainer makes of it
+                return _interrupted()
             return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
         except KeyboardInterrupt:
-            print("\nInterrupted. Go on with: fedlightning fit --config ... --resume last", file=sys.stderr)
-            return 130
+            return _interrupted()
         except BrokenPipeError:  # the reader of a pipe (head, less) has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:
             return _report(command, error, debug)
+
+
+def _interrupted() -> int:
+    print("\nInterrupted. Go on with: fedlightning fit --config ... --resume last", file=sys.stderr)
+    return 130
 
 
 def _find(command: str) -> Callable[[list[str]], int]:

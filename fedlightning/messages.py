@@ -134,7 +134,7 @@ class Update:
     origin: str = GLOBAL
     tag: str = ""
     error: str | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
 
     @property
     def num_bytes(self) -> int:

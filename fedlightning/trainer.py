@@ -33,7 +33,7 @@ from fedlightning.run.fingerprint import fingerprint
 from fedlightning.run.folder import AUTO, RunFolder, find_last, find_resumable, folder_of
 from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
-from fedlightning.run.signals import requeue, stop_requests
+from fedlightning.run.signals import StopRequest, of_first_rank, requeue, stop_requests
 from fedlightning.scoring.results import Row, summarise
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.runner import LocalRunner
@@ -84,6 +84,15 @@ class FederatedTrainer:
             where it applies, else trainer, and one line says why.
         client_memory_gb: Gigabytes of client records (personal models, states) kept in memory between visits; the least
             recently visited clients beyond that lie on disk. Default: a quarter of the machine's memory.
+        on_client_error: What becomes of a client that fails (raises, has a NaN, loses its worker process, takes too long).
+            "skip": it is left out of the round, with a warning; "retry": it is tried again first, with the same random
+            numbers; "stop": it ends the run.
+        client_retries: Number of further tries under on_client_error="retry"; default 1.
+        min_clients: Number (int) or share (float in (0, 1]) of a round's clients that must contribute; with fewer the run
+            stops, and its state of the round before is intact.
+        client_timeout: Seconds that a client may take for a visit, or for being scored; default: any time. With
+            engine="processes" its worker is ended and the client has failed; the other engines cannot end a client alone
+            and stop the run.
         evaluate_every: Rounds between evaluations on validation data (the last round is always evaluated); 0: never.
         stages: Stages to evaluate: "G" the server's model, "L1" the model each client holds after receiving, "L2" after
             local training.
@@ -164,6 +173,10 @@ class FederatedTrainer:
         clients_per_stack: int | None = None,
         local_loop: Literal["auto", "trainer", "fast"] = "auto",
         client_memory_gb: float | None = None,
+        on_client_error: Literal["skip", "retry", "stop"] = "skip",
+        client_retries: int | None = None,
+        min_clients: int | float = 1,
+        client_timeout: float | None = None,
         evaluate_every: int = 1,
         stages: list[Literal["G", "L1", "L2"]] | None = None,
         evaluate_data: list[Literal["local", "pooled"]] | None = None,
@@ -220,6 +233,7 @@ class FederatedTrainer:
         self.evaluate_data = tuple(evaluate_data if evaluate_data is not None else (LOCAL,))
         self.recorder = Recorder()
         self.federation: Federation | None = None
+        self.stopped_by: StopRequest | None = None
         self.config: str | None = None
         self._logger_argument = logger
         self._max_time = arguments.parse_time(max_time)
@@ -275,6 +289,7 @@ class FederatedTrainer:
         test_dataloaders: Mapping[str, Any] | None = None,
         resume: str | Path | None = None,
         allow_config_change: bool = False,
+        trust_old_state: bool = False,
     ) -> None:
         """Run the federation.
 
@@ -287,6 +302,8 @@ class FederatedTrainer:
             resume: `"last"` (the run of this name that was saved last) or a run's folder: go on at the round boundary,
                 bit for bit. `"auto"`: go on if there is something to go on from, else start.
             allow_config_change: Resume although the configuration has changed; the summary lists what has.
+            trust_old_state: Resume a run of an earlier version although its state can only be read with pickle, which runs
+                what the files hold: for your own files, once. It is then saved in the present form.
 
         Raises:
             ValueError: If module, data and callbacks cannot work together, or a resumed run would go on with another
@@ -296,7 +313,9 @@ class FederatedTrainer:
         arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         run, is_new = self._find_run(resume)
+        self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
+            request = stack.enter_context(stop_requests(self._saved))
             lock = None
             if run is not None and not is_new:
                 lock = stack.enter_context(only_writer(run.path))
@@ -306,14 +325,17 @@ class FederatedTrainer:
                 if run is not None:
                     lock = stack.enter_context(only_writer(run.path))
                     run.refuse_used(discard_unsaved=resume == AUTO)
+                if federation.save_every > 0 and self.recorder.writes:
+                    self.recorder.logs.begin()
             else:
-                federation.restore(True, allow_config_change)
+                federation.restore(True, allow_config_change, trust_old_state)
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:
                 self.recorder.run.write_config(self.config)
             if is_new:
+                federation.remember_decisions()
                 self.callbacks.event("on_federation_start", federation.server)
             stack.enter_context(closing(federation.engine))
-            request = stack.enter_context(stop_requests())
+            stack.push(lambda kind, *_: self.recorder.close("failed") if kind is not None else None)
             with self._progress() as progress:
                 while federation.rounds_done < self.max_rounds:
                     federation.server.round = federation.rounds_done
@@ -322,31 +344,37 @@ class FederatedTrainer:
                     progress.round_ended(federation.server.round, rows)
                     if lock is not None:
                         lock.beat()
-                    if self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds():
-                        break
-                    if request.name is not None:
+                    request.check()
+                    over = self._max_time is not None and time.monotonic() - started > self._max_time.total_seconds()
+                    over, request.name = of_first_rank((over, request.name))
+                    if over or request.name is not None:
                         break
             federation.finish()
             federation.summarise(self.arguments)
             federation.export()
             self.recorder.close()
-            if request.name is not None and federation.rounds_done < self.max_rounds and is_writer():
-                requeue(request, federation.rounds_done, self.max_rounds)
+            if request.name is not None and federation.rounds_done < self.max_rounds:
+                self.stopped_by = request
+                if is_writer():
+                    requeue(request, federation.rounds_done, self.max_rounds)
 
-    def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
+    def restore(
+        self, model: LightningModule, datamodule: LightningDataModule, run: str | Path, trust_old_state: bool = False
+    ) -> None:
         """Load the state that a run saved last, to evaluate it or to predict with it; nothing is trained.
 
         Args:
             model: The module that the run was started with (the callbacks likewise).
             datamodule: The data that it was started with.
             run: The run's folder, finished or interrupted.
+            trust_old_state: As in :meth:`fit`.
 
         Raises:
             FileNotFoundError: If the run has no saved state.
             ValueError: If the state is of another model or data.
         """
         data = arguments.federated_data(datamodule, None, None, None)
-        self._assemble(model, data, folder_of(run), go_on=False).restore(False)
+        self._assemble(model, data, folder_of(run), go_on=False).restore(False, trust_old=trust_old_state)
 
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
         """Return the folder to write into, and whether a new run begins there."""
@@ -400,12 +428,14 @@ class FederatedTrainer:
             float_buffers=a["float_buffers"],
             run_dir=run.path if run is not None and is_writer() else None,
         )
+        engine = make_engine(a["engine"], runner, store, a["workers"], a["clients_per_stack"])
+        engine.attempts.policy = arguments.failure_policy(a)
         loggers = arguments.loggers(self._logger_argument, run) if is_writer() and go_on else []
         self.recorder = Recorder(run, loggers)
         self.federation = Federation(
             server,
             store,
-            make_engine(a["engine"], runner, store, a["workers"], a["clients_per_stack"]),
+            engine,
             self.recorder,
             stages=self.stages,
             evaluate_data=self.evaluate_data,
@@ -483,6 +513,9 @@ class FederatedTrainer:
         if self.federation is None:
             raise RuntimeError("This FederatedTrainer has no federation yet. Call fit(), or fit(resume=...), first.")
         return self.federation
+
+    def _saved(self) -> tuple[int, int]:
+        return 0 if self.federation is None else self.federation.rounds_saved, self.max_rounds
 
     def _progress(self) -> Any:
         from fedlightning.run.progress import NoProgress, RichProgress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +48,7 @@ def report(words: Sequence[str]) -> int:
         InputError: If the options are not valid.
     """
     from fedlightning.study.report.build import build_report
-    from fedlightning.study.runs import STUDY_FILE, load_study
+    from fedlightning.study.runs import STUDY_FILE, load_study, read_study_file
 
     options = parser().parse_args(list(words))
     runs: list[Path] = options.runs
@@ -57,7 +56,7 @@ def report(words: Sequence[str]) -> int:
     studies = [path / STUDY_FILE for path in runs if (path / STUDY_FILE).exists()]
     if options.out is None and not (len(runs) == 1 and studies):
         raise InputError("--out is missing: say where the report of these runs is to go.")
-    known = json.loads(studies[0].read_text()) if studies else {}
+    known = read_study_file(studies[0]) if studies else {}
     page = build_report(
         options.out or runs[0],
         runs,

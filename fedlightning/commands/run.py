@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.console import Console
+
 from fedlightning.commands.folders import find_run, leave_nothing, to_resume, with_run_config
 from fedlightning.commands.partition import PartitionCommand
 from fedlightning.commands.terminal import console, shown
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
-from fedlightning.run.files import is_writer
+from fedlightning.run.files import is_writer, writing
+from fedlightning.study.failures import failures_line
 from fedlightning.study.table import print_results
 from fedlightning.trainer import FederatedTrainer
 
@@ -39,7 +42,13 @@ class Commands(FederatedCLI):
 
     trainer: FederatedTrainer  # type: ignore[assignment]
 
-    def fit(self, resume: str | None = None, test_after_fit: bool = True, allow_config_change: bool = False) -> None:
+    def fit(
+        self,
+        resume: str | None = None,
+        test_after_fit: bool = True,
+        allow_config_change: bool = False,
+        trust_old_state: bool = False,
+    ) -> None:
         """Train a federation, test it and show the results.
 
         The files of the run go to <default_root_dir>/<name>/version_N (by default runs/federation/version_0):
@@ -51,48 +60,70 @@ class Commands(FederatedCLI):
                 config.yaml is then read unless --config is given.
             test_after_fit: Score all models on test data at the end, if there are any.
             allow_config_change: Resume although the configuration has changed; summary.json lists the changes.
+            trust_old_state: Resume a run of an earlier version although reading its state runs what its files hold; only
+                for your own runs.
         """
         screen = console()
         try:
             self.trainer.fit(
-                self.model, self.datamodule, resume=to_resume(resume), allow_config_change=allow_config_change
+                self.model,
+                self.datamodule,
+                resume=to_resume(resume),
+                allow_config_change=allow_config_change,
+                trust_old_state=trust_old_state,
             )
         except Exception as error:
             if explain(error) is not None:
                 leave_nothing(self.trainer)
             raise
         results = self.trainer.results
+        stopped = self.trainer.stopped_by
         has_tests = any(self.datamodule.num_samples(client, "test") for client in self.datamodule.client_ids)
-        if test_after_fit and has_tests:
+        if test_after_fit and has_tests and stopped is None:
             self.trainer.test(checkpoint="all")
             results = self.trainer.results
-        if not is_writer():
-            return
+        if is_writer():
+            self._show(results, screen)
+        if stopped is not None:
+            raise SystemExit(stopped.code)
+
+    def _show(self, results: list[dict[str, Any]], screen: Console) -> None:
+        """Print the results of a fit."""
         splits = {row["split"] for row in results}
         print_results(results, "test" if "test" in splits else "val", screen)
+        line = failures_line(self.trainer.summary.get("failures", []), len(self.datamodule.client_ids))
+        if line is not None:
+            screen.print(f"\n{line}", soft_wrap=True, highlight=False, markup=False)
         if self.trainer.run is not None:
             screen.print(f"\nRun: {shown(self.trainer.run.path)}", soft_wrap=True, highlight=False)
 
-    def validate(self, run: str, checkpoint: str = "all") -> None:
+    def validate(self, run: str, checkpoint: str = "all", trust_old_state: bool = False) -> None:
         """Score a finished or interrupted run on validation data.
 
         Args:
             run: Folder of the run, or the folder with its versions (then the newest one).
             checkpoint: Models to score: "latest", "best_local", "best_global" or "all".
+            trust_old_state: As for fit.
         """
-        self._evaluate(run, checkpoint, "val")
+        self._evaluate(run, checkpoint, "val", trust_old_state)
 
-    def test(self, run: str, checkpoint: str = "all") -> None:
+    def test(self, run: str, checkpoint: str = "all", trust_old_state: bool = False) -> None:
         """Score a finished or interrupted run on test data. The scores go to its metrics.csv and summary.json.
 
         Args:
             run: Folder of the run, or the folder with its versions (then the newest one).
             checkpoint: Models to score: "latest", "best_local", "best_global" or "all".
+            trust_old_state: As for fit.
         """
-        self._evaluate(run, checkpoint, "test")
+        self._evaluate(run, checkpoint, "test", trust_old_state)
 
     def predict(
-        self, run: str, client: str | None = None, checkpoint: str = "latest", out: str = "predictions.pt"
+        self,
+        run: str,
+        client: str | None = None,
+        checkpoint: str = "latest",
+        out: str = "predictions.pt",
+        trust_old_state: bool = False,
     ) -> None:
         """Write the predictions of a client's model on its test data, or of the global model on all clients' test data.
 
@@ -102,23 +133,25 @@ class Commands(FederatedCLI):
             checkpoint: Model to use: "latest", "best_local" or "best_global".
             out: File to write, for torch.load: the outputs of predict_step for all batches, concatenated if they are
                 tensors.
+            trust_old_state: As for fit.
         """
         import torch
 
-        self.trainer.restore(self.model, self.datamodule, find_run(run))
+        self.trainer.restore(self.model, self.datamodule, find_run(run), trust_old_state)
         if client is not None and client not in self.datamodule.client_ids:
             raise InputError(f"There is no client '{client}'. Clients: {', '.join(self.datamodule.client_ids[:20])}.")
         batches: Any = self.trainer.predict(client=client, checkpoint=checkpoint)
         if batches and all(isinstance(batch, torch.Tensor) for batch in batches):
             batches = torch.cat(batches)
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        torch.save(batches, out)
+        with writing(Path(out)):
+            Path(out).parent.mkdir(parents=True, exist_ok=True)
+            torch.save(batches, out)
         shape = f" of shape {tuple(batches.shape)}" if isinstance(batches, torch.Tensor) else ""
         console().print(f"Predictions{shape}: {out}", soft_wrap=True, highlight=False)
 
-    def _evaluate(self, run: str, checkpoint: str, split: Literal["val", "test"]) -> None:
+    def _evaluate(self, run: str, checkpoint: str, split: Literal["val", "test"], trust_old_state: bool) -> None:
         folder = find_run(run)
-        self.trainer.restore(self.model, self.datamodule, folder)
+        self.trainer.restore(self.model, self.datamodule, folder, trust_old_state)
         score = self.trainer.test if split == "test" else self.trainer.validate
         results = score(checkpoint=checkpoint)
         if is_writer():

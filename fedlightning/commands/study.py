@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
@@ -21,6 +22,7 @@ from fedlightning.experiments.children import Main
 from fedlightning.experiments.execute import LOG, Task, Watcher, execute
 from fedlightning.experiments.progress import View
 from fedlightning.experiments.study_file import StudyFile
+from fedlightning.run.signals import ENDINGS, SIGNALS
 
 PASSED_ON = re.compile(r"--(?:trainer|model|data)(?:[.+=]|$)")
 """Options that are passed on to every run."""
@@ -201,7 +203,7 @@ def make_runs(
         watchers: Objects that are told about the progress after `study.json` is written. What they raise stops all runs.
 
     Returns:
-        True if it went through, False after Ctrl-C (or SIGTERM), when all runs have been stopped.
+        True if it went through, False after Ctrl-C (or SIGTERM, SIGHUP, SLURM's SIGUSR1), when all runs have been stopped.
     """
     known: dict[str, list[float]] = {}
     for run in study.data["runs"]:
@@ -218,16 +220,18 @@ def make_runs(
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C."""
+    """Treat what asks a process to end like Ctrl-C."""
 
     def stop(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = (*ENDINGS, *(SIGNALS if SLURMEnvironment.detect() else ()))
+    before = {number: signal.signal(number, stop) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def show_commands(tasks: Sequence[Task], screen: Console) -> None:

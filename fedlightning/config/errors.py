@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import linecache
 import re
 from collections.abc import Iterable
@@ -36,10 +37,14 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, argparse.ArgumentError):
         return parse_sentence(str(error))
     cause = error.__cause__
-    if type(error).__name__ == "FederationError":
+    if any(kind.__name__ == "FederationError" for kind in type(error).__mro__):
         return _one_line(error) if cause is None or explain(cause) is not None else None
-    if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
+    if isinstance(
+        error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
+    ):
         return _one_line(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        return f"{error.strerror}: what was saved before is untouched. Make room, or use another folder."
     if type(error).__name__ == "MisconfigurationException" or _on_purpose(error):
         return _one_line(error)
     return None

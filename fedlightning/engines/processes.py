@@ -19,6 +19,7 @@ from fedlightning.engines.arena import Broadcast
 from fedlightning.engines.pool import Setup, UnpicklableError, Worker, own_gpu, usable_cores
 from fedlightning.engines.worker import Reply
 from fedlightning.federation.engine import Engine, Task
+from fedlightning.federation.failures import Attempt, Attempts
 from fedlightning.federation.store import ClientStore
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
@@ -27,6 +28,8 @@ HELD_BYTES = 2**28
 """Limit of the answers that wait for their turn, in bytes; but at least two for every worker may wait."""
 TRIES = 2
 """Number of workers that may die of a task before its client is given up."""
+POLL = 1.0
+"""Seconds between looks at the time that workers take, at most."""
 
 Answer = TypeVar("Answer")
 
@@ -39,15 +42,19 @@ class Entry:
         task: The task.
         cost: Its expected duration, in any unit.
         worker: Number of the worker that carries it out, if any.
-        tries: Number of workers that died of it.
+        attempt: Tries of the task.
+        tries: Number of workers that died of it in this try.
+        since: When its worker began, on the clock of `attempts`; `None` while the worker starts.
         done: Whether its answer is there.
         answer: The answer.
     """
 
     task: Task[Any]
     cost: float
+    attempt: Attempt
     worker: int | None = None
     tries: int = 0
+    since: float | None = None
     done: bool = False
     answer: Any = None
 
@@ -88,7 +95,7 @@ class ProcessesEngine(Engine):
         self._turn += 1
         turn = self._turn
         window: deque[Entry] = deque()
-        source = _Source(tasks, self.runner, at_least=2 * self.width)
+        source = _Source(tasks, self.runner, self.attempts, at_least=2 * self.width)
         try:
             while source.fill(window):
                 self._hand_out(window, longest_first=source.exhausted)
@@ -130,6 +137,7 @@ class ProcessesEngine(Engine):
         client = entry.task.client
         record = ClientRecord() if client is None else self.store.get(client)
         entry.worker, self._busy[index] = index, entry
+        entry.since = self.attempts.clock() if self._workers[index].ready else None
         try:
             self._workers[index].give(entry.task, record, self._broadcast)
         except OSError:
@@ -141,9 +149,11 @@ class ProcessesEngine(Engine):
             self._finish(index, Reply(*entry.task.run(self.runner, record)))
 
     def _collect(self) -> None:
-        """Wait until at least one worker has answered, or is gone."""
+        """Wait until at least one worker has answered, is gone, or takes too long (which is looked after regularly)."""
         indices = {self._workers[index].connection: index for index in self._busy}
-        for ready in connection.wait(list(indices)):
+        timeout = self.attempts.policy.timeout
+        found = connection.wait(list(indices), None if timeout is None else min(timeout / 4, POLL))
+        for ready in found:
             index = indices[cast(connection.Connection, ready)]
             try:
                 reply = self._workers[index].take()
@@ -152,6 +162,26 @@ class ProcessesEngine(Engine):
                 continue
             if reply is not None:
                 self._finish(index, reply)
+            elif index in self._busy:
+                self._busy[index].since = self.attempts.clock()
+        if timeout is not None:
+            self._end_slow(timeout)
+
+    def _end_slow(self, timeout: float) -> None:
+        """End the workers of tasks that take longer than a client may."""
+        now = self.attempts.clock()
+        for index, entry in list(self._busy.items()):
+            if entry.since is not None and now > entry.since + timeout and not self._workers[index].connection.poll():
+                self._end(index, grace=0.0)
+                self._give_up(entry, self.attempts.too_slow)
+
+    def _give_up(self, entry: Entry, reason: str) -> None:
+        """Answer in the place of a task that no worker has carried out, unless it is to be tried again."""
+        entry.worker, entry.tries = None, 0
+        settled = entry.attempt.settle(entry.task.lost(reason), None)
+        if settled is not None:
+            entry.answer, entry.done = settled[0], True
+            entry.attempt.decide(reason)
 
     def _finish(self, index: int, reply: Reply) -> None:
         entry = self._busy.pop(index)
@@ -163,9 +193,14 @@ class ProcessesEngine(Engine):
             ) from reply.error
         if reply.error is not None:
             raise reply.error
-        if reply.record is not None and entry.task.client is not None:
-            self.store.put(entry.task.client, reply.record)
-        entry.answer, entry.done, entry.worker = reply.answer, True, None
+        settled = entry.attempt.settle(reply.answer, reply.record)
+        entry.worker = None
+        if settled is None:
+            return
+        entry.answer, record = settled
+        entry.done = True
+        if record is not None and entry.task.client is not None:
+            self.store.put(entry.task.client, record)
 
     def _lose(self, index: int) -> None:
         """Note that a worker is gone. Its task is done again or given up; the next task starts another worker."""
@@ -181,11 +216,11 @@ class ProcessesEngine(Engine):
         if entry.tries < TRIES:
             warnings.warn(f"A worker process ended ({how}) at work on {who}, which is done again.", stacklevel=2)
             return
-        entry.answer = entry.task.lost(
+        self._give_up(
+            entry,
             f"{entry.tries} worker processes ended while they worked on it, the last by {how} "
-            "(the system kills a process by SIGKILL when memory runs out: try fewer workers)"
+            "(the system kills a process by SIGKILL when memory runs out: try fewer workers)",
         )
-        entry.done = True
 
     # -- life -----------------------------------------------------------------------------------------------------
     def _start(self) -> None:
@@ -220,9 +255,10 @@ class ProcessesEngine(Engine):
 class _Source:
     """The tasks to come, drawn as far ahead as their answers may be held."""
 
-    def __init__(self, tasks: Iterable[Task[Any]], runner: LocalRunner, at_least: int) -> None:
+    def __init__(self, tasks: Iterable[Task[Any]], runner: LocalRunner, attempts: Attempts, at_least: int) -> None:
         self._tasks = iter(tasks)
         self._runner = runner
+        self._attempts = attempts
         self._at_least = at_least
         self._largest = 1
         self.exhausted = False
@@ -235,5 +271,9 @@ class _Source:
                 self.exhausted = True
             else:
                 self._largest = max(self._largest, task.num_bytes)
-                window.append(Entry(task, task.cost(self._runner)))
+                entry = Entry(task, task.cost(self._runner), self._attempts.of(task))
+                left_out = entry.attempt.left_out_answer()
+                if left_out is not None:
+                    entry.answer, entry.done = left_out[0], True
+                window.append(entry)
         return bool(window)

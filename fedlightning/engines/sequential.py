@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from fedlightning.engines.watchdog import Watchdog
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.store import ClientStore
 from fedlightning.visit.record import ClientRecord
+from fedlightning.visit.runner import LocalRunner
 
 __all__ = ["ClientStore", "SequentialEngine"]
 
@@ -20,10 +22,24 @@ class SequentialEngine(Engine):
     Each answer is handed over before the next task starts, so only one model is in memory.
     """
 
+    def __init__(self, runner: LocalRunner, store: ClientStore) -> None:
+        super().__init__(runner, store)
+        self.watchdog = Watchdog(lambda: self.attempts)
+
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
         for task in tasks:
+            attempt = self.attempts.of(task)
+            settled: tuple[Answer, ClientRecord | None] | None = attempt.left_out_answer()
             before = ClientRecord() if task.client is None else self.store.get(task.client)
-            answer, after = task.run(self.runner, before)
+            while settled is None:
+                with self.watchdog.watching([task.address[2]]):
+                    answer, after = task.run(self.runner, before)
+                settled = attempt.settle(answer, after)
+            answer, after = settled
             if after is not None and task.client is not None:
                 self.store.put(task.client, after)
             yield answer
+
+    def close(self) -> None:
+        """End the watchdog."""
+        self.watchdog.close()

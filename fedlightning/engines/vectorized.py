@@ -28,11 +28,13 @@ from fedlightning.engines.stacked.stack import Stack, named_tensors
 from fedlightning.engines.stacked.step import StackedStep
 from fedlightning.engines.stacked.trainees import Recipe, Trainee
 from fedlightning.engines.stacked.vectorizable import Finding, examine
+from fedlightning.engines.watchdog import Watchdog
 from fedlightning.federation.engine import Engine, Task, Visit
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import Phase
 from fedlightning.messages import Update
 from fedlightning.visit import visit as visits
+from fedlightning.visit.failing import client_failure
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
 from fedlightning.visit.probes import move_batch
@@ -51,6 +53,7 @@ class Member:
     """A client of a chunk.
 
     Attributes:
+        client: Its id.
         visit: Its visit.
         before: Its record before the visit.
         fit: The fit that the visit waits for, if any.
@@ -58,6 +61,7 @@ class Member:
         answer: Update and new record, when the visit is over.
     """
 
+    client: str
     visit: VisitSteps
     before: ClientRecord
     fit: Fit | None = None
@@ -113,6 +117,7 @@ class VectorizedEngine(Engine):
         self.device = runner.blueprint.device
         self._gatherer = Gatherer(self.device, runner.blueprint.precision.convert_input)
         self._evaluation = StackedEvaluation(runner)
+        self.watchdog = Watchdog(lambda: self.attempts)
 
     def check(self) -> None:
         """Refuse a federation that cannot be stacked.
@@ -135,12 +140,57 @@ class VectorizedEngine(Engine):
                 do = together
                 chunk.append(task)
                 continue
-            answer, after = task.run(self.runner, self._record(task.client))
-            if after is not None and task.client is not None:
-                self.store.put(task.client, after)
-            yield answer
+            yield from self._alone(task)
         if chunk:
             yield from do(chunk)
+
+    def _alone(self, task: Task[Answer]) -> Iterator[Answer]:
+        attempt = self.attempts.of(task)
+        settled: tuple[Answer, ClientRecord | None] | None = attempt.left_out_answer()
+        while settled is None:
+            with self.watchdog.watching([task.address[2]]):
+                answer, after = task.run(self.runner, self._record(task.client))
+            settled = attempt.settle(answer, after)
+        yield self._keep(task, *settled)
+
+    def _keep(self, task: Task[Answer], answer: Answer, record: ClientRecord | None) -> Answer:
+        if record is not None and task.client is not None:
+            self.store.put(task.client, record)
+        return answer
+
+    def _together_until_settled(
+        self, tasks: Sequence[Any], do: Callable[[Sequence[Any]], Iterator[tuple[Any, ClientRecord | None]]]
+    ) -> Iterator[Any]:
+        """Carry out tasks together and settle their answers.
+
+        Where one is to be tried again all are, and the results of the last try count: then they are what they would have
+        been without the failure, for how a sum is rounded depends on who is in the stack.
+
+        Args:
+            tasks: The tasks.
+            do: Carries them out; yields answers and new records.
+        """
+        attempts = {place: self.attempts.of(task) for place, task in enumerate(tasks)}
+        settled: dict[int, tuple[Any, ClientRecord | None]] = {}
+        for place, attempt in attempts.items():
+            left_out = attempt.left_out_answer()
+            if left_out is not None:
+                settled[place] = left_out
+        places = [place for place in attempts if place not in settled]
+        waiting = set(places)
+        while waiting:
+            with self.watchdog.watching([tasks[place].address[2] for place in places], allowance=len(places)):
+                found = list(do([tasks[place] for place in places]))
+            again = set()
+            for place, (answer, record) in zip(places, found, strict=True):
+                done = attempts[place].settle(answer, record)
+                if done is None:
+                    again.add(place)
+                elif place in waiting or tasks[place].failure(done[0]) is None:
+                    settled[place] = done
+            waiting = again
+        for place, task in enumerate(tasks):
+            yield self._keep(task, *settled[place])
 
     def _together(self, task: Task[Any]) -> Callable[[Sequence[Any]], Iterator[Any]] | None:
         """Return the method that carries out several tasks of this kind at once, if there is one."""
@@ -148,13 +198,17 @@ class VectorizedEngine(Engine):
             return self._visit if task.message.work != 0 else None
         return self._score if hasattr(task, "scoring") else None
 
-    def _score(self, tasks: Sequence[ScoringTask[Any]]) -> Iterator[Any]:
+    def _score(self, tasks: Sequence[Any]) -> Iterator[Any]:
+        return self._together_until_settled(tasks, self._scores)
+
+    def _scores(self, tasks: Sequence[ScoringTask[Any]]) -> Iterator[tuple[Any, ClientRecord | None]]:
         scorings = [task.scoring(self.runner, self._record(task.client)) for task in tasks]
         own = any(task.client is not None for task in tasks)
-        for task, (answer, after) in zip(tasks, self._evaluation.answers(scorings, self.size, own), strict=True):
-            if after is not None and task.client is not None:
-                self.store.put(task.client, after)
-            yield answer
+        yield from self._evaluation.answers(scorings, self.size, own)
+
+    def close(self) -> None:
+        """End the watchdog."""
+        self.watchdog.close()
 
     def _record(self, client: str | None) -> ClientRecord:
         return ClientRecord() if client is None else self.store.get(client)
@@ -175,22 +229,27 @@ class VectorizedEngine(Engine):
         return self._found
 
     def _visit(self, tasks: Sequence[Visit]) -> Iterator[Update]:
+        return self._together_until_settled(tasks, self._visits)
+
+    def _visits(self, tasks: Sequence[Visit]) -> Iterator[tuple[Update, ClientRecord | None]]:
         members = []
         for task in tasks:
             before = self.store.get(task.client)
-            member = Member(visits.visit_steps(self.runner, task.message, before, task.evaluate), before)
-            member.go_on(partial(next, member.visit))
+            member = Member(task.client, visits.visit_steps(self.runner, task.message, before, task.evaluate), before)
+            self._go_on(member, partial(next, member.visit))
             members.append(member)
         while waiting := [member for member in members if member.answer is None]:
             for group in self._groups([member for member in waiting if member.fit is not None]):
                 self._train(group)
             self._score_trained([member for member in waiting if member.score is not None])
-        for task, member in zip(tasks, members, strict=True):
+        for member in members:
             assert member.answer is not None
             update, after = member.answer
-            if after is not member.before:
-                self.store.put(task.client, after)
-            yield update
+            yield update, None if after is member.before else after
+
+    def _go_on(self, member: Member, step: Callable[[], Any]) -> None:
+        with self.watchdog.watching([member.client]):
+            member.go_on(step)
 
     def _score_trained(self, members: Sequence[Member]) -> None:
         """Score the models that visits wait for, together where possible. A client whose scores fail, fails alone."""
@@ -198,7 +257,7 @@ class VectorizedEngine(Engine):
         found = iter(self._evaluation.scores([one for score in scores for one in score.requests]))
         for member, score in zip(members, scores, strict=True):
             self.runner.bind(score.client)
-            member.go_on(partial(member.visit.send, [next(found) for _ in score.requests]))
+            self._go_on(member, partial(member.visit.send, [next(found) for _ in score.requests]))
 
     def _groups(self, members: Sequence[Member]) -> list[list[Member]]:
         """Group the clients that can train in one stack: same phase, same tensors and plain values of the modules."""
@@ -231,16 +290,17 @@ class VectorizedEngine(Engine):
             order = sorted(range(len(fits)), key=lambda place: -trainees[place].expected)
             stack = self._fit(fits[0].phase, template, [trainees[place] for place in order], trainees[0].recipe)
             stack.to_cpu()
-        except Exception as error:  # in a part that they share, such as the optimizer
+        except BaseException as caught:  # in a part that they share, such as the optimizer
+            error = client_failure(caught)
             for member, fit in zip(members, fits, strict=True):
                 self.runner.bind(fit.client)
-                member.go_on(partial(member.visit.throw, error))
+                self._go_on(member, partial(member.visit.throw, error))
             return
         rows = {place: row for row, place in enumerate(order)}
         for place, (member, fit, trainee) in enumerate(zip(members, fits, trainees, strict=True)):
             self.runner.bind(fit.client)
             if trainee.error is not None:
-                member.go_on(partial(member.visit.throw, trainee.error))
+                self._go_on(member, partial(member.visit.throw, trainee.error))
                 continue
             if unbuilt:
                 fit.client.set_entries(stack.row(rows[place]))
@@ -248,7 +308,7 @@ class VectorizedEngine(Engine):
                 stack.push(rows[place], fit.client.module)
             fit.client.metrics |= trainee.metrics
             fit.client.record.lightning.setdefault(fit.phase.name, {}).update(precision={}, callbacks={})
-            member.go_on(partial(member.visit.send, trainee))
+            self._go_on(member, partial(member.visit.send, trainee))
 
     def _trainees(self, fits: Sequence[Fit], template: LightningModule) -> list[Trainee]:
         """Return the clients' batches and optimizers; `template` makes the optimizers of unbuilt clients."""
@@ -310,6 +370,7 @@ class VectorizedEngine(Engine):
                 clip_value=clip,
                 clip_algorithm=algorithm,
                 bytes_of_step=self.found.bytes_of_step,
+                watching=self.watchdog.watching,
             ).run()
         return stack
 

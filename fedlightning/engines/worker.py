@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 import warnings
 from collections.abc import Mapping
@@ -95,7 +94,6 @@ def work(connection: Connection, environment: Mapping[str, str]) -> None:
         environment: Variables of the main process, and of this worker alone (the GPU it sees).
     """
     ignore_stop_requests()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the main process, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)
     use_lightning_if_possible(asked=False)

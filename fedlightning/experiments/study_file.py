@@ -17,8 +17,8 @@ from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Outcome
 from fedlightning.experiments.execute import Task
 from fedlightning.experiments.methods import Method, differences
-from fedlightning.run.files import write_text_atomically
-from fedlightning.study.runs import STUDY_FILE
+from fedlightning.run.files import read_mapping, write_text_atomically
+from fedlightning.study.runs import STUDY_FILE, read_study_file
 
 FORMAT = 1
 """Version of the file's content."""
@@ -43,7 +43,7 @@ class StudyFile:
         self.path = folder / STUDY_FILE
         self.data: dict[str, Any] = {"format": FORMAT, "methods": [], "runs": [], "seeds": []}
         if self.path.exists():
-            self.data = json.loads(self.path.read_text())
+            self.data = read_study_file(self.path)
             if self.data.get("format") != FORMAT:
                 raise InputError(
                     f"{self.path} is of format {self.data.get('format')}, this version reads {FORMAT}. "
@@ -113,7 +113,7 @@ class StudyFile:
         seed, file = entry["seed"], self.config_file(method.name)
         if entry["config"] == method.fingerprint(seed, vary) or not file.exists():
             return bool(entry["config"] == method.fingerprint(seed, vary))
-        old = replace(method, config=yaml.safe_load(file.read_text()))
+        old = replace(method, config=read_mapping(file))
         known = entry["config"] == old.fingerprint(seed, vary)  # otherwise the file belongs to another run
         return known and not differences(old.config, method.config, method.defaults)
 
@@ -125,7 +125,7 @@ class StudyFile:
             if list(known["vary"]) != list(vary):
                 changed = [f"the seed sets {' and '.join(vary)}, it set {' and '.join(known['vary'])}"]
             else:
-                old = yaml.safe_load(file.read_text()) if file.exists() else {"trainer": {}}
+                old = read_mapping(file) if file.exists() else {"trainer": {}}
                 changed = differences(old, method.config, method.defaults)
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             what = f"a run of another configuration ({'; '.join(changed[:3])}{more})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,11 +34,12 @@ def checked(server: Server, message: Message, update: Update) -> Update:
 
 
 def _first_fault(server: Server, message: Message, update: Update) -> str | None:
-    if update.model not in server.models:  # a client may choose among the server's models
+    # a client may choose among the server's models
+    if not isinstance(update.model, str) or update.model not in server.models:
         return f"it is for model {update.model!r}; the server has {sorted(server.models)}"
     for name in ("round", "client", "tag"):
         said, asked = getattr(update, name), getattr(message, name)
-        if said != asked:
+        if type(said) is not type(asked) or said != asked:
             return f"it says {name}={said!r}, but answers the message with {name}={asked!r}"
     for name in COUNTERS:
         count = getattr(update, name)
@@ -79,6 +81,9 @@ def _fault_of_state(server: Server, message: Message, update: Update) -> str | N
 
 
 def _fault_of_extras(server: Server, update: Update) -> str | None:
+    extras: Any = update.extras
+    if not isinstance(extras, dict) or not all(isinstance(entry, Mapping) for entry in extras.values()):
+        return "its extras are not named values by callback"
     for callback in server.callbacks:
         extras = update.extras.get(callback.key)
         if extras:

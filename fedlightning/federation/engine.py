@@ -7,12 +7,14 @@ an engine on another machine is one more file with one method, :meth:`Engine.map
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from fedlightning.federation.failures import Attempts
 from fedlightning.federation.store import ClientStore
 from fedlightning.messages import Message, Update
+from fedlightning.scoring.results import not_scored
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate
 from fedlightning.visit.runner import LocalRunner
@@ -30,6 +32,10 @@ class Task(Protocol[Answer_co]):
         """The client whose record goes in; `None`: no record. Tasks of one client are carried out one after another."""
 
     @property
+    def address(self) -> tuple[int, str, str]:
+        """The round from 1, what is done (`"training"`, a stage ...), and for whom."""
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the tensors it carries; the answer is taken to be as large."""
 
@@ -40,7 +46,10 @@ class Task(Protocol[Answer_co]):
         """Return the answer and the client's new record (`None`: unchanged)."""
 
     def lost(self, reason: str) -> Answer_co:
-        """Return the answer for a task whose workers have died again and again; or raise."""
+        """Return the answer of a task that was given up: its workers have died again and again, or took too long."""
+
+    def failure(self, answer: Any) -> tuple[str, str] | None:
+        """Return the client that failed and the reason, or `None` if the answer is a good one."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,10 @@ class Visit:
     @property
     def client(self) -> str:
         return self.message.client
+
+    @property
+    def address(self) -> tuple[int, str, str]:
+        return self.message.round + 1, "training", self.client
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +94,14 @@ class Visit:
         update.error = f"client '{message.client}' failed: {reason}"
         return update
 
+    def failure(self, answer: Update) -> tuple[str, str] | None:
+        """Return why the client contributes nothing, or where the model that it trained could not be scored."""
+        if answer.error is not None:
+            return self.client, answer.error
+        for stage, data, split, reason in answer.gaps:
+            return self.client, not_scored(self.client, stage, data, split, reason)
+        return None
+
 
 class Engine(ABC):
     """Carries out tasks on the clients of one federation.
@@ -91,6 +112,8 @@ class Engine(ABC):
 
     Attributes:
         width: How many tasks it carries out at a time.
+        attempts: What becomes of tasks that fail. An engine carries out each task by way of them: it leaves out what
+            they say is left out, and settles every answer with them before it keeps the record.
     """
 
     width: int = 1
@@ -98,6 +121,7 @@ class Engine(ABC):
     def __init__(self, runner: LocalRunner, store: ClientStore) -> None:
         self.runner = runner
         self.store = store
+        self.attempts = Attempts()
 
     def check(self) -> None:  # noqa: B027 - most engines take everything
         """Before round 1: refuse, with ``ValueError`` and a sentence, what this engine cannot carry out."""
@@ -110,8 +134,20 @@ class Engine(ABC):
         may be drawn ahead of the answers. What a task raises is raised here.
         """
 
-    def run(self, messages: Iterable[Message], evaluate: Evaluate) -> Iterator[Update]:
-        """Visit clients and yield their updates in the order of the messages, so sums over them have one order."""
+    def run(
+        self,
+        messages: Iterable[Message],
+        evaluate: Evaluate,
+        door: Callable[[Message, Update], Update] = lambda message, update: update,
+    ) -> Iterator[Update]:
+        """Visit clients and yield their updates in the order of the messages, so sums over them have one order.
+
+        Args:
+            messages: The messages.
+            evaluate: Evaluation of the trained models.
+            door: Checks an update on arrival: returns it, or one that says why it was refused.
+        """
+        self.attempts.door = lambda task, answer: door(task.message, answer) if isinstance(task, Visit) else answer
         yield from self.map(Visit(message, evaluate) for message in messages)
 
     def close(self) -> None:  # noqa: B027 - one without processes has nothing to close

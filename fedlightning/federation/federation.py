@@ -9,9 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from fedlightning.blueprint.optimizers import optimizers_of
-from fedlightning.errors import warn
+from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.explosions import Explosions
+from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
 from fedlightning.federation.loops.synchronous import messages, run_round
 from fedlightning.federation.server import Scores, Server
 from fedlightning.federation.state import restore_state, save_state
@@ -20,10 +22,14 @@ from fedlightning.federation.summary import export, summary_of
 from fedlightning.hooks import Setup
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
+from fedlightning.run.files import is_writer
 from fedlightning.run.fingerprint import differences, with_present_names
 from fedlightning.run.recorder import Recorder
-from fedlightning.scoring.results import Row
+from fedlightning.scoring.results import Row, not_scored
 from fedlightning.visit.requests import Evaluate
+
+MARKS = ("metrics", "loggers")
+"""What a saved state knows of the recorder."""
 
 
 @dataclass
@@ -43,6 +49,7 @@ class Federation:
         fingerprint: Gives what must not change when the run is resumed.
         changes: What has changed all the same, because the user allowed it.
         rounds_done: Finished rounds.
+        rounds_saved: Rounds of the newest saved state.
         final_done: Whether the visits after the last round have happened.
         seconds: Time spent, over interruptions.
         history: Cost of each round: `round`, `bytes_up`, `bytes_down`, `steps`, `seconds`.
@@ -60,12 +67,24 @@ class Federation:
     fingerprint: Callable[[], dict[str, Any]] = dict
     changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
+    rounds_saved: int = 0
     final_done: bool = False
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
-    _of_rounds: dict[str, Any] | None = None  # mark of metrics.csv before the visits after the last round
+    _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
     _clock: float = field(default_factory=time.monotonic)
     _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
+
+    def __post_init__(self) -> None:
+        self.engine.attempts.note = self._note_try
+
+    def _note_try(self, client: str, reason: str, where: str, decision: str) -> None:
+        self.server.note_failure(client, reason, where.split()[0], decision=decision)
+
+    @property
+    def decisions(self) -> Decisions:
+        """Clients that were left out because of the machine, which holds for rounds that are done again."""
+        return self.engine.attempts.decisions
 
     @property
     def last_round(self) -> int:
@@ -83,19 +102,21 @@ class Federation:
         """The fingerprint as JSON can hold it."""
         return plain(self.fingerprint())
 
-    def restore(self, go_on: bool, allow_changes: bool = False) -> None:
+    def restore(self, go_on: bool, allow_changes: bool = False, trust_old: bool = False) -> None:
         """Load the state that the run's folder holds.
 
         Args:
             go_on: The run will be trained further, so scores of rounds that are not in the state are cut off.
             allow_changes: Go on although the configuration has changed; the summary lists what has.
+            trust_old: Read a state of an earlier version even if that runs the code in it.
 
         Raises:
             ValueError: If the run would go on with another configuration than it was started with.
         """
         run = self.recorder.run
         assert run is not None
-        self.rounds_done, extra = restore_state(run.last, self.server, self.store)
+        self.rounds_done, extra = restore_state(run.last, self.server, self.store, trust_old)
+        self.rounds_saved = self.rounds_done
         before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
         changed = differences(before, self.lasting) if go_on else []
         if changed and not allow_changes:
@@ -110,15 +131,32 @@ class Federation:
         self.seconds = float(extra.get("seconds", 0.0))
         self.history = list(extra.get("history", []))
         self.server.failures = list(extra.get("failures", []))
+        self.server.explosions = Explosions.of(extra.get("explosions", {}))
+        loop = self.engine.runner.loop
+        loop.reason = loop.reason or extra.get(
+            "local_loop"
+        )  # a run that is over trains no more, and tells all the same
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         scored = self.rounds_done + self.final_done
-        mark = extra.get("metrics" if self.final_done else "metrics_of_rounds", extra.get("metrics"))
+        marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra.get(name)) for name in MARKS}
+        mark = marks.get("metrics")
         if go_on:
             rows = run.keep_rounds(scored, mark)
             self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
+            more = bool(extra.get("final", False)) and not self.final_done
+            self.recorder.reopen_logs(marks, scored, differs=more or bool(changed))
         else:
             self.recorder.start_with(run.read_rows(scored, mark))
         self.server.round = self.last_round
+        if go_on:
+            self.remember_decisions()
+
+    def remember_decisions(self) -> None:
+        """Keep decisions that the machine forces on the run in its folder, and read those that are there."""
+        run = self.recorder.run
+        if run is not None and is_writer():
+            self.decisions.path = run.decisions
+        self.decisions.load(self.rounds_done)
 
     def check(self) -> None:
         """Let every callback and the engine refuse what cannot work, before round 1.
@@ -127,6 +165,12 @@ class Federation:
             ValueError: With a sentence.
         """
         server, blueprint = self.server, self.server.blueprint
+        needed, visited = self.engine.attempts.policy.min_clients, len(server.participants())
+        if isinstance(needed, int) and needed > visited:
+            raise ConfigurationError(
+                f"min_clients={needed}, but a round visits {visited} of the {len(server.clients)} clients: no round could "
+                "be finished. Lower it, or raise participation."
+            )
         module = blueprint.build("server")
         if sum(server.num_samples.values()) == 0:
             raise ValueError(f"None of the {len(server.clients)} clients has a training sample. Check the partition.")
@@ -151,7 +195,19 @@ class Federation:
         self.engine.check()
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
-        """Carry out one round: train, score, tell the callbacks, save. Return its scores."""
+        """Carry out one round: train, score, tell the callbacks, save. Return its scores.
+
+        Raises:
+            FederationError: If clients that failed end the run.
+            ScoringError: If no model could be scored at a stage.
+        """
+        try:
+            return self._round(client_done)
+        except (FederationError, stage_scores.ScoringError):
+            self.decisions.undo(self.rounds_done + 1)  # who resumes wants its clients tried again
+            raise
+
+    def _round(self, client_done: Callable[[Update], None]) -> list[Row]:
         server = self.server
         server.round = self.rounds_done
         last = server.round + 1 == server.max_rounds
@@ -159,7 +215,8 @@ class Federation:
         splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data)
         updates = run_round(server, self.engine, inside, client_done)
-        _explain(server, updates)
+        _explain(server, updates, self.engine.attempts.policy)
+        server.explosions.end_round(server.round + 1)
         rows = stage_scores.update_rows(updates)
         if due:
             evaluate = Evaluate(("val",), self.evaluate_data)
@@ -199,11 +256,15 @@ class Federation:
                 "final": self.final_done,
                 "history": self.history,
                 "lasting": self.lasting,
-                "metrics": self.recorder.run.metrics.mark(),
-                **({"metrics_of_rounds": self._of_rounds} if self._of_rounds is not None else {}),
+                **self.recorder.mark(),
+                **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
                 "failures": self.server.failures,
+                "explosions": self.server.explosions.plain(),
+                "local_loop": self.engine.runner.loop.reason,
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
+            self.rounds_saved = self.rounds_done
+            self.recorder.logs.begun()
 
     def finish(self) -> None:
         """Carry out the final visits if all rounds are done, then end the federation for the callbacks."""
@@ -229,7 +290,7 @@ class Federation:
             if update.error is not None:
                 server.note_failure(update.client, update.error, when="After the last round")
         if self.recorder.run is not None and self.recorder.writes:
-            self._of_rounds = self.recorder.run.metrics.mark()
+            self._of_rounds = self.recorder.mark()
         if "L1" in self.stages and self.evaluate_every > 0:
             self.recorder.record(stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data)))
         self.final_done = True
@@ -247,7 +308,8 @@ class Federation:
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.seconds, arguments, self.history)
             | ({"config_changes": self.changes} if self.changes else {})
-            | ({"failures": self.server.failures} if self.server.failures else {})
+            | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
+            | ({"warnings": self.server.explosions.warnings} if self.server.explosions.warnings else {})
         )
 
     def export(self) -> None:
@@ -287,10 +349,11 @@ def _some(texts: list[str], most: int = 5) -> str:
     return "; ".join(texts[:most]) + more
 
 
-def _explain(server: Server, updates: list[Update]) -> None:
+def _explain(server: Server, updates: list[Update], policy: FailurePolicy) -> None:
     """Warn of clients that contributed nothing, or could not be evaluated, with the reason.
 
     Raises:
+        ClientFailedError: If one failure is to end the run.
         ScoringError: If no trained model could be scored.
     """
     for update in updates:
@@ -302,7 +365,8 @@ def _explain(server: Server, updates: list[Update]) -> None:
                 f"{update.skipped} had no gradient, or were skipped by the gradient scaler."
             )
         for stage, data, split, reason in update.gaps:
-            missed = f"client '{update.client}' was not scored at stage {stage} on {data} {split} data: {reason}"
+            missed = not_scored(update.client, stage, data, split, reason)
+            policy.stop_at(update.client, missed, f"Round {server.round + 1}")
             server.note_failure(update.client, missed, stage)
     gaps = [(update.client, gap) for update in updates for gap in update.gaps]
     if gaps and not any(update.evaluations for update in updates):

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import in_order
 from fedlightning.errors import warn
+from fedlightning.federation.explosions import Explosions
 from fedlightning.hooks import POOLED, CallbackList, FederatedCallback, Job
 from fedlightning.layers import expand
 from fedlightning.messages import GLOBAL, Message, Update, check_extras
@@ -46,7 +47,9 @@ class Server:
         bytes_up: Bytes sent to the server so far.
         bytes_down: Bytes sent to clients so far.
         steps: Optimizer steps of all clients so far.
-        failures: Clients that failed so far: round (from 1), client, where (`"training"` or a stage), reason.
+        failures: Clients that failed so far: round (from 1), client, where (`"training"` or a stage), reason,
+            decision.
+        explosions: Watches for updates and losses that explode.
         scores: This round's scores; see :meth:`score`.
     """
 
@@ -82,6 +85,7 @@ class Server:
         self.bytes_down = 0
         self.steps = 0
         self.failures: list[dict[str, Any]] = []
+        self.explosions = Explosions()
         self.scores: Scores = {}
 
     # -- what algorithms ask for ---------------------------------------------------------------------------------
@@ -126,7 +130,9 @@ class Server:
         """
         return self.scores.get((model, stage, "local", split, metric), {})
 
-    def note_failure(self, client: str, reason: str, where: str = "training", when: str = "") -> None:
+    def note_failure(
+        self, client: str, reason: str, where: str = "training", when: str = "", decision: str = ""
+    ) -> None:
         """Warn of a client that failed, in training or in evaluation, and keep it for the summary.
 
         Args:
@@ -134,11 +140,19 @@ class Server:
             reason: A sentence that names the client.
             where: `"training"`, or the stage at which it could not be scored.
             when: Start of the warning; default: the round.
+            decision: What became of it; default: `"left out"`, or `"not scored"` in an evaluation.
         """
-        failure = {"round": self.round + 1, "client": client, "where": where, "reason": reason}
-        if failure not in self.failures:  # a repeated test
+        usual = "left out" if where == "training" else "not scored"
+        failure = {
+            "round": self.round + 1,
+            "client": client,
+            "where": where,
+            "reason": reason,
+            "decision": decision or usual,
+        }
+        if failure not in self.failures or decision:  # else: a repeated test
             self.failures.append(failure)
-        warn(f"{when or f'Round {self.round + 1}'}: {reason}.")
+        warn(f"{when or f'Round {self.round + 1}'}: {reason}{f'; {decision}' if decision else ''}.")
 
     def module_with(self, state: State) -> LightningModule:
         """Build a module that holds `state`."""

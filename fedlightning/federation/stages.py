@@ -21,7 +21,7 @@ from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Job
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.scoring.results import LATEST, Gap, Row
-from fedlightning.scoring.tasks import EVERYBODY, LOCAL, Place, ScoreClient, ScoredModel, ScoreModel
+from fedlightning.scoring.tasks import EVERYBODY, LOCAL, Lost, Place, ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.requests import Evaluate, Scores
 
@@ -69,7 +69,7 @@ def stage_g(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:
             if module is not None:
                 yield ScoreModel(module, (client,), own, scored)
 
-    return _without_gaps(server, (row for rows in engine.map(tasks()) for row in rows))
+    return _without_gaps(server, engine, (row for rows in engine.map(tasks()) for row in rows))
 
 
 def score_global(
@@ -78,30 +78,39 @@ def score_global(
     """Score one model of the server on every client's data, and on the union."""
     tasks = []
     if "local" in evaluate.data:
-        for clients in _shares(server.clients, engine.width):
+        timed = engine.attempts.policy.timeout is not None  # the time is each client's own
+        for clients in [(client,) for client in server.clients] if timed else _shares(server.clients, engine.width):
             tasks.append(ScoreModel(module, clients, Evaluate(evaluate.splits), scored))
     if POOLED in evaluate.data:
         tasks.append(ScoreModel(module, (EVERYBODY,), Evaluate(evaluate.splits, (POOLED,)), scored))
-    return _without_gaps(server, (row for rows in engine.map(tasks) for row in rows))
+    answers = list(engine.map(tasks))
+    rows: list[Row] = []
+    for task, answer in zip(tasks, answers, strict=True):
+        if isinstance(answer, Lost) and len(task.clients) > 1:  # whose data cost the workers? one by one it shows
+            alone = [replace(task, clients=(client,)) for client in task.clients]
+            rows += [row for own in engine.map(alone) for row in own]
+        else:
+            rows += answer
+    return _without_gaps(server, engine, rows)
 
 
-def _without_gaps(server: Server, found: Iterable[Row]) -> list[Row]:
+def _without_gaps(server: Server, engine: Engine, found: Iterable[Row]) -> list[Row]:
     """Tell of models that could not be scored, and return the scores of the others.
 
     Raises:
+        ClientFailedError: If one failure is to end the run.
         ScoringError: If none could be scored.
     """
     rows = list(found)
     gaps = [row for row in rows if isinstance(row, Gap)]
+    for gap in gaps:
+        engine.attempts.policy.stop_at(gap.client, gap.sentence, f"Round {server.round + 1}")
     if gaps and len(gaps) == len(rows):
         raise ScoringError(
             f"No model could be scored at stage {gaps[0].stage}; client '{gaps[0].client}': {gaps[0].reason}"
         )
     for gap in gaps:
-        missed = (
-            f"client '{gap.client}' was not scored at stage {gap.stage} on {gap.data} {gap.split} data: {gap.reason}"
-        )
-        server.note_failure(gap.client, missed, gap.stage)
+        server.note_failure(gap.client, gap.sentence, gap.stage)
     return [row for row in rows if not isinstance(row, Gap)]
 
 
@@ -142,7 +151,7 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
         for client in asked
     )
     found = taken_over | dict(zip(asked, engine.map(tasks), strict=True))
-    return _without_gaps(server, (row for client in server.clients for row in found[client]))
+    return _without_gaps(server, engine, (row for client in server.clients for row in found[client]))
 
 
 def _deploy_what_is_sent(server: Server, engine: Engine, shared: State) -> bool:
@@ -246,7 +255,7 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
             part = [row for row in found[one] if row.split == split]
             local = [row for row in part if row.data == LOCAL]
             rows += [*local, *(row for row in pooled if row.split == split), *part[len(local) :]]
-    return _without_gaps(server, rows)
+    return _without_gaps(server, engine, rows)
 
 
 def _content(state: State) -> bytes:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fedlightning.compat.attached import detached_copy
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import POOLED
 from fedlightning.run import persistence
+from fedlightning.run.persistence import DamagedStateError
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.record import ClientRecord
 
 FIELDS = ("models", "state", "checkpoints", "bytes_up", "bytes_down", "steps")
 """Attributes of the server that a saved state holds."""
+SERVER_TYPES: dict[str, Any] = dict.fromkeys(FIELDS[:3], dict) | dict.fromkeys(FIELDS[3:], int)
+RECORD_TYPES: dict[str, Any] = {
+    field.name: dict if field.default_factory is not MISSING else int | float if field.name == "lr_sum" else int
+    for field in fields(ClientRecord)
+}
 
 
 def save_state(folder: Path, server: Server, store: ClientStore, rounds_done: int, extra: dict[str, Any]) -> None:
@@ -39,8 +48,16 @@ def save_state(folder: Path, server: Server, store: ClientStore, rounds_done: in
     store.changed.clear()
 
 
-def restore_state(folder: Path, server: Server, store: ClientStore) -> tuple[int, dict[str, Any]]:
+def restore_state(
+    folder: Path, server: Server, store: ClientStore, trust_old: bool = False
+) -> tuple[int, dict[str, Any]]:
     """Put back what :func:`save_state` wrote.
+
+    Args:
+        folder: `checkpoints/last`.
+        server: Takes the server's state.
+        store: Takes the clients' records. Those of an earlier version count as changed: they are written anew.
+        trust_old: As in :func:`fedlightning.run.persistence.load`.
 
     Returns:
         Finished rounds, and the extra values.
@@ -50,8 +67,12 @@ def restore_state(folder: Path, server: Server, store: ClientStore) -> tuple[int
         DamagedStateError: If every state in it is damaged.
         ValueError: If the state belongs to other clients or another model; the sentence says which.
     """
-    saved = persistence.load(folder)
-    for model, state in saved.server["models"].items():
+    saved = persistence.load(folder, trust_old)
+    found = saved.server()
+    _check(saved, "the server's state", found, SERVER_TYPES)
+    for model, state in found["models"].items():
+        if not _is_state(state):
+            raise DamagedStateError(f"The state in {folder} is damaged: model '{model}' is no named tensors.")
         shapes = {name: tuple(value.shape) for name, value in state.items()}
         now = {name: tuple(shape) for name, shape in server.shapes.items()}
         if shapes != now:
@@ -65,12 +86,45 @@ def restore_state(folder: Path, server: Server, store: ClientStore) -> tuple[int
         raise ValueError(
             f"The state in {folder} knows client '{unknown[0]}', the data does not. Use the run's own data."
         )
-    template = detached_copy(server.blueprint.template)
-    load_state(template, saved.template())
+    template, began = detached_copy(server.blueprint.template), saved.template()
+    now = {name: value.shape for name, value in module_state(template).items()}
+    if not _is_state(began) or any(now.get(name) != value.shape for name, value in began.items()):
+        raise ValueError(
+            f"The state in {folder} began with a different module. Resume with the module that the run was started with."
+        )
+    load_state(template, began)
     server.blueprint.template = template
     server.module = server.blueprint.build("server")
     for name in FIELDS:
-        setattr(server, name, saved.server[name])
+        setattr(server, name, found[name])
     for client, record in saved.records():
-        store.put(client, ClientRecord(**record), changed=False)
+        _check(saved, f"the record of client '{client}'", record, RECORD_TYPES)
+        store.put(client, ClientRecord(**record), changed=saved.is_old)
     return saved.rounds_done, saved.extra
+
+
+def _check(saved: persistence.SavedState, what: str, found: dict[str, Any], types: dict[str, Any]) -> None:
+    """Refuse a part of a state that has other entries than it should.
+
+    Raises:
+        DamagedStateError: Naming the entry.
+    """
+    for name in [*types, *found]:
+        kind = types.get(name)
+        if kind is None or name not in found or not _fits(name, found[name], kind):
+            what_it_is = "missing" if name not in found else "unknown" if kind is None else "not what it should be"
+            raise DamagedStateError(f"The state in {saved.folder} is damaged: '{name}' in {what} is {what_it_is}.")
+
+
+def _fits(name: str, value: Any, kind: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    if name == "personal":
+        return _is_state(value)
+    return kind is not dict or all(isinstance(key, str) and isinstance(entry, dict) for key, entry in value.items())
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items()
+    )

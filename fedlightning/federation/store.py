@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedlightning.run.files import read_tensors, writing
+from fedlightning.run.plain import decode, encode
 from fedlightning.visit.record import ClientRecord
 
 
@@ -46,7 +48,7 @@ class ClientStore:
         if client in self._records:
             self._records.move_to_end(client)
         elif client in self._files:
-            self._hold(client, ClientRecord(**torch.load(self._files[client], weights_only=False)))
+            self._hold(client, ClientRecord(**decode(read_tensors(self._files[client]))))
         return self._records.get(client, ClientRecord())
 
     def put(self, client: str, record: ClientRecord, changed: bool = True) -> None:
@@ -80,7 +82,8 @@ class ClientStore:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="fedlightning-clients-")
         path = Path(self._folder.name) / f"{list(self._clients).index(client)}.pt"
-        torch.save(vars(record), path)
+        with writing(path):
+            torch.save(encode(vars(record), f"client '{client}'"), path)
         return path
 
 

@@ -12,6 +12,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module
 from fedlightning.run import checkpoints
 from fedlightning.run.environment import config_hash, peak_memory_mb, versions
+from fedlightning.run.files import writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.tensors import equal, module_state
 
@@ -84,7 +85,8 @@ def export(run: RunFolder, server: Server, engine: Engine) -> None:
         engine: Has the clients' records.
     """
     folder, exporter = run.path / "checkpoints", checkpoints.Exporter(server.blueprint.template)
-    (folder / "clients").mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        (folder / "clients").mkdir(parents=True, exist_ok=True)
     names = [kept["name"] for kept in server.checkpoints.values()]
     whole = None
     if names or server.global_module(None) is not None:

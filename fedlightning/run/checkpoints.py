@@ -2,45 +2,73 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
 
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.quiet import quiet
+from fedlightning.run.files import UnreadableError, read_tensors, writing
+from fedlightning.run.names import Trust, UntrustedError, look_up, refuse_untrusted_names
+from fedlightning.run.objects import from_tree, to_tree
+from fedlightning.run.plain import NotPlainError, native
 from fedlightning.tensors import load_state, module_state
 
 
 class _Writer(CheckpointIO):
-    """Writes Lightning's checkpoint with an entry of our own."""
+    """Writes Lightning's checkpoint with an entry of our own, without what would need code to be read."""
 
     def __init__(self) -> None:
         self.own: dict[str, Any] = {}
+        self.left_out: list[str] = []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        torch.save(checkpoint | {"fedlightning": self.own}, path)
+        self.left_out = []
+        torch.save(self._plain(checkpoint) | {"fedlightning": self.own}, path)
+
+    def _plain(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, value in checkpoint.items():
+            if name in ("state_dict", LightningModule.CHECKPOINT_HYPER_PARAMS_KEY):
+                kept = {key: self._entry(f"{name}['{key}']", entry) for key, entry in value.items()}
+                found[name] = {key: entry for key, entry in kept.items() if entry is not _LEFT_OUT}
+            else:
+                found[name] = self._entry(f"['{name}']", value)
+        return {name: value for name, value in found.items() if value is not _LEFT_OUT}
+
+    def _entry(self, name: str, value: Any) -> Any:
+        try:
+            return native(value)
+        except NotPlainError:
+            self.left_out.append(name)
+            return _LEFT_OUT
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=bool(weights_only))
+        loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink()
 
 
+_LEFT_OUT = object()
+
+
 class Exporter:
     """Saves modules as Lightning saves them, so that ``MyModule.load_from_checkpoint`` opens the files.
 
     A wrapped module is another class than the user's (a dual extractor) or holds other entries (adapters put into
-    it); it is pickled along under ``"fedlightning"``, and :func:`load` opens it.
+    it); it is written down along, as a plain tree under ``"fedlightning"``, and :func:`load` opens it. So is a module with
+    hyper-parameters that are no plain values, which the file must not hold: a file with code in it is a file that runs code.
 
     Args:
         template: The user's module, unwrapped.
@@ -70,66 +98,172 @@ class Exporter:
             path: The file, replaced atomically.
             module: The module, detached from any trainer.
             extra: Plain values to keep under `"fedlightning"`.
+
+        Raises:
+            UnwritableError: If the file cannot be written.
         """
         own = {"class": f"{self._kind.__module__}:{self._kind.__qualname__}", **extra}
         shapes = {name: value.shape for name, value in module_state(module).items()}
-        if type(module) is not self._kind or shapes != self._shapes:
-            try:
-                own["wrapped"] = torch.frombuffer(bytearray(pickle.dumps(module)), dtype=torch.uint8)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                warnings.warn(
-                    f"{path.name} holds the weights of a wrapped {self._kind.__name__} that cannot be pickled ({error}); "
-                    "fedlightning.load needs the wrapped module to load them into. Use importable classes and functions.",
-                    UserWarning,
-                    stacklevel=2,
-                )
         self._writer.own = own
         temporary = path.with_name(path.name + ".tmp")
+        if type(module) is not self._kind or shapes != self._shapes:
+            self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {self._kind.__name__}")
+        with writing(path):
+            try:
+                self._write(temporary, module)
+                if self._writer.left_out and "wrapped" not in own:
+                    left = ", ".join(self._writer.left_out)
+                    self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
+                    self._write(temporary, module)
+                os.replace(temporary, path)
+            except BaseException:
+                with suppress(OSError):
+                    temporary.unlink()
+                raise
+
+    def _write(self, temporary: Path, module: LightningModule) -> None:
         temporary.unlink(missing_ok=True)  # a link that a killed run left would be written through
         with quiet():
             self._trainer.strategy.connect(module)
             self._trainer.save_checkpoint(temporary, weights_only=True)
         module.trainer = None
-        os.replace(temporary, path)
+
+    def _write_down(self, entry: str, module: LightningModule, what: str) -> None:
+        """Add the module as a plain tree, or warn of what then is missing."""
+        try:
+            self._writer.own[entry] = to_tree(module, "it")
+        except NotPlainError as error:
+            reason = str(error).partition(", which cannot be saved")[0]
+            warnings.warn(
+                f"{what}, and the module cannot be written down ({reason[:1].lower()}{reason[1:]}); fedlightning.load needs "
+                "a module to load the weights into. Use importable classes and functions, and plain hyper-parameters.",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def link(path: Path, same: Path) -> None:
     """Make `path` a hard link to `same` (a copy where the file system has no links)."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(same, temporary)
-    except OSError:
-        shutil.copyfile(same, temporary)
-    os.replace(temporary, path)
+    with writing(path):
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(same, temporary)
+        except OSError:
+            shutil.copyfile(same, temporary)
+        os.replace(temporary, path)
 
 
-def load(path: str | Path, module: LightningModule | None = None, **hparams: Any) -> LightningModule:
+def load(
+    path: str | Path, module: LightningModule | None = None, *, trust: Trust = False, **hparams: Any
+) -> LightningModule:
     """Open a checkpoint that a run exported, wrapped or not, in eval mode.
 
-    Open only files you trust: a wrapped module is unpickled.
+    Reading the file runs no code of its own. The classes that it names are looked up if they are FedLightning's, or
+    modules, optimizers and schedulers that are imported already.
 
     Args:
         path: `checkpoints/global.ckpt` or `checkpoints/clients/<id>.ckpt`.
         module: An instance to load into, where the class cannot be made from the saved hyper-parameters.
+        trust: Packages and modules that may be imported and whose functions may be named, as in `["my_package"]`; or
+            True: the file is as trusted as a program, and files of earlier versions, which hold pickles, are opened.
         hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`.
 
     Raises:
         FileNotFoundError: If there is no such file.
+        UntrustedError: If the file names a class that is neither, or is of an earlier version.
+        UnreadableError: If it is no such file.
+
+    Example:
+        >>> load("runs/federation/version_0/checkpoints/global.ckpt")
+        Traceback (most recent call last):
+        FileNotFoundError: There is no checkpoint at runs/federation/version_0/checkpoints/global.ckpt. A run exports ...
     """
-    if not Path(path).exists():
+    path = Path(path)
+    if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint at {path}. A run exports to <run>/checkpoints/ when it ends.")
-    checkpoint = torch.load(path, map_location="cpu", weights_only=False)
-    own = checkpoint.get("fedlightning", {})
-    if "wrapped" in own:
-        loaded: LightningModule = pickle.loads(own["wrapped"].numpy().tobytes())
-    elif module is not None:
-        load_state(module, {k: v for k, v in checkpoint["state_dict"].items() if k in module_state(module)})
-        loaded = module
-    else:
-        where, _, name = own["class"].partition(":")
-        found: Any = importlib.import_module(where)
-        for part in name.split("."):
-            found = getattr(found, part)
-        loaded = found.load_from_checkpoint(path, map_location="cpu", **hparams)
+    try:
+        loaded = _opened(path, module, trust, hparams)
+    except UntrustedError as error:
+        raise UntrustedError(f"{path} is not opened: {error} (trust=True: whatever it names).") from None
+    except (UnreadableError, NotPlainError) as error:
+        raise UnreadableError(f"{path} is no checkpoint that a run exported: {error}.") from None
     return loaded.eval()
+
+
+def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: dict[str, Any]) -> LightningModule:
+    checkpoint, old = _read(path, trust)
+    own = checkpoint["fedlightning"]
+    wrapped = own.get("wrapped")
+    if isinstance(wrapped, Tensor):
+        if trust is not True:
+            raise UntrustedError(
+                "it was written by an earlier version of FedLightning and holds a pickled module, which runs code when it is "
+                "read. If you trust the file, say so with trust=True"
+            )
+        loaded = pickle.loads(wrapped.numpy().tobytes())
+    elif wrapped is not None:
+        loaded = from_tree(wrapped, trust)
+    elif module is not None:
+        loaded = _filled(module, checkpoint["state_dict"])
+    elif "module" in own and not hparams:
+        loaded = from_tree(own["module"], trust)
+    else:
+        loaded = _from_class(path, checkpoint, trust, hparams, old)
+    if not isinstance(loaded, LightningModule):
+        raise UnreadableError(f"it holds a {type(loaded).__name__}, not a LightningModule")
+    return loaded
+
+
+def _filled(module: LightningModule, state: dict[str, Any]) -> LightningModule:
+    for name, value in module_state(module).items():
+        found = state.get(name)
+        if not isinstance(found, Tensor) or found.shape != value.shape:
+            has = f"has shape {tuple(found.shape)}" if isinstance(found, Tensor) else "is missing"
+            raise UnreadableError(f"'{name}' of {type(module).__name__}, of shape {tuple(value.shape)}, {has} in it")
+    load_state(module, {name: value for name, value in state.items() if name in module_state(module)})
+    return module
+
+
+def _read(path: Path, trust: Trust) -> tuple[dict[str, Any], bool]:
+    """Return the content of a file, and whether it had to be unpickled."""
+    old = False
+    try:
+        checkpoint = read_tensors(path)
+    except UnreadableError as error:
+        if "which may be code" not in str(error):
+            raise
+        if trust is not True:
+            raise UntrustedError(f"{error}. If you trust the file, say so with trust=True") from None
+        checkpoint, old = read_tensors(path, pickled=True), True
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise UnreadableError("it has no state_dict")
+    if not isinstance(checkpoint.setdefault("fedlightning", {}), dict):
+        raise UnreadableError("its entry 'fedlightning' holds no named values")
+    return checkpoint, old
+
+
+def _from_class(
+    path: Path, checkpoint: dict[str, Any], trust: Trust, hparams: dict[str, Any], old: bool
+) -> LightningModule:
+    name = checkpoint["fedlightning"].get("class")
+    if name is None:
+        raise UnreadableError(
+            "it does not say of which class it is. Open it with MyModule.load_from_checkpoint, or pass a module"
+        )
+    try:
+        cls = look_up(name, trust)
+    except ValueError as error:
+        if isinstance(error, UntrustedError):
+            raise
+        raise UnreadableError(str(error)) from None
+    if not isinstance(cls, type) or not issubclass(cls, LightningModule):
+        raise UnreadableError(f"{name} is no LightningModule")
+    if trust is not True:
+        refuse_untrusted_names(checkpoint, trust)
+    try:
+        loaded: LightningModule = cls.load_from_checkpoint(path, map_location="cpu", weights_only=not old, **hparams)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise UnreadableError(f"a {cls.__name__} cannot be made from it, pass one as module: {reason[:300]}") from error
+    return loaded

@@ -1,16 +1,69 @@
-"""Writing files so that a killed process or a lost disk cache leaves the old one or the new one, never half of it."""
+"""Writing files so that a killed process or a lost disk cache leaves the old one or the new one, never half of it.
+
+And reading them so that whatever their bytes are, they run no code, take no more memory than they are long, and fail with a
+sentence.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+
+ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+TAKEN = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
+
+
+class UnwritableError(OSError):
+    """A file of a run that cannot be written: a full disk, a folder without permission, a file where a folder should be."""
+
+
+class UnreadableError(ValueError):
+    """A file whose content is not what it should be."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in a sentence what keeps a file or folder from being written.
+
+    Args:
+        path: The file or folder that is written inside the `with` block.
+
+    Raises:
+        UnwritableError: For any OSError in the block.
+
+    Example:
+        >>> with writing(Path("runs/a/metrics.csv")):
+        ...     raise OSError(errno.ENOSPC, "No space left on device")
+        Traceback (most recent call last):
+        fedlightning.run.files.UnwritableError: runs/a/metrics.csv cannot be written: No space left on device. Make room, ...
+    """
+    try:
+        yield
+    except UnwritableError:
+        raise
+    except OSError as error:
+        if error.errno in ROOM:
+            way_out = "Make room, then go on"
+        elif error.errno in TAKEN:
+            way_out = "Something else lies in its place: choose another default_root_dir, name or version, or go on"
+        else:
+            way_out = "Use a folder that you may write into (default_root_dir), or mend this one and go on"
+        raise UnwritableError(
+            f"{path} cannot be written: {error.strerror or error}. {way_out} with resume: a state that was saved before is "
+            "untouched."
+        ) from error
 
 
 def is_writer() -> bool:
@@ -20,22 +73,45 @@ def is_writer() -> bool:
 
 
 def write_atomically(path: Path, value: Any) -> None:
-    """Write a value with `torch.save` so that the file is complete on the disk, or not there."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    """Write a value with `torch.save` so that the file is complete on the disk, or not there.
+
+    Args:
+        path: The file.
+        value: A plain tree (:func:`fedlightning.run.plain.encode`).
+
+    Raises:
+        UnwritableError: If it cannot be written.
+    """
+    with _replacing(path) as temporary, temporary.open("wb") as file:
         torch.save(value, file)
+        file.flush()
         sync(file.fileno())
-    os.replace(temporary, path)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary file to write, and put it in the place of `path`; if that fails nothing is left of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()  # a full disk needs the room
+            raise
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a text file so that it is the old one or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
+    """Write a text file so that it is the old one or the new one.
+
+    Raises:
+        UnwritableError: If it cannot be written.
+    """
+    with _replacing(path) as temporary, temporary.open("w") as file:
         file.write(text)
         file.flush()
         sync(file.fileno())
-    os.replace(temporary, path)
     sync_folder(path.parent)
 
 
@@ -75,6 +151,23 @@ def _lines(value: Any, levels: int, end: str, default: Callable[[Any], Any] | No
     return first + end + " " + f",{end} ".join(entries) + end + last
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return what a JSON or YAML file of a run holds.
+
+    Raises:
+        UnreadableError: If it is damaged; the sentence says where.
+    """
+    way_out = "Put it back from a copy, or make the run again."
+    try:
+        text = path.read_text()
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UnreadableError(f"{path} is damaged ({' '.join(str(error).split())}). {way_out}") from None
+    if not isinstance(found, dict):
+        raise UnreadableError(f"{path} is damaged (it holds no entries). {way_out}")
+    return found
+
+
 def sync(file: int) -> None:
     """Wait until an open file is on the disk."""
     os.fsync(file)
@@ -97,3 +190,53 @@ def sha256(path: Path, size: int | None = None) -> str:
             found.update(block)
             left -= len(block)
     return found.hexdigest()
+
+
+def read_tensors(path: Path, pickled: bool = False) -> Any:
+    """Read what :func:`write_atomically` wrote.
+
+    Args:
+        path: The file.
+        pickled: Read it as earlier versions did, which runs the code that it may hold.
+
+    Raises:
+        UnreadableError: If it is no such file: cut off, changed, packed, or made of things that are not plain.
+    """
+    if pickled:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise UnreadableError("it is packed, which such a file never is")
+        if sum(entry.file_size for entry in entries) > size:
+            raise UnreadableError("it claims to hold more than it is long")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except UnreadableError:
+        raise
+    except Exception as error:  # whatever torch stumbles over in such bytes
+        raise UnreadableError(_in_short(error)) from None
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        UnreadableError: If it is none.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"it is no JSON ({_in_short(error)})") from None
+
+
+def _in_short(error: Exception) -> str:
+    """Return the reason that an error of torch gives, without its advice to read the file unsafely."""
+    text = str(error)
+    found = re.search(r"GLOBAL ([\w.]+)", text)
+    if found is not None:
+        return f"it names {found[1]}, which may be code"
+    found = re.search(r"WeightsUnpickler error: ([^\n]{1,200})", text) or re.match(r"(.{1,200}?)(?:\. |\n|$)", text)
+    reason = found[1].strip().rstrip(".") if found is not None else ""
+    return "it holds no tensors and plain values" if not reason or "eights only" in reason else reason

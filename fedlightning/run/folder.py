@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fedlightning.run.files import is_writer, readable_json, write_text_atomically
+from fedlightning.run.files import is_writer, readable_json, write_text_atomically, writing
 from fedlightning.run.metrics import MetricsFile
 from fedlightning.run.persistence import MANIFEST
 from fedlightning.scoring.results import Row, write_rows
@@ -58,8 +58,9 @@ class RunFolder:
         if not is_writer():
             return
         if discard_unsaved and not (self.last / MANIFEST).exists():
-            for path in (self.path / "metrics.csv", self.path / "summary.json", *self.path.glob("logs*")):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            with writing(self.path):
+                for path in (self.path / "metrics.csv", self.path / "summary.json", *self.path.glob("logs*")):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if (self.path / "metrics.csv").exists():
             raise ValueError(
                 f"There is a run in {self.path} already. Choose another version, leave version out, or resume it with "
@@ -77,6 +78,11 @@ class RunFolder:
         return self.path / "checkpoints" / "last"
 
     @property
+    def decisions(self) -> Path:
+        """Clients that were left out because of the machine (time, a killed worker), one a line."""
+        return self.path / "left_out.jsonl"
+
+    @property
     def figures(self) -> Path:
         """Where figures go; made when asked for."""
         folder = self.path / "figures"
@@ -85,8 +91,9 @@ class RunFolder:
 
     def write_rows(self, rows: Iterable[Row]) -> tuple[int, int]:
         """Append scores to ``metrics.csv``. Return their first byte there, and the one after their last."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        return self.metrics.append(rows)
+        with writing(self.metrics.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            return self.metrics.append(rows)
 
     def read_rows(self, rounds: int, mark: dict[str, Any] | None) -> list[Row]:
         """Read the scores of the first `rounds` rounds, evaluations after training included.
@@ -115,7 +122,8 @@ class RunFolder:
         if mark is None:
             rows = [row for row in self.read_rows(rounds, None) if row.split != "test" or row.stage == "L2"]
             if self.metrics.path.exists() and is_writer():
-                write_rows(self.metrics.path, rows, append=False)
+                with writing(self.metrics.path):
+                    write_rows(self.metrics.path, rows, append=False)
             return rows
         self.metrics.check(mark)
         if is_writer():
@@ -124,13 +132,15 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Write ``config.yaml``: what the command line needs to run this again."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self.path / "config.yaml", text)
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(self.path / "config.yaml", text)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Replace ``summary.json``."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self.path / "summary.json", readable_json(summary, default=str))
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(self.path / "summary.json", readable_json(summary, default=str))
 
 
 def folder_of(path: str | Path) -> RunFolder:

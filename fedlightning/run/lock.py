@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fedlightning.run.files import is_writer
+from fedlightning.errors import warn
+from fedlightning.run.files import is_writer, writing
 
 LOCK = ".lock"
 SILENCE = 600.0
@@ -37,6 +38,7 @@ class RunLock:
 
     Raises:
         RunInUseError: If another process holds it; names the process, its machine and since when.
+        UnwritableError: If the folder cannot be made or written.
 
     Example:
         >>> with RunLock(Path("run")) as lock:
@@ -48,26 +50,39 @@ class RunLock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
-        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = self._take()
+        with writing(folder):
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._take()
         self.holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        os.ftruncate(self._file, 0)
-        os.write(self._file, json.dumps(self.holder).encode())
+        try:
+            with writing(self.path):
+                os.ftruncate(self._file, 0)
+                os.write(self._file, json.dumps(self.holder).encode())
+        except BaseException:
+            self.release()
+            raise
 
     def _take(self) -> int:
         while True:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            kernel_knows = True
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 holder = _read(file)
                 os.close(file)
                 raise self._refusal(holder) from None
+            except OSError as error:  # some network file systems have no locks
+                kernel_knows = False
+                warn(
+                    f"The file system of {self.path.parent} has no locks ({error.strerror}). Another process that writes "
+                    "into the run's folder is noticed by what it says in .lock only."
+                )
             try:
                 still_there = os.stat(self.path).st_ino == os.fstat(file).st_ino
             except FileNotFoundError:  # released and removed between our opening and our locking it
@@ -77,7 +92,8 @@ class RunLock:
                 continue
             holder = _read(file)
             elsewhere = holder.get("host", socket.gethostname()) != socket.gethostname()
-            if elsewhere and time.time() - os.fstat(file).st_mtime < SILENCE:
+            silent = time.time() - os.fstat(file).st_mtime >= SILENCE
+            if (elsewhere and not silent) or (not kernel_knows and not elsewhere and _is_alive(holder.get("pid"))):
                 os.close(file)
                 raise self._refusal(holder)
             return file
@@ -117,6 +133,19 @@ class RunLock:
 def only_writer(folder: Path) -> AbstractContextManager[RunLock | None]:
     """Hold the lock of a run's folder, in the one process of a run that writes (rank 0 under DDP)."""
     return RunLock(folder) if is_writer() else nullcontext()
+
+
+def _is_alive(pid: Any) -> bool:
+    """Return whether a process of this machine is there."""
+    if not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _read(file: int) -> dict[str, Any]:

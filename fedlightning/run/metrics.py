@@ -10,12 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedlightning.run.files import sha256, sync
-from fedlightning.scoring.results import CELLS, COLUMNS, Row, read_rows
-
-
-class DamagedMetricsError(ValueError):
-    """A `metrics.csv` that is not the one that was written."""
+from fedlightning.run.files import sha256, sync, writing
+from fedlightning.scoring.results import CELLS, COLUMNS, DamagedMetricsError, Row, read_rows
 
 
 class MetricsFile:
@@ -52,7 +48,7 @@ class MetricsFile:
         """Bring the file to the disk; return its length and checksum, for a saved state."""
         self._look()
         if self.path.exists():
-            with self.path.open("rb") as file:
+            with writing(self.path), self.path.open("rb") as file:
                 sync(file.fileno())
         return {"bytes": self._size, "sha256": self._sum.hexdigest()}
 
@@ -73,7 +69,8 @@ class MetricsFile:
     def cut(self, mark: dict[str, Any]) -> None:
         """Cut off what was appended after `mark`; a resumed run writes it again."""
         if self.path.exists():
-            os.truncate(self.path, mark["bytes"])
+            with writing(self.path):
+                os.truncate(self.path, mark["bytes"])
         self._sum = None
 
     def rows(self) -> list[Row]:

@@ -8,7 +8,6 @@ state be damaged the one before it is still there.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,19 +15,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedlightning.messages import tree_bytes
-from fedlightning.run.files import readable_json, sha256, sync_folder, write_atomically, write_text_atomically
+from fedlightning.run.files import (
+    UnreadableError,
+    read_json,
+    read_tensors,
+    readable_json,
+    sha256,
+    sync_folder,
+    write_atomically,
+    write_text_atomically,
+    writing,
+)
+from fedlightning.run.manifest import MANIFEST_FIELDS, fault_of_manifest
+from fedlightning.run.plain import NotPlainError, decode, encode
 from fedlightning.tensors import State
 
 MANIFEST = "manifest.json"
 BEFORE = "manifest-before.json"
 """The manifest of the state before the newest one."""
 TEMPLATE = "template.pt"
-VERSION = 2
-FIELDS = {"version", "rounds_done", "server", "clients", "extra"}
-"""Entries of every manifest."""
+VERSION = 3
+"""Since 3 the files hold plain trees, which cannot run code; before, values were pickled as they were."""
+FIELDS = MANIFEST_FIELDS
 PACK = 2**28
 """Bytes of records in one file, at most (but one record at least): what is held in memory while it is written."""
 
@@ -51,17 +60,34 @@ def save(
     Args:
         folder: `checkpoints/last`; made if need be.
         rounds_done: Finished rounds.
-        server: The server's state as a tree of tensors and plain values.
+        server: The server's state as a tree of tensors and values that can be made plain.
         changed: Clients whose records have changed since the last save.
         record_of: Gives the fields of a client's record.
         template: Gives the state of the user's module, which clients that were never visited start with.
         extra: Plain values to keep in the manifest (what the run was started with, seconds spent ...).
+
+    Raises:
+        NotPlainError: If the server or a client keeps what cannot be saved; names it.
+        UnwritableError: If a file cannot be written. The state that was there is untouched.
     """
+    with writing(folder):
+        _save(folder, rounds_done, server, changed, record_of, template, extra)
+
+
+def _save(
+    folder: Path,
+    rounds_done: int,
+    server: Mapping[str, Any],
+    changed: Iterable[str],
+    record_of: Callable[[str], Mapping[str, Any]],
+    template: Callable[[], State],
+    extra: dict[str, Any],
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     old = _read_manifest(folder / MANIFEST)
     sums: dict[str, str] = dict(old.get("sha256", {})) if old else {}
     if old is None:
-        write_atomically(folder / TEMPLATE, template())
+        write_atomically(folder / TEMPLATE, encode(template(), "the module"))
         sums[TEMPLATE] = sha256(folder / TEMPLATE)
     files: dict[str, str] = dict(old["clients"]) if old else {}
     sizes: dict[str, int] = dict(old.get("packs", {})) if old else {}
@@ -74,7 +100,7 @@ def save(
         sizes[name] = len(pack)
         sums[name] = sha256(folder / name)
     server_file = f"server-{stamp}.pt"
-    write_atomically(folder / server_file, dict(server))
+    write_atomically(folder / server_file, encode(dict(server), "the server"))
     sums[server_file] = sha256(folder / server_file)
     used = {TEMPLATE, server_file, *files.values()}
     manifest = {
@@ -92,7 +118,7 @@ def save(
     write_text_atomically(folder / MANIFEST, readable_json(manifest, levels=2))
     keep = {MANIFEST, BEFORE, *used, *_files_of(old)}
     for path in folder.iterdir():
-        if path.name not in keep:
+        if path.name not in keep and not path.is_dir():
             path.unlink()
 
 
@@ -103,7 +129,7 @@ def _packs(
     pack: dict[str, dict[str, Any]] = {}
     size = 0
     for client in clients:
-        record = dict(record_of(client))
+        record = encode(dict(record_of(client)), f"client '{client}'")
         more = tree_bytes(record)
         if pack and size + more > PACK:
             yield pack
@@ -133,38 +159,63 @@ class SavedState:
         rounds_done: Finished rounds.
         extra: The manifest's extra values.
         files: File of each client's record.
-        server: The server's state.
-        packed: Whether a file holds the records of several clients.
+        version: Version of the format.
+        trusted: Whether files of earlier versions may be read although that runs the code in them.
     """
 
     folder: Path
     rounds_done: int
     extra: dict[str, Any]
     files: Mapping[str, str]
-    server: dict[str, Any]
-    packed: bool
+    version: int
+    trusted: bool
+    server_file: str
+
+    @property
+    def is_old(self) -> bool:
+        """Whether values are pickled as they were: such a state must be written anew."""
+        return self.version < 3
+
+    def server(self) -> dict[str, Any]:
+        """Read the server's state."""
+        return self._mapping(self.server_file)
 
     def template(self) -> State:
         """Read the state of the user's module as the run began."""
-        state: State = _load(self.folder / TEMPLATE)
+        state: State = self._mapping(TEMPLATE)
         return state
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Read the clients' records, one file after another, as their fields."""
-        if not self.packed:
-            yield from ((client, _load(self.folder / name)) for client, name in self.files.items())
+        if self.version < 2:  # a file each
+            yield from ((client, self._mapping(name)) for client, name in self.files.items())
             return
         found: dict[str, dict[str, Any]] = {}
         for name in dict.fromkeys(self.files.values()):
-            pack = _load(self.folder / name)
+            pack = self._mapping(name)
             found |= {client: pack[client] for client in pack if self.files.get(client) == name}
-        yield from ((client, found.pop(client)) for client in self.files)
+        for client, name in self.files.items():
+            if not isinstance(found.get(client), dict):
+                raise DamagedStateError(f"The state in {self.folder} is damaged: {name} has no record of '{client}'.")
+            yield client, found.pop(client)
+
+    def _mapping(self, name: str) -> dict[str, Any]:
+        found = _load(self.folder / name, self.is_old, self.trusted)
+        if not isinstance(found, dict):
+            raise DamagedStateError(
+                f"The state in {self.folder} is damaged: {name} holds a {type(found).__name__}, not named values."
+            )
+        return found
 
 
-def load(folder: Path) -> SavedState:
+def load(folder: Path, trust_old: bool = False) -> SavedState:
     """Read the newest undamaged state in a folder.
 
     A newest state that is damaged is set aside with a warning, and the one before it is read.
+
+    Args:
+        folder: `checkpoints/last`.
+        trust_old: Read a state of an earlier version even if only pickle can open it, which runs the code that it holds.
 
     Raises:
         FileNotFoundError: If there is no state in `folder`.
@@ -173,45 +224,68 @@ def load(folder: Path) -> SavedState:
     if not (folder / MANIFEST).exists() and not (folder / BEFORE).exists():
         raise FileNotFoundError(f"There is nothing to resume in {folder}: no {MANIFEST}. Start without resume.")
     try:
-        return _checked(folder, MANIFEST)
+        return _checked(folder, MANIFEST, trust_old)
     except DamagedStateError as damage:
         try:
-            before = _checked(folder, BEFORE)
+            before = _checked(folder, BEFORE, trust_old)
         except DamagedStateError:
             raise damage from None
-        (folder / BEFORE).replace(folder / MANIFEST)  # its files' names are free to be written again
+        with writing(folder):
+            (folder / BEFORE).replace(folder / MANIFEST)  # its files' names are free to be written again
         warnings.warn(
             f"{damage} The state before it, after round {before.rounds_done}, is used.", UserWarning, stacklevel=3
         )
         return before
 
 
-def _checked(folder: Path, manifest_file: str) -> SavedState:
+def _checked(folder: Path, manifest_file: str, trust_old: bool) -> SavedState:
+    damaged = f"The newest state in {folder} is damaged:"
     try:
         manifest = _read_manifest(folder / manifest_file)
-    except (ValueError, UnicodeDecodeError):
-        raise DamagedStateError(f"The newest state in {folder} is damaged: {manifest_file} is no JSON.") from None
+    except UnreadableError:
+        raise DamagedStateError(f"{damaged} {manifest_file} is no JSON.") from None
     if manifest is None:
-        raise DamagedStateError(f"The newest state in {folder} is damaged: {manifest_file} is missing.")
-    if not isinstance(manifest, dict) or not manifest.keys() >= FIELDS:
-        raise DamagedStateError(f"The newest state in {folder} is damaged: {manifest_file} is no manifest.")
+        raise DamagedStateError(f"{damaged} {manifest_file} is missing.")
+    fault = fault_of_manifest(manifest)
+    if fault is not None:
+        raise DamagedStateError(f"{damaged} {manifest_file} is no manifest{fault}.")
+    if manifest["version"] > VERSION:
+        raise ValueError(
+            f"The state in {folder} was written by a newer version of FedLightning (format {manifest['version']}, this one "
+            f"reads up to {VERSION}). Resume it with that version."
+        )
     for name in sorted(_files_of(manifest)):
         path, expected = folder / name, manifest.get("sha256", {}).get(name)
-        if not path.exists():
-            raise DamagedStateError(f"The newest state in {folder} is damaged: {name} is missing.")
+        if not path.is_file():
+            raise DamagedStateError(f"{damaged} {name} is missing.")
         if expected is not None and sha256(path) != expected:
-            raise DamagedStateError(
-                f"The newest state in {folder} is damaged: {name} is not the file that was written."
-            )
-    server = _load(folder / manifest["server"])
-    packed = manifest["version"] >= 2
-    return SavedState(folder, int(manifest["rounds_done"]), manifest["extra"], manifest["clients"], server, packed)
+            raise DamagedStateError(f"{damaged} {name} is not the file that was written.")
+    return SavedState(
+        folder,
+        manifest["rounds_done"],
+        manifest["extra"],
+        manifest["clients"],
+        manifest["version"],
+        trust_old,
+        manifest["server"],
+    )
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+    return read_json(path) if path.exists() else None
 
 
-def _load(path: Path) -> Any:
-    # these are the run's own files; optimizer and callback states may hold any plain Python value
-    return torch.load(path, map_location="cpu", weights_only=False)
+def _load(path: Path, old: bool, trusted: bool) -> Any:
+    try:
+        found = read_tensors(path, pickled=old and trusted)
+        return found if old else decode(found)
+    except (UnreadableError, NotPlainError) as error:
+        if old:
+            raise DamagedStateError(
+                f"{path} was written by an earlier version of FedLightning and cannot be read without running what it holds: "
+                f"{error}. If it is your own, resume it once with trust_old_state (--trust_old_state true); it is then "
+                "written in the present form."
+            ) from None
+        raise DamagedStateError(
+            f"The state in {path.parent} is damaged: {path.name} cannot be read: {error}. Put it back from a copy."
+        ) from None

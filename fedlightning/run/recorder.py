@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
 from fedlightning.messages import Update
-from fedlightning.run.files import is_writer
+from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
+from fedlightning.run.logs import Logs
 from fedlightning.scoring.results import ADDRESS, LATEST, Row, RowTable, read_part, summarise
 
 HELD = 50_000
@@ -78,13 +80,8 @@ class Recorder:
             if rows:
                 self._written.append((len(rows), where))
                 self._spill()
-        means = {
-            f"{row['split']}/{row['stage']}/{row['data']}/{row['metric']}": row["mean"]
-            for row in summarise(row for row in rows if row.split != "test")
-            if row["mean"] is not None
-        }
-        for logger in self.loggers if means else ():
-            logger.log_metrics(means, step=rows[0].round)
+        with writing(self._log_path):
+            self.logs.log(rows)
 
     def log_clients(self, updates: Iterable[Update]) -> None:
         """Write what was logged inside clients to the loggers, as `client/<id>/<name>` at the client's own steps."""
@@ -126,7 +123,34 @@ class Recorder:
         if self.run is not None and is_writer():
             self.run.write_summary(summary)
 
-    def close(self) -> None:
-        """Let the loggers write what they hold."""
-        for logger in self.loggers:
-            logger.finalize("success")
+    @property
+    def _log_path(self) -> Path:
+        return Path("a logger's file") if self.run is None else self.run.path / "logs"
+
+    @cached_property
+    def logs(self) -> Logs:
+        """The loggers, each with what it holds."""
+        return Logs(self.loggers, self.run.path if self.run is not None else None)
+
+    def mark(self) -> dict[str, Any]:
+        """Bring scores and loggers to the disk; return how far they are, for a saved state."""
+        assert self.run is not None
+        with writing(self._log_path):
+            return {"metrics": self.run.metrics.mark(), "loggers": self.logs.mark()}
+
+    def reopen_logs(self, marks: Mapping[str, Any], rounds: int, differs: bool) -> None:
+        """Take the loggers back to a saved state; give them the rounds that they lack.
+
+        Args:
+            marks: What :meth:`mark` returned.
+            rounds: Rounds that have scores.
+            differs: The next rounds will not be those that the loggers may have seen already.
+        """
+        if self.writes:
+            with writing(self._log_path):
+                self.logs.reopen(marks.get("loggers"), self.rows, rounds, differs)
+
+    def close(self, status: str = "success") -> None:
+        """End the loggers."""
+        with writing(self._log_path):
+            self.logs.close(status)

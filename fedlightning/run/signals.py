@@ -1,4 +1,8 @@
-"""Signals of a batch system: the run answers them at a round boundary, not a client's Trainer in the middle of a visit."""
+"""Signals to a run: a sentence, an exit code, a state that is whole, and none of them reaches a client's Trainer.
+
+SIGTERM, SIGHUP and Ctrl-C end the run at once; what is on disk is complete at every instant. SIGUSR1 and SIGUSR2 of SLURM
+end it after the round, and SLURM is asked to start the job again.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +10,124 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from fedlightning.errors import warn
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """What SLURM is asked to send before the time is over (`--signal=USR1@90`)."""
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+"""What `kill`, a batch system and a closed terminal send."""
+
+
+class Terminated(SystemExit):
+    """A run was ended by a signal. It ends the process with the code that a shell gives: 128 and the signal's number."""
 
 
 @dataclass
 class StopRequest:
-    """Whether the batch system has asked the run to stop.
+    """What signals have asked the run to do.
 
     Attributes:
         name: The signal's name; `None` while there was none.
+        ending: What ends the run at once, raised already.
     """
 
     name: str | None = None
+    ending: BaseException | None = None
+
+    @property
+    def code(self) -> int:
+        """Exit code of a process that the signal ended."""
+        return 0 if self.name is None else 128 + signal.Signals[self.name]
+
+    def check(self) -> None:
+        """Raise again what ends the run, where a destructor or a user's code has swallowed it."""
+        if self.ending is not None:
+            raise self.ending
+
+    def after_round(self, number: int, frame: Any) -> None:
+        """Handle a signal that asks for an end after the round."""
+        self.name = self.name or signal.Signals(number).name
+
+    def at_once(self, number: int, frame: Any) -> None:
+        """Handle a signal that ends the run. It often comes twice, to a process and to its group: once is enough."""
+        if self.ending is None:
+            self.name = signal.Signals(number).name
+            self.ending = KeyboardInterrupt() if number == signal.SIGINT else Terminated(self.code)
+            raise self.ending
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Within the block, note SLURM's signals instead of dying by them.
+def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopRequest]:
+    """Within the block, answer signals.
 
-    Lightning's own handler, which saves a checkpoint of whatever client is being trained and requeues the job, is not
-    installed where there is one already. Outside SLURM, and in other threads than the main one, signals stay as they are.
+    A handler that somebody else has installed stays, as does a signal that is ignored (`nohup`). Lightning's handler for
+    SLURM, which saves a checkpoint of whatever client is being trained and requeues the job, is not installed where there
+    is one already. In other threads than the main one signals stay as they are.
+
+    Args:
+        progress: Gives the rounds of the saved state, and the rounds of the run.
+
+    Raises:
+        Terminated: After SIGTERM and SIGHUP.
+        KeyboardInterrupt: After Ctrl-C, whichever of Lightning's loops it met.
     """
     request = StopRequest()
-    if not SLURMEnvironment.detect() or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield request
         return
-
-    def note(number: int, frame: Any) -> None:
-        request.name = signal.Signals(number).name
-
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    handlers = dict.fromkeys(SIGNALS, request.after_round) if SLURMEnvironment.detect() else {}
+    handlers |= {number: request.at_once for number in ENDINGS if signal.getsignal(number) == signal.SIG_DFL}
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        handlers[signal.SIGINT] = request.at_once
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield request
+        request.check()
+    except BaseException as error:
+        if isinstance(request.ending, Terminated):
+            saved, rounds = progress()
+            with suppress(OSError):  # the terminal may be gone
+                warn(
+                    f"{request.name} ended the run "
+                    + (
+                        f"of {rounds} rounds; its state after round {saved} is saved. Go on with resume='last'."
+                        if saved
+                        else "before it had saved a state. Start it again."
+                    )
+                )
+        if request.ending is not None and error is not request.ending:
+            raise request.ending from error  # Lightning makes an exit of a Ctrl-C; what is broken off may fail otherwise
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def ignore_stop_requests() -> None:
-    """Leave the batch system's signals to the main process; for worker processes."""
-    for number in SIGNALS:
+    """Leave signals to the main process, which ends its workers; for worker processes."""
+    for number in (*SIGNALS, *ENDINGS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+def of_first_rank(value: Any) -> Any:
+    """Return the value of the first process of a group, in all of them: they stop after the same round, or wait for ever."""
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
+        agreed = [value]
+        torch.distributed.broadcast_object_list(agreed, src=0)
+        return agreed[0]
+    return value
 
 
 def requeue(request: StopRequest, round: int, max_rounds: int) -> None:

@@ -19,6 +19,10 @@ import numpy as np
 from fedlightning.scoring.metrics import higher_is_better
 
 
+class DamagedMetricsError(ValueError):
+    """A `metrics.csv` that is not the one that was written."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One score.
@@ -57,6 +61,8 @@ class Row:
         return CELLS(self)
 
 
+LARGEST = 2**62
+"""Above every round and every number of samples."""
 COLUMNS = [field.name for field in fields(Row)]
 ADDRESS: Callable[[Row], tuple[Any, ...]] = attrgetter(*COLUMNS[:-2])
 CELLS: Callable[[Row], tuple[Any, ...]] = attrgetter(*COLUMNS)
@@ -75,6 +81,24 @@ class Gap(Row):
     """
 
     reason: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """What is missing and why."""
+        return not_scored(self.client, self.stage, self.data, self.split, self.reason)
+
+
+def not_scored(client: str, stage: str, data: str, split: str, reason: str) -> str:
+    """Say that a client could not be scored.
+
+    Args:
+        client: The client's id.
+        stage: `"G"`, `"L1"` or `"L2"`.
+        data: Data of the score, as in :class:`Row`.
+        split: `"val"` or `"test"`.
+        reason: The error in words.
+    """
+    return f"client '{client}' was not scored at stage {stage} on {data} {split} data: {reason}"
 
 
 @dataclass(frozen=True)
@@ -284,20 +308,36 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV that :func:`write_rows` wrote; empty if there is none.
 
     A last line that was cut off when the process was killed is left out.
+
+    Raises:
+        DamagedMetricsError: If it is no such CSV; names the row.
     """
     if not path.exists():
         return []
-    text = path.read_text()
-    complete = text[: text.rfind("\n") + 1]
-    return [
-        Row(
-            round=int(line["round"]),
-            value=float(line["value"]),
-            num_samples=int(line["num_samples"]),
-            **{name: line[name] for name in COLUMNS if name not in ("round", "value", "num_samples")},
-        )
-        for line in csv.DictReader(complete.splitlines())
-    ]
+    content = path.read_bytes()
+    try:
+        lines = csv.reader(io.StringIO(content[: content.rfind(b"\n") + 1].decode(), newline=""))
+        header = next(lines, COLUMNS)
+        missing = [name for name in COLUMNS if name not in header]
+        if missing:
+            raise DamagedMetricsError(f"{path} has no column '{missing[0]}': it is no metrics.csv of a run.")
+        places = [header.index(name) for name in COLUMNS]
+        return [_row(path, number, line, places) for number, line in enumerate(lines, start=2) if line]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DamagedMetricsError(f"{path} is no text with comma-separated values ({error}).") from None
+
+
+def _row(path: Path, number: int, line: list[str], places: list[int]) -> Row:
+    try:
+        number_of_round, *words, value, size = (line[place] for place in places)
+        row = Row(int(number_of_round), *words, float(value), int(size))  # type: ignore[arg-type, call-arg]
+    except (ValueError, IndexError):
+        raise DamagedMetricsError(
+            f"{path} is damaged: its row {number} is no score ({','.join(line)[:80]!r})."
+        ) from None
+    if not (0 <= row.round < LARGEST and 0 <= row.num_samples < LARGEST):
+        raise DamagedMetricsError(f"{path} is damaged: its row {number} has an impossible round or number of samples.")
+    return row
 
 
 def read_part(path: Path, start: int, end: int) -> list[Row]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
@@ -17,6 +17,7 @@ from fedlightning.messages import Message, tree_bytes
 from fedlightning.scoring.results import Gap, Row
 from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.client import Client
+from fedlightning.visit.failing import client_failure
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, MissingScores, ScoreRequest, Scores, Scoring, score_in_turn
 from fedlightning.visit.runner import LocalRunner
@@ -64,6 +65,10 @@ class ScoreModel:
     client: None = None
 
     @property
+    def address(self) -> tuple[int, str, str]:
+        return self.scored.round, f"{self.scored.stage} {self.scored.checkpoint}", ",".join(self.clients)
+
+    @property
     def num_bytes(self) -> int:
         return tree_bytes(module_state(self.module))
 
@@ -77,22 +82,31 @@ class ScoreModel:
 
     def scoring(self, runner: LocalRunner, record: ClientRecord) -> Scoring[tuple[list[Row], ClientRecord | None]]:
         """Yield the requests, then end with the rows."""
-        places: list[Place] = []
+        places: list[tuple[Place, Scores | None]] = []
 
         def requests() -> Iterator[ScoreRequest]:
             for client in self.clients:
                 for source in _sources(runner, client, self.evaluate, self.others):
                     for place, loader in _existing(client, *source):
-                        places.append(place)
-                        yield place.request(runner, self.module, loader, self.scored)
+                        missing = loader if isinstance(loader, MissingScores) else None
+                        places.append((place, missing))
+                        if not isinstance(loader, MissingScores):
+                            yield place.request(runner, self.module, loader, self.scored)
 
-        found = yield requests()
-        return [
-            row for place, scores in zip(places, found, strict=True) for row in place.rows(self.scored, scores)
-        ], None
+        found = iter((yield requests()))
+        rows = []
+        for place, known in places:
+            rows += place.rows(self.scored, next(found) if known is None else known)
+        return rows, None
 
-    def lost(self, reason: str) -> NoReturn:
-        raise RuntimeError(f"The model of stage {self.scored.stage} could not be scored: {reason}.")
+    def lost(self, reason: str) -> list[Row]:
+        """A gap for each client: which of several it was nobody knows, see :class:`Lost`."""
+        data = POOLED if self.clients == (EVERYBODY,) else LOCAL
+        return Lost(gap for client in self.clients for gap in _gaps(client, data, self.evaluate, self.scored, reason))
+
+    def failure(self, answer: list[Row]) -> tuple[str, str] | None:
+        """Return the first gap in the scores. What was lost with several clients is scored again one by one anyway."""
+        return None if isinstance(answer, Lost) and len(self.clients) > 1 else _first_gap(answer)
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,11 @@ class ScoreClient:
         return self.message.client
 
     @property
+    def address(self) -> tuple[int, str, str]:
+        kept = "" if self.kept is None else " kept"
+        return self.scored.round, f"{self.scored.stage} {self.scored.checkpoint}{kept}", self.client
+
+    @property
     def num_bytes(self) -> int:
         return self.message.num_bytes
 
@@ -144,12 +163,12 @@ class ScoreClient:
                 module = None if self._is_known(runner, client) else runner.personal_module(client, stage)
                 if module is not None and self.kept is not None:
                     load_state(module, self.kept)
-            except Exception as error:
+            except BaseException as error:
+                reason = MissingScores(client_failure(error)).reason
                 yield ()
-                splits = (Place(self.client, split, LOCAL, 0) for split in self.evaluate.splits)
-                return [row for place in splits for row in place.rows(self.scored, MissingScores(error))], None
+                return list(_gaps(self.client, LOCAL, self.evaluate, self.scored, reason)), None
             is_global = module is None or (self.shared is not None and equal(module_state(module), self.shared))
-            places: list[tuple[Place, Scores]] = []
+            places: list[tuple[Place, Scores | None]] = []
 
             def requests() -> Iterator[ScoreRequest]:
                 for split, data, make in _sources(runner, self.client, self.evaluate, self.others):
@@ -158,19 +177,24 @@ class ScoreClient:
                         places.append((Place(self.client, split, data, size), dict(known)))
                         continue
                     for place, loader in _existing(self.client, split, data, make):
-                        assert module is not None
-                        places.append((place, {}))
-                        yield place.request(runner, module, loader, self.scored)
+                        missing = loader if isinstance(loader, MissingScores) else None
+                        places.append((place, missing))
+                        if not isinstance(loader, MissingScores):
+                            assert module is not None
+                            yield place.request(runner, module, loader, self.scored)
 
             found = iter((yield requests()))
             runner.bind(client)  # others may have been opened meanwhile
             rows = []
             for place, known in places:
-                scores = known or next(found)
+                scores = next(found) if known is None else known
+                own = place.data == LOCAL and self.kept is None
+                if own and module is not None and not isinstance(scores, MissingScores):
+                    try:
+                        runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
+                    except BaseException as error:
+                        scores = MissingScores(client_failure(error))
                 rows += place.rows(self.scored, scores)
-                missing = isinstance(scores, MissingScores)
-                if place.data == LOCAL and self.kept is None and not missing and module is not None:
-                    runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
             if client.record.checkpoints == record.checkpoints:
                 return rows, None
             changed = record.copy()
@@ -187,8 +211,27 @@ class ScoreClient:
         claimed = any(callback.claims(name) for callback in runner.callbacks for name in asked)
         return not claimed and wanted <= known and equal(client.entries, self.shared)
 
-    def lost(self, reason: str) -> NoReturn:
-        raise RuntimeError(f"Client '{self.client}' could not be scored at stage {self.scored.stage}: {reason}.")
+    def lost(self, reason: str) -> list[Row]:
+        """A gap for each split."""
+        return Lost(_gaps(self.client, LOCAL, self.evaluate, self.scored, reason))
+
+    def failure(self, answer: list[Row]) -> tuple[str, str] | None:
+        """Return the first gap in the scores."""
+        return _first_gap(answer)
+
+
+class Lost(list[Row]):
+    """The answer of a scoring task that was given up: gaps only."""
+
+
+def _gaps(client: str, data: str, evaluate: Evaluate, scored: ScoredModel, reason: str) -> Iterator[Row]:
+    for split in evaluate.splits:
+        one = (scored.round, scored.stage, scored.model, scored.checkpoint, data, split, client)
+        yield Gap(*one, "", math.nan, 0, reason)
+
+
+def _first_gap(rows: Iterable[Row]) -> tuple[str, str] | None:
+    return next(((row.client, row.sentence) for row in rows if isinstance(row, Gap)), None)
 
 
 @dataclass(frozen=True)
@@ -241,8 +284,15 @@ def _sources(
                     yield split, f"client:{other}", partial(data.client_dataloader, other, split)
 
 
-def _existing(client: str, split: str, data: str, make: Make) -> Iterator[tuple[Place, DataLoader[Any]]]:
-    """Yield the loader with its place, if there is one that holds anything."""
-    loader = make()
-    if loader is not None and len(loader) > 0:
-        yield Place(client, split, data, len(loader.dataset)), loader  # type: ignore[arg-type]
+def _existing(
+    client: str, split: str, data: str, make: Make
+) -> Iterator[tuple[Place, DataLoader[Any] | MissingScores]]:
+    """Yield the loader with its place, if there is one that holds anything, or why it could not be made."""
+    try:
+        loader = make()
+        size = 0 if loader is None or len(loader) == 0 else len(loader.dataset)  # type: ignore[arg-type]
+    except BaseException as error:
+        yield Place(client, split, data, 0), MissingScores(client_failure(error))
+        return
+    if loader is not None and size:
+        yield Place(client, split, data, size), loader

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from fedlightning.run.files import UnreadableError, read_json
+from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.metrics import bare
 from fedlightning.scoring.results import Row, read_rows
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
@@ -109,6 +110,7 @@ def load_run(path: str | Path, name: str | None = None, error: str | None = None
 
     Raises:
         FileNotFoundError: If it is no folder of a run; the sentence says what is missing.
+        UnreadableError: If a file in it is not what a run writes.
     """
     folder = Path(path)
     summary_file, config_file = folder / "summary.json", folder / "config.yaml"
@@ -117,8 +119,11 @@ def load_run(path: str | Path, name: str | None = None, error: str | None = None
             f"{folder} has no summary.json, so it is not a finished run. Give a run's folder, as in "
             "runs/quickstart/version_0, or the --out folder of a compare."
         )
-    summary = json.loads(summary_file.read_text()) if summary_file.exists() else {}
-    config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
+    summary = _named_values(summary_file, read_json) if summary_file.exists() else {}
+    fault = _fault_of_summary(summary)
+    if fault is not None:
+        raise UnreadableError(f"{summary_file} is no summary of a run: {fault}.")
+    config = _named_values(config_file, _read_yaml) if config_file.exists() else {}
     return Run(
         name=name or folder.resolve().parent.name,
         seed=int(summary.get("seed", 0)),
@@ -141,6 +146,7 @@ def load_study(paths: Iterable[str | Path]) -> list[Run]:
 
     Raises:
         FileNotFoundError: If a folder is neither.
+        UnreadableError: If a file in one of them is not what was written.
     """
     runs: list[Run] = []
     for path in map(Path, paths):
@@ -149,7 +155,7 @@ def load_study(paths: Iterable[str | Path]) -> list[Run]:
 
 
 def _runs_of(folder: Path) -> list[Run]:
-    study = json.loads((folder / STUDY_FILE).read_text())
+    study = read_study_file(folder / STUDY_FILE)
     added = {method["name"] for method in study["methods"] if method.get("baseline")}
     runs = []
     for entry in study["runs"]:
@@ -161,3 +167,70 @@ def _runs_of(folder: Path) -> list[Run]:
         run = load_run(path, entry["run"], error, entry["run"] in added)
         runs.append(replace(run, seed=int(entry["seed"])))
     return runs
+
+
+def read_study_file(path: Path) -> dict[str, Any]:
+    """Return the content of a `study.json`.
+
+    Raises:
+        UnreadableError: If `compare` cannot have written it.
+    """
+    study = _named_values(path, read_json)
+    fault = _fault_of_study(study)
+    if fault is not None:
+        raise UnreadableError(f"{path} is no list of runs that `compare` wrote: {fault}.")
+    return study
+
+
+def _named_values(path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
+    try:
+        found = read(path)
+    except UnreadableError as error:
+        raise UnreadableError(f"{path} cannot be read: {error}.") from None
+    if found is None:  # an empty YAML file
+        return {}
+    if not isinstance(found, dict):
+        raise UnreadableError(f"{path} holds a {type(found).__name__}, not named values.")
+    return found
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UnreadableError(f"it is no YAML ({' '.join(str(error).split())[:200]})") from None
+
+
+_ROW = {"model": str, "stage": str, "checkpoint": str, "data": str, "split": str, "metric": str, "per_client": dict}
+_STATISTICS = ("mean", "weighted_mean", "std", "variance", "median", "worst", "tenth_percentile")
+
+
+def _fault_of_summary(summary: Mapping[str, Any]) -> str | None:
+    results = summary.get("results", [])
+    if not isinstance(results, list) or not all(isinstance(row, dict) for row in results):
+        return "its results are no rows"
+    for row in results:
+        wrong = next((name for name, kind in _ROW.items() if not isinstance(row.get(name), kind)), None)
+        if wrong is not None:
+            return f"a row of its results has no {wrong}"
+        for value in (*(row.get(name) for name in _STATISTICS), *row["per_client"].values()):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                return f"a score of {row['metric']} is {value!r:.40}"
+    for name, kind in (("num_samples", dict), ("seed", int), ("data", dict), ("callbacks", dict), ("per_round", list)):
+        if name in summary and not isinstance(summary[name], kind):
+            return f"its {name} is a {type(summary[name]).__name__}"
+    return None
+
+
+def _fault_of_study(study: Mapping[str, Any]) -> str | None:
+    for name, needed in (("methods", {"name": str}), ("runs", {"run": str, "seed": int, "state": str, "folder": str})):
+        entries = study.get(name)
+        if not isinstance(entries, list) or not all(
+            isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in needed.items())
+            for entry in entries
+        ):
+            return f"its {name} do not each have {', '.join(needed)}"
+    outside = [
+        run["folder"] for run in study["runs"] if not all(is_file_name(part) for part in run["folder"].split("/"))
+    ]
+    return f"it names the folder {outside[0]!r}, which is not in its own" if outside else None

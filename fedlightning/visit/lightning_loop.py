@@ -20,6 +20,8 @@ from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import VisitCallback
 
 UNLIMITED = -1
+OF_MODULE = ("state_dict", LightningModule.CHECKPOINT_HYPER_PARAMS_KEY)
+"""Entries of a checkpoint that the module itself has: they are not kept between visits."""
 
 
 class MemoryCheckpointIO(CheckpointIO):
@@ -119,7 +121,7 @@ def train_with_lightning(
         if keep:
             trainer.save_checkpoint("memory")
             record["epochs"], record["steps"] = trainer.current_epoch, trainer.global_step
-            record["checkpoint"] = {k: v for k, v in (memory.checkpoint or {}).items() if k != "state_dict"}
+            record["checkpoint"] = {k: v for k, v in (memory.checkpoint or {}).items() if k not in OF_MODULE}
     left = vars(client.module).get("forward")
     if getattr(left, "__func__", None) is type(client.module).forward:
         del client.module.forward  # under DDP Lightning leaves the bound method on the instance
@@ -149,4 +151,5 @@ def _resumable(checkpoint: dict[str, Any] | None, module: LightningModule) -> di
     """Return a copy of the kept checkpoint with the module's present weights; optimizers edit their state in place."""
     if checkpoint is None:
         return None
-    return copy.deepcopy(checkpoint) | {"state_dict": module.state_dict()}
+    own = (module.state_dict(), dict(module.hparams))
+    return copy.deepcopy(checkpoint) | dict(zip(OF_MODULE, own, strict=True))

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from fedlightning.errors import ControlFlow
 from fedlightning.hooks import FederatedCallback
 
 
@@ -30,8 +31,8 @@ class Monitor(NamedTuple):
         return f"{self.owner} monitors '{self.metric}'"
 
 
-class NeedsValidationError(BaseException):
-    """Asks for a visit with validation. Not an `Exception`, which would count as the client's failure.
+class NeedsValidationError(ControlFlow):
+    """Asks for a visit with validation.
 
     Args:
         monitor: The metric that training alone does not give.

@@ -19,6 +19,7 @@ from fedlightning.hooks import Phase
 from fedlightning.messages import Message, Update
 from fedlightning.seeding import isolated, seed_all
 from fedlightning.visit.client import Client
+from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.record import ClientRecord
 
 if TYPE_CHECKING:
@@ -142,10 +143,10 @@ class MissingScores(Scores):
         cause: The error.
     """
 
-    def __init__(self, cause: Exception) -> None:
+    def __init__(self, cause: BaseException) -> None:
         super().__init__()
         self.cause = cause
-        self.reason = f"{type(cause).__name__}: {cause}"
+        self.reason = in_words(cause)
 
 
 def score_one(runner: LocalRunner, request: ScoreRequest) -> Scores:
@@ -158,8 +159,8 @@ def score_or_miss(runner: LocalRunner, request: ScoreRequest) -> Scores:
     """Score one module; an error in its code or data is a gap in the scores, not the end of the run."""
     try:
         return runner.scorer.score(request.module, request.loader, request.split)
-    except Exception as error:
-        return MissingScores(error)
+    except BaseException as error:
+        return MissingScores(client_failure(error))
 
 
 def score_in_turn(runner: LocalRunner, scoring: Scoring[Answer]) -> Answer:

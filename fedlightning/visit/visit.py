@@ -21,6 +21,7 @@ from fedlightning.messages import Message, Update, check_extras
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
+from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.monitors import NeedsValidationError
 from fedlightning.visit.record import ClientRecord
@@ -83,12 +84,12 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
     """
     seed_all(runner.settings.seed, message.visit, message.client, "visit")
     update = Update(message.round, message.client, model=message.model, origin=message.model, tag=message.tag)
-    loader = runner.loader(message, "train")
-    update.num_samples = runner.used_samples(loader)
-    if message.work != 0 and update.num_samples == 0:
-        update.error = f"client '{message.client}' has no training samples"
-        return same_on_all_ranks(update, record)
     try:
+        loader = runner.loader(message, "train")
+        update.num_samples = runner.used_samples(loader)
+        if message.work != 0 and update.num_samples == 0:
+            update.error = f"client '{message.client}' has no training samples"
+            return same_on_all_ranks(update, record)
         with runner.client(message, record) as client:  # stage L1: the entries sent, merged with those kept
             client.num_samples = update.num_samples
             before = client.entries if client.is_unbuilt else _buffers(client.module)
@@ -102,12 +103,10 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
             if message.work != 0 and message.client != POOLED:
                 update.evaluations = yield from _evaluate(runner, client, update, evaluate)
             answer = update, client.record
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except Exception as error:  # one client's failure must not end the round; the loop reports it
+    except BaseException as error:  # one client's failure must not end the round; the loop reports it
         failed = Update(message.round, message.client, model=message.model, tag=message.tag)  # nothing of it leaves
-        failed.num_samples, failed.cause = update.num_samples, error
-        failed.error = f"client '{message.client}' failed: {type(error).__name__}: {error}"
+        failed.num_samples, failed.cause = update.num_samples, client_failure(error)
+        failed.error = f"client '{message.client}' failed: {in_words(error)}"
         answer = failed, record
     return same_on_all_ranks(*answer)
 
@@ -206,8 +205,15 @@ def _evaluate(
     requests: list[ScoreRequest] = []
     for split in evaluate.splits:
         for data in evaluate.data:
-            loader = runner.loader(client.message, split) if data == "local" else runner.data.pooled_dataloader(split)
-            if loader is not None and len(loader) > 0:
+            try:
+                loader = (
+                    runner.loader(client.message, split) if data == "local" else runner.data.pooled_dataloader(split)
+                )
+                there = loader is not None and len(loader) > 0
+            except BaseException as error:
+                update.gaps.append((stage, data, split, in_words(client_failure(error))))
+                continue
+            if loader is not None and there:
                 places.append((data, split))
                 seed = (runner.settings.seed, client.visit, client.id, "score", stage, split, data)
                 requests.append(ScoreRequest(module, loader, split, seed))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from lightning.pytorch import LightningModule
@@ -296,7 +296,26 @@ def _reduce_ex(self: Any, protocol: Any) -> tuple[Any, ...]:
 
 def _rebuild(mixins: tuple[type, ...], maker: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Undo `_reduce_ex`; the unpickler sets the state (attributes, parameters) afterwards."""
-    instance = maker(*arguments)
+    return _with_mixins(maker(*arguments), mixins)
+
+
+def remade(cls: type, mixins: Sequence[type]) -> Any:
+    """Return an instance of a user's class with mixins, without attributes: they are set afterwards.
+
+    Args:
+        cls: The user's class; `__init__` is not called.
+        mixins: As `mixins_of` returns them.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers import Mixin, mixins_of
+        >>> mixins_of(remade(MLP, [Mixin])) == (Mixin,)
+        True
+    """
+    return _with_mixins(cast(Any, cls).__new__(cls), mixins)
+
+
+def _with_mixins(instance: Any, mixins: Sequence[type]) -> Any:
     cls = user_class(instance)
     for mixin in reversed(mixins):
         cls = _mixed_class(mixin, cls)

@@ -100,8 +100,15 @@ class Work:
     num_bytes: int = 1
     value: Any = None
 
+    @property
+    def address(self) -> tuple[int, str, str]:
+        return 1, "work", self.client or str(self.name)
+
     def cost(self, runner: LocalRunner) -> float:
         return self.seconds
+
+    def failure(self, answer: Any) -> tuple[str, str] | None:
+        return None
 
     def run(self, runner: LocalRunner, record: ClientRecord) -> tuple[tuple[int, int, int], ClientRecord | None]:
         time.sleep(self.seconds)

@@ -70,4 +70,10 @@ def test_failures_in_training_are_in_the_summary(tmp_path):
     with pytest.warns(UserWarning, match="client '1' has no training samples"):
         trainer = federate(Toy(), toy_data((24, 0, 16)), [], tmp_path, max_rounds=1)
     (failure,) = [entry for entry in trainer.summary["failures"] if "training" in entry["reason"]]
-    assert failure == {"round": 1, "client": "1", "where": "training", "reason": "client '1' has no training samples"}
+    assert failure == {
+        "round": 1,
+        "client": "1",
+        "where": "training",
+        "reason": "client '1' has no training samples",
+        "decision": "left out",
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fedlightning import FederatedCallback
+from fedlightning.cli import main
 from fedlightning.run.lock import LOCK, SILENCE, RunInUseError, RunLock
 from tests.helpers import Toy, make_trainer, toy_data
 
@@ -46,6 +49,52 @@ def test_a_holder_on_another_machine_counts_until_it_is_silent(tmp_path):
     silent = time.time() - SILENCE - 1
     os.utime(path, (silent, silent))
     RunLock(tmp_path).release()
+
+
+def test_without_locks_of_the_file_system_the_holder_is_looked_for(tmp_path, monkeypatch):
+    """As on some network file systems."""
+
+    def none(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.warns(UserWarning, match=r"has no locks \(No locks available\)"):
+        lock = RunLock(tmp_path)
+    with pytest.warns(UserWarning), pytest.raises(RunInUseError, match=f"process {os.getpid()}"):
+        RunLock(tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (tmp_path / LOCK).write_text(json.dumps({**lock.holder, "pid": gone.pid}))
+    with pytest.warns(UserWarning):
+        RunLock(tmp_path).release()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\0\0", '{"pid": "x"}'])
+def test_a_lock_file_that_says_nothing_is_of_nobody(tmp_path, content):
+    (tmp_path / LOCK).write_text(content)
+    with RunLock(tmp_path) as lock:
+        assert json.loads((tmp_path / LOCK).read_text()) == lock.holder
+
+
+class Reader(FederatedCallback):
+    """Tests, reports and trains the run that it is in, from another process's point of view."""
+
+    takes_part = False
+
+    def on_round_end(self, server):
+        if server.round == 1:
+            other = make_trainer(server.run_dir.parent.parent, [], max_rounds=3)
+            other.restore(Toy(), toy_data(), server.run_dir)
+            with pytest.raises(RunInUseError, match="is being written by"):
+                other.test()
+            assert main(["report", str(server.run_dir), "--out", str(server.run_dir / "out")]) == 2  # no result yet
+
+
+def test_readers_of_a_run_that_is_being_written(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, [Reader()], max_rounds=3)
+    trainer.fit(Toy(), datamodule=toy_data())
+    assert trainer.rounds_done == 3
+    assert "has no summary.json, so it is not a finished run" in capsys.readouterr().err
 
 
 def test_a_folder_made_for_the_lock_goes_with_it(tmp_path):

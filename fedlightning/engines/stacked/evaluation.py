@@ -39,6 +39,7 @@ from fedlightning.engines.stacked.scoring.step import ScoringStep
 from fedlightning.engines.stacked.scoring.sums import Sums
 from fedlightning.engines.stacked.scoring.values import NotStacked
 from fedlightning.visit.evaluation_names import names_of
+from fedlightning.visit.failing import client_failure
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.evaluation import refusal
 from fedlightning.visit.fast.hooks import of_module
@@ -156,7 +157,9 @@ class StackedEvaluation:
             rewind = rewinding(one.loader for one in members)
             try:
                 return self._stacked(members, signatures, kind[1], self._decided[key])
-            except (Exception, NotStacked):  # what the user's code raises here, it raises again when scored alone
+            except BaseException as error:  # what the user's code raises here, it raises again when scored alone
+                if not isinstance(error, NotStacked):
+                    client_failure(error)
                 self._decided[key] = 0
                 rewind()
                 for signature in signatures:
@@ -191,7 +194,9 @@ class StackedEvaluation:
             if self._runner.blueprint.device.type != "cpu":
                 return TOGETHER
             return 0 if operations > ARITHMETIC[kind[2]] else TOGETHER // max(operations, 1)
-        except (Exception, NotStacked):
+        except BaseException as error:
+            if not isinstance(error, NotStacked):
+                client_failure(error)
             return 0
         finally:
             rewind()

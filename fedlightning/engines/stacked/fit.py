@@ -11,8 +11,8 @@ next. A model so large that this is one client is stepped without a map, by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from fedlightning.engines.stacked.stack import Rows, Stack, laid_out_like, named
 from fedlightning.engines.stacked.step import NoLossError, StackedStep, StepResult, clip, gradients
 from fedlightning.engines.stacked.trainees import Trainee
 from fedlightning.hooks import FederatedCallback
+from fedlightning.visit.failing import client_failure
 
 CACHE = 2**24
 """Bytes that a step on a CPU may touch.
@@ -55,6 +56,7 @@ class StackedFit:
         clip_value: `gradient_clip_val`.
         clip_algorithm: `gradient_clip_algorithm`.
         bytes_of_step: Memory of a step for each client. 0 if it is not known.
+        watching: Watches what is done for one client alone.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class StackedFit:
         clip_value: float | None = None,
         clip_algorithm: str = "norm",
         bytes_of_step: int = 0,
+        watching: Callable[[list[str]], AbstractContextManager[None]] = lambda clients: nullcontext(),
     ) -> None:
         self.module = module
+        self.watching = watching
         self.stack, self.trainees, self.step = stack, trainees, step
         self.gatherer, self.clip_value, self.clip_algorithm = gatherer, clip_value, clip_algorithm
         self.logs = StackedLogs(stack.size)
@@ -116,11 +120,12 @@ class StackedFit:
     def _guarded_start(self, row: int, trainee: Trainee) -> None:
         try:
             self.logs.start_epoch(row)
-            trainee.start_epoch()
-        except Exception as error:
-            self._fail(trainee, error)
+            with self.watching([trainee.client.id]):
+                trainee.start_epoch()
+        except BaseException as error:
+            self._fail(trainee, client_failure(error))
 
-    def _fail(self, trainee: Trainee, error: Exception) -> None:
+    def _fail(self, trainee: Trainee, error: BaseException) -> None:
         trainee.error, trainee.done = error, True
         self._failed = True
 
@@ -131,9 +136,10 @@ class StackedFit:
             if trainee.done:
                 continue
             try:
-                shape = trainee.source.peek()
-            except Exception as error:  # of this client's data
-                self._fail(trainee, error)
+                with self.watching([trainee.client.id]):
+                    shape = trainee.source.peek()
+            except BaseException as error:  # of this client's data
+                self._fail(trainee, client_failure(error))
                 continue
             place = trainee.place() if self.step.watch.looked else None
             groups.setdefault((shape, place), []).append(row)
@@ -182,7 +188,8 @@ class StackedFit:
             self._take_step(numbers, batch, size, turn)
         except NoLossError:
             return
-        except Exception as error:
+        except BaseException as caught:
+            error = client_failure(caught)
             for name, value in kept.items():
                 self.stack.tensors[name][numbers] = value
             if len(numbers) == 1:

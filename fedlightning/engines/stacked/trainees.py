@@ -71,7 +71,7 @@ class Trainee:
     attempts: int = 0
     lr_sums: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    error: Exception | None = None
+    error: BaseException | None = None
     done: bool = False
 
     @property

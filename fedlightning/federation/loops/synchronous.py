@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from fedlightning.federation.aggregation import Aggregation
 from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.failures import FailurePolicy, FederationError, TooFewClientsError
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Job, Plan
 from fedlightning.messages import Message, Update
@@ -16,10 +18,6 @@ from fedlightning.visit.requests import Evaluate
 
 ROUNDS = 2**32
 """More rounds than any run has, so that no two visits of a client have one number."""
-
-
-class FederationError(RuntimeError):
-    """A round to which no client could contribute."""
 
 
 def default_plan(server: Server) -> Plan:
@@ -44,14 +42,18 @@ def run_round(
         with `keep` the plan gets everything.
 
     Raises:
+        ClientFailedError: If a client failed and that is to end the run.
         FederationError: If every visit of the round, or of a list of several jobs, failed; the first failure is its cause.
+        TooFewClientsError: If fewer clients than needed contributed.
     """
+    server.explosions.forget_round()
+    policy, door = engine.attempts.policy, partial(checked, server)
     server.callbacks.event("on_round_start", server)
     owner = server.callbacks.role("plan_round")
     plan = default_plan(server) if owner is None else owner.plan_round(server)
     aggregation = Aggregation(server)
     done: list[Update] = []
-    cause: Exception | None = None  # of the first failure; each holds its client's model by its traceback
+    cause: BaseException | None = None  # of the first failure; each holds its client's model by its traceback
     jobs = next(plan, None)
     visits: Counter[str] = Counter()
     while jobs is not None:
@@ -60,11 +62,13 @@ def run_round(
         if not jobs:
             aggregation.finish()
             aggregation = Aggregation(server)
-        sent: list[Message] = []
-        for job, update in zip(jobs, engine.run(messages(server, jobs, sent, visits), evaluate), strict=True):
-            update = checked(server, sent[len(light)], update)
+        for job, update in zip(jobs, engine.run(messages(server, jobs, visits), evaluate, door), strict=True):
+            if update.error is not None:
+                policy.stop_at(update.client, update.error, f"Round {server.round + 1}")
             server.bytes_up += update.num_bytes
             server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one
+            if update.error is None and job.work != 0:
+                server.explosions.look(update, server.models[update.model], server.trainable)
             if update.error is None and update.state:
                 aggregation.fold(update)
             elif update.error is None:
@@ -81,11 +85,12 @@ def run_round(
         except StopIteration:
             jobs = None
     _refuse_if_all_failed(server, done, cause)
+    _refuse_if_too_few(server, done, policy, cause)
     aggregation.finish()
     return done
 
 
-def _refuse_if_all_failed(server: Server, updates: list[Update], cause: Exception | None) -> None:
+def _refuse_if_all_failed(server: Server, updates: list[Update], cause: BaseException | None) -> None:
     failed = [update for update in updates if update.error is not None]
     if updates and len(failed) == len(updates):
         raise FederationError(
@@ -94,15 +99,27 @@ def _refuse_if_all_failed(server: Server, updates: list[Update], cause: Exceptio
         ) from cause
 
 
-def messages(
-    server: Server, jobs: list[Job], sent: list[Message] | None = None, visits: Counter[str] | None = None
-) -> Iterator[Message]:
+def _refuse_if_too_few(
+    server: Server, updates: list[Update], policy: FailurePolicy, cause: BaseException | None
+) -> None:
+    visited = dict.fromkeys(update.client for update in updates)
+    failed = {update.client: update.error for update in updates if update.error is not None}
+    needed, there = policy.needed(len(visited)), len(visited) - len(failed)
+    if there < needed:
+        raise TooFewClientsError(
+            f"Round {server.round + 1}: {there} of {len(visited)} clients contributed, and min_clients="
+            f"{policy.min_clients} asks for {needed}; {str(next(iter(failed.values()))).rstrip('.')}"
+            + (f" ({len(failed) - 1} more failed)" if len(failed) > 1 else "")
+            + ". The state of the rounds before is intact, and resume goes on from there."
+        ) from cause
+
+
+def messages(server: Server, jobs: list[Job], visits: Counter[str] | None = None) -> Iterator[Message]:
     """Yield the jobs' messages, made when an engine asks for them, and count their bytes.
 
     Args:
         server: Makes the messages.
         jobs: One message each.
-        sent: Gets the messages without what they carry, to check the answers.
         visits: Counts each client's training jobs in this round; those after the first get randomness of their own.
     """
     for job in jobs:
@@ -111,6 +128,4 @@ def messages(
             message.visit = server.round + ROUNDS * visits[job.client]
             visits[job.client] += 1
         server.bytes_down += message.num_bytes
-        if sent is not None:
-            sent.append(replace(message, state={}, extras={}))
         yield message

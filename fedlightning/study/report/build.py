@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,19 @@ from fedlightning.study.export import write_comparison
 from fedlightning.study.problems import Problem
 from fedlightning.study.report.context import LABELS, Context
 from fedlightning.study.report.html import Page, Section, Trouble, render, slug
-from fedlightning.study.report.sections import clients, fairness, layers, scores, setting, statistics, training
+from fedlightning.study.report.sections import (
+    clients,
+    failures,
+    fairness,
+    layers,
+    scores,
+    setting,
+    statistics,
+    training,
+)
 from fedlightning.study.report.styles import styles
 from fedlightning.study.report.words import answers
-from fedlightning.study.runs import DEPLOYED, STUDY_FILE, load_study
+from fedlightning.study.runs import DEPLOYED, STUDY_FILE, load_study, read_study_file
 from fedlightning.study.study import Study
 
 REPORT_FILE = "report.html"
@@ -112,6 +120,7 @@ PARTS = (
     training.costs,
     setting.partition,
     layers.layers,
+    failures.failures,
 )
 """The sections of a study, in the order of the page."""
 
@@ -136,7 +145,7 @@ def _groups(runs: Sequence[Path]) -> dict[str, list[Path]]:
 
 def _about(runs: Sequence[Path]) -> dict[str, dict[str, Any]]:
     return {
-        name: json.loads((paths[0] / STUDY_FILE).read_text()) if (paths[0] / STUDY_FILE).exists() else {}
+        name: read_study_file(paths[0] / STUDY_FILE) if (paths[0] / STUDY_FILE).exists() else {}
         for name, paths in _groups(runs).items()
     }
 

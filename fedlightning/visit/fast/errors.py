@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from fedlightning.errors import ControlFlow
 
-class NotInFastLoop(BaseException):
-    """The fast loop met something that it cannot repeat; the message says what.
 
-    It is no `Exception`, so that neither `hasattr` nor a user's `except` can swallow it and continue with something else.
-    """
+class NotInFastLoop(ControlFlow):
+    """The fast loop met something that it cannot repeat; the message says what."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedlightning.errors import ControlFlow
 from fedlightning.visit.log_rules import LogCall, log_call
 
 
-class NotStacked(BaseException):
-    """A module does something that one stack cannot do for many clients; the message says what.
-
-    It is no `Exception`, so that neither `hasattr` nor a user's `except` can swallow it and continue with something
-    else.
-    """
+class NotStacked(ControlFlow):
+    """A module does something that one stack cannot do for many clients; the message says what."""
 
 
 class NoTrainer:

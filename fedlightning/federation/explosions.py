@@ -1,0 +1,157 @@
+"""Warnings of updates and losses that have grown by orders of magnitude: training that diverges without a NaN.
+
+A value is an explosion if it is not finite, or more than :data:`FACTOR` times what is usual. Usual is the median over
+the earlier rounds (of each round's median over its clients), but not less than in the first round: updates that shrink as
+training converges must not make an ordinary one look large. In the first round it is the median of that round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlightning.errors import warn
+from fedlightning.messages import Update
+from fedlightning.scoring.metrics import bare
+from fedlightning.tensors import State
+
+FACTOR = 1e3
+"""Multiple of the usual value from which a value is an explosion."""
+SAMPLE = 2**11
+"""Numbers of a large entry that its norm is estimated from."""
+HALF = (torch.float16, torch.bfloat16)
+UPDATE = "update"
+"""Name of the norms of updates among the watched values; the others are losses, by their metric."""
+
+
+@dataclass
+class Explosions:
+    """Watches the sizes of updates and losses over the rounds of a run.
+
+    Attributes:
+        usual: By what is watched, the median over clients of every round so far that had one.
+        warnings: What was warned of, one a client: round (from 1), client, what (`"update"` or a metric), the entry of
+            the model that has moved most, value, usual value.
+    """
+
+    usual: dict[str, list[float]] = field(default_factory=dict)
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    _now: dict[str, dict[str, float]] = field(default_factory=dict)  # of this round, by what and by client
+    _entries: dict[str, str] = field(default_factory=dict)  # the entry that has moved most, by client
+
+    def plain(self) -> dict[str, Any]:
+        """Return what the run's state keeps."""
+        return {"usual": self.usual, "warnings": self.warnings}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Explosions:
+        """Return what :meth:`plain` gave; empty for a state of an earlier version."""
+        return cls(dict(plain.get("usual", {})), list(plain.get("warnings", [])))
+
+    def look(self, update: Update, model: State, trainable: Iterable[str]) -> None:
+        """Take in an update that has arrived, with the model that it started from.
+
+        Args:
+            update: The update.
+            model: The server's model.
+            trainable: Names of the parameters; buffers may grow as they like.
+        """
+        pairs = {
+            name: (update.state[name], model[name])
+            for name in trainable
+            if name in update.state and update.state[name].shape == model[name].shape
+        }
+        suspect = False
+        for metric, value in update.metrics.items():
+            if bare(metric) == "loss":
+                suspect |= self._add(metric, update.client, abs(value))
+        if pairs:
+            norm = math.hypot(*(_distance(*pair) for pair in pairs.values()))
+            if norm > 0:
+                suspect |= self._add(UPDATE, update.client, norm)
+            if suspect:
+                self._entries[update.client] = max(pairs, key=lambda name: _sortable(_distance(*pairs[name])))
+
+    def end_round(self, round: int) -> None:
+        """Warn of this round's explosions, once a client, and note what was usual in it.
+
+        Args:
+            round: The round, from 1.
+        """
+        warned = {entry["client"] for entry in self.warnings}
+        for what in sorted(self._now, key=lambda what: what != UPDATE):  # which names the entry
+            values = self._now[what]
+            finite = [value for value in values.values() if math.isfinite(value)]
+            limit = self._limit(what)
+            if limit is None and finite:
+                limit = FACTOR * median(finite)
+            for client, value in values.items():
+                if client not in warned and not (math.isfinite(value) and (limit is None or value <= limit)):
+                    warned.add(client)
+                    self._warn(round, client, what, value, limit)
+            if finite:
+                self.usual.setdefault(what, []).append(median(finite))
+        self._now.clear()
+        self._entries.clear()
+
+    def forget_round(self) -> None:
+        """Forget what was seen of a round that is not finished."""
+        self._now.clear()
+        self._entries.clear()
+
+    def _add(self, what: str, client: str, value: float) -> bool:
+        """Note a value; return True if it may be an explosion."""
+        values = self._now.setdefault(what, {})
+        before = values.get(client, 0.0)
+        values[client] = value if not value <= before else before  # a NaN stays
+        limit = self._limit(what)
+        return limit is None or not value <= limit
+
+    def _limit(self, what: str) -> float | None:
+        before = self.usual.get(what)
+        return FACTOR * max(before[0], median(before)) if before else None
+
+    def _warn(self, round: int, client: str, what: str, value: float, limit: float | None) -> None:
+        usual = None if limit is None else limit / FACTOR
+        entry = {"round": round, "client": client, "what": what, "entry": None, "value": _plain(value), "usual": usual}
+        if what == UPDATE:
+            entry["entry"] = self._entries.get(client)
+            said = f"the update of client '{client}' has the norm {value:.3g} (most in '{entry['entry']}')"
+        else:
+            said = f"{what} of client '{client}' is {value:.3g}"
+            if client in self._entries:
+                entry["entry"] = self._entries[client]
+                said += f" (its update moves '{entry['entry']}' most)"
+        self.warnings.append(entry)
+        than = f"; {usual:.3g} has been usual so far" if usual is not None else ""
+        warn(
+            f"Round {round}: {said}{than}. Training diverges: lower the learning rate, or clip gradients "
+            "(gradient_clip_val). This is told once for every client."
+        )
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the norm of `a - b`; of a large tensor, what a sample of its entries lets expect."""
+    if a.numel() > 2 * SAMPLE:
+        step, number = a.numel() // SAMPLE, a.numel()
+        a, b = a.reshape(-1)[::step], b.reshape(-1)[::step]
+        return math.sqrt(number / a.numel()) * _distance(a, b)
+    if a.dtype in HALF:  # its norm would overflow at once
+        a = a.float()
+    if b.dtype != a.dtype or b.device != a.device:
+        b = b.to(a)
+    return float(torch.dist(a, b))
+
+
+def _sortable(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

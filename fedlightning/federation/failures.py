@@ -1,0 +1,272 @@
+"""What becomes of a client that fails: tried again, left out, or the end of the run.
+
+Engines ask :class:`Attempts` before and after each try of a task. A try that failed has changed nothing (neither the
+client's record nor a random generator that anybody else draws from), so a second try that succeeds has the result of a
+run without the failure.
+
+Two failures are decided by the machine and not by the client's code: an answer that did not come in time, and a worker
+process that was killed. A run that goes on from an earlier state would not meet them again, so they are noted on disk at
+once (:class:`Decisions`), and rounds that are done again leave the same clients out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+Answer = TypeVar("Answer")
+Record = TypeVar("Record")
+OnClientError = Literal["skip", "retry", "stop"]
+
+
+class FederationError(RuntimeError):
+    """A round that cannot be finished, because of clients that failed. The state of the rounds before is intact."""
+
+
+class ClientFailedError(FederationError):
+    """A client failed, and `on_client_error="stop"`."""
+
+
+class TooFewClientsError(FederationError):
+    """Fewer clients than `min_clients` contributed to a round."""
+
+
+class ClientTimeoutError(FederationError):
+    """A client took longer than `client_timeout`, in a process that cannot end it without ending the run."""
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """The trainer's arguments about clients that fail.
+
+    Attributes:
+        on_error: `"skip"`: a client that fails is left out of the round; `"retry"`: it is tried again first; `"stop"`:
+            it ends the run.
+        retries: Number of further tries under `"retry"`.
+        min_clients: Clients that must contribute to a round: a number, or a share of those that are visited.
+        timeout: Seconds that a client may take; `None`: any time.
+    """
+
+    on_error: OnClientError = "skip"
+    retries: int = 1
+    min_clients: int | float = 1
+    timeout: float | None = None
+
+    @property
+    def tries(self) -> int:
+        """Number of times that a client's work is tried."""
+        return 1 + self.retries if self.on_error == "retry" else 1
+
+    def needed(self, visited: int) -> int:
+        """Return the number of clients that must contribute where so many are visited: never more than these.
+
+        Args:
+            visited: Number of clients that the round visits.
+
+        Example:
+            >>> FailurePolicy(min_clients=0.5).needed(5), FailurePolicy(min_clients=3).needed(2)
+            (3, 2)
+        """
+        if isinstance(self.min_clients, int):
+            return min(self.min_clients, visited)
+        return ceil(Fraction(str(self.min_clients)) * visited)  # of the decimal number: 0.7 of 10 is 7
+
+    def stop_at(self, client: str, reason: str, when: str) -> None:
+        """End the run where one failure is to end it.
+
+        Raises:
+            ClientFailedError: Naming the client.
+        """
+        if self.on_error == "stop":
+            raise ClientFailedError(
+                f"{when}: {reason.rstrip('.')}. on_client_error='stop' ends the run at the first client that fails; the "
+                "state of the rounds before is intact, and resume goes on from there."
+            )
+
+
+def in_order(failures: Iterable[Mapping[str, Any]], clients: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return failures by round and client, so that the order does not tell how fast which worker was.
+
+    Args:
+        failures: As in `server.failures`.
+        clients: All clients' ids, in order.
+    """
+    place = {client: number for number, client in enumerate(clients)}
+    return sorted(failures, key=lambda one: (one["round"], place.get(one["client"], len(place))))
+
+
+Address = tuple[int, str, str, int]
+"""Of a task: the round from 1, what is done, the client, and how often the round has done that before."""
+
+
+class Tried(Protocol):
+    """A task as :class:`Attempts` sees it; see :class:`fedlightning.federation.engine.Task`."""
+
+    @property
+    def address(self) -> tuple[int, str, str]:
+        """The round from 1, what is done (`"training"`, a stage), and the client."""
+
+    def lost(self, reason: str) -> Any:
+        """Return the answer of a task that was given up."""
+
+    def failure(self, answer: Any) -> tuple[str, str] | None:
+        """Return the client that failed and the reason, or `None` if the answer is a good one."""
+
+
+class Decisions:
+    """Clients that were left out because of the machine, as a file that is only appended to.
+
+    Args:
+        path: The file. `None`: decisions are kept in memory only.
+
+    Attributes:
+        known: Reason of every decision that holds for a round that is done again.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.known: dict[Address, str] = {}
+
+    def load(self, rounds_done: int) -> None:
+        """Read the decisions of the rounds after `rounds_done`. A line that was cut off while written is ignored."""
+        self.known.clear()
+        if self.path is None or not self.path.exists():
+            return
+        for line in self.path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if entry.get("undone"):
+                self._forget(entry["round"])
+            else:
+                address = (entry["round"], entry["where"], entry["client"], entry["number"])
+                self.known[address] = entry["reason"]
+        self.known = {address: reason for address, reason in self.known.items() if address[0] > rounds_done}
+
+    def add(self, address: Address, reason: str) -> None:
+        """Note a decision; it is on the disk when this returns."""
+        round, where, client, number = address
+        self._write({"round": round, "client": client, "where": where, "number": number, "reason": reason})
+
+    def undo(self, round: int) -> None:
+        """Forget the decisions of a round that has ended the run: resuming is to try its clients again."""
+        self._forget(round)
+        if self.path is not None and self.path.exists():
+            self._write({"round": round, "undone": True})
+
+    def _forget(self, round: int) -> None:
+        self.known = {address: reason for address, reason in self.known.items() if address[0] != round}
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        before = self.path.read_bytes() if self.path.exists() else b""
+        start = "\n" if before and not before.endswith(b"\n") else ""  # after a line that was cut off
+        with self.path.open("a") as file:
+            file.write(start + json.dumps(entry) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@dataclass
+class Attempt:
+    """The tries of one task.
+
+    Attributes:
+        owner: Knows the policy.
+        task: The task.
+        address: Its address in the run.
+        tries: Tries that failed.
+    """
+
+    owner: Attempts
+    task: Tried
+    address: Address
+    tries: int = 0
+
+    @property
+    def left_out(self) -> str | None:
+        """Reason why the task is not tried: it was left out when this round was done before the run was resumed."""
+        return self.owner.decisions.known.get(self.address)
+
+    def left_out_answer(self) -> tuple[Any, None] | None:
+        """Return the answer of a task that is left out, in the form of :meth:`settle`; `None` if it is to be tried."""
+        reason = self.left_out
+        return None if reason is None else (self.task.lost(reason), None)
+
+    def settle(self, answer: Answer, record: Record) -> tuple[Answer, Record | None] | None:
+        """Check an answer that has arrived. Return it with the record to keep, or `None` if the task is to be tried again.
+
+        Args:
+            answer: The answer.
+            record: The client's new record, or `None` if it has not changed.
+        """
+        arrived = self.owner.door(self.task, answer)
+        failed = self.task.failure(arrived)
+        if failed is not None:
+            self.tries += 1
+            policy = self.owner.policy
+            if self.tries < policy.tries:
+                client, reason = failed
+                self.owner.note(client, reason, self.address[1], f"tried again ({self.tries + 1} of {policy.tries})")
+                return None
+        return arrived, record if arrived is answer else None  # a client whose update is refused stays as it was
+
+    def decide(self, reason: str) -> None:
+        """Note that the task was given up for a reason that another run would not meet."""
+        if self.owner.policy.on_error != "stop":
+            self.owner.decisions.add(self.address, reason)
+
+
+def _open_door(task: Any, answer: Any) -> Any:
+    """Let every answer in."""
+    return answer
+
+
+def _nobody(client: str, reason: str, where: str, decision: str) -> None:
+    """Tell nobody of a failure."""
+
+
+@dataclass
+class Attempts:
+    """What an engine asks about tries.
+
+    Attributes:
+        policy: The trainer's arguments.
+        decisions: Tasks that are left out for reasons of the machine.
+        note: Is told of a failure that is tried again: client, reason, where, decision.
+        door: Checks the answer to a task on arrival: returns it, or one that says why it was refused.
+        clock: Seconds; a test brings its own.
+    """
+
+    policy: FailurePolicy = FailurePolicy()
+    decisions: Decisions = field(default_factory=Decisions)
+    note: Callable[[str, str, str, str], None] = _nobody
+    door: Callable[[Any, Any], Any] = _open_door
+    clock: Callable[[], float] = time.monotonic
+    _counts: Counter[tuple[int, str, str]] = field(default_factory=Counter)
+    _round: int = -1
+
+    def of(self, task: Tried) -> Attempt:
+        """Return the tries of a task that has just been drawn. Tasks are drawn in the same order in every engine."""
+        address = task.address
+        if address[0] != self._round:
+            self._counts.clear()
+            self._round = address[0]
+        self._counts[address] += 1
+        return Attempt(self, task, (*address, self._counts[address]))
+
+    @property
+    def too_slow(self) -> str:
+        """Reason of a task that was ended because of its time."""
+        return f"no answer within client_timeout={self.policy.timeout:g} seconds"

@@ -1,0 +1,190 @@
+"""Values that are no code but that `torch.load(weights_only=True)` does not open: their parts, and the way back."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import types
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.data import AttributeDict
+
+from fedlightning.run.names import look_up
+
+FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
+BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A kind of value.
+
+    Attributes:
+        name: Its name in files.
+        parts: Takes a value apart into plain ones; raises ValueError for one that cannot be saved.
+        whole: Puts it together again.
+    """
+
+    name: str
+    parts: Callable[[Any], Any]
+    whole: Callable[[Any], Any]
+
+
+def enum_member(path: str, value: Any) -> Enum:
+    """Return the member of an enum that is imported already."""
+    found = look_up(path)
+    if not (isinstance(found, type) and issubclass(found, Enum)):
+        raise ValueError(f"{path} is no enum")
+    return found(value)
+
+
+def named_tuple(path: str, values: list[Any]) -> Any:
+    """Return a named tuple, of a class that is imported already."""
+    module, _, name = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+        raise ValueError(f"{path} is no named tuple that is imported")
+    if len(found._fields) != len(values):
+        raise ValueError(f"{path} has {len(found._fields)} fields, not {len(values)}")
+    return tuple.__new__(found, values)
+
+
+def _bytes(value: bytes | bytearray) -> torch.Tensor:
+    return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+
+
+def _from_bytes(value: torch.Tensor) -> bytes:
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
+        raise ValueError("bytes are not stored as bytes")
+    return value.numpy().tobytes()
+
+
+def _array(value: np.ndarray) -> list[Any]:
+    if value.dtype.kind not in "biufcmMSU" or value.dtype.fields is not None:
+        raise ValueError(f"is an array of dtype {value.dtype}")
+    order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+    return [value.dtype.str, list(value.shape), order, _bytes(value.tobytes(order))]  # type: ignore[arg-type]
+
+
+def _from_array(value: list[Any]) -> np.ndarray:
+    kind, shape, order, content = value
+    dtype = np.dtype(str(kind))
+    if dtype.hasobject or dtype.kind not in "biufcmMSU":
+        raise ValueError(f"an array of dtype {dtype} has no place here")
+    return np.frombuffer(bytearray(_from_bytes(content)), dtype=dtype).reshape(tuple(shape), order=str(order))  # type: ignore[call-overload]
+
+
+def _factory(value: defaultdict[Any, Any]) -> list[Any]:
+    made = value.default_factory
+    if made is not None and FACTORIES.get(getattr(made, "__name__", "")) is not made:
+        raise ValueError(f"is a defaultdict with the factory {made!r}")
+    return [None if made is None else made.__name__, list(value.items())]
+
+
+def _zoned(value: Any) -> str:
+    if value.tzinfo is not None and not isinstance(value.tzinfo, timezone):
+        raise ValueError(f"is a time in the zone {value.tzinfo}, which is code; use a fixed offset")
+    return f"{value.fold}{value.isoformat()}"
+
+
+def _generator(value: np.random.Generator) -> dict[str, Any]:
+    name = type(value.bit_generator).__name__
+    if name not in BIT_GENERATORS:
+        raise ValueError(f"is a generator over {name}")
+    return dict(value.bit_generator.state)
+
+
+def _from_generator(state: dict[str, Any]) -> np.random.Generator:
+    if state["bit_generator"] not in BIT_GENERATORS:
+        raise ValueError(f"there is no generator {state['bit_generator']!r}")
+    made = getattr(np.random, state["bit_generator"])()
+    made.state = state
+    return np.random.Generator(made)
+
+
+def _from_random_state(state: Any) -> np.random.RandomState:
+    made = np.random.RandomState()
+    made.set_state(state)
+    return made
+
+
+def _from_random(state: Any) -> random.Random:
+    made = random.Random()
+    made.setstate(state)
+    return made
+
+
+def _from_torch_generator(parts: list[Any]) -> torch.Generator:
+    return torch.Generator(device=parts[0]).set_state(parts[1])
+
+
+def _from_deque(parts: list[Any]) -> deque[Any]:
+    return deque(parts[0], maxlen=parts[1])
+
+
+def _from_factory(parts: list[Any]) -> defaultdict[Any, Any]:
+    return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], parts[1])
+
+
+def _named(kinds: tuple[Any, ...]) -> dict[str, Any]:
+    return {str(kind): kind for kind in kinds}
+
+
+FORMATS = _named((torch.contiguous_format, torch.channels_last, torch.channels_last_3d, torch.preserve_format))
+LAYOUTS = _named((torch.strided, torch.sparse_coo, torch.sparse_csr))
+
+_LEAVES: dict[type, Leaf] = {
+    bytes: Leaf("bytes", _bytes, _from_bytes),
+    bytearray: Leaf("bytearray", _bytes, lambda value: bytearray(_from_bytes(value))),
+    int: Leaf("int", hex, lambda text: int(text, 16)),  # a long one
+    dict: Leaf("dict", lambda value: list(value.items()), dict),  # with keys that are no texts or numbers
+    OrderedDict: Leaf("OrderedDict", lambda value: list(value.items()), OrderedDict),
+    set: Leaf("set", list, set),
+    frozenset: Leaf("frozenset", list, frozenset),
+    deque: Leaf("deque", lambda value: [list(value), value.maxlen], _from_deque),
+    defaultdict: Leaf("defaultdict", _factory, _from_factory),
+    Counter: Leaf("Counter", lambda value: list(value.items()), lambda pairs: Counter(dict(pairs))),
+    types.MappingProxyType: Leaf("mappingproxy", dict, types.MappingProxyType),
+    AttributeDict: Leaf("AttributeDict", dict, AttributeDict),
+    types.SimpleNamespace: Leaf("SimpleNamespace", vars, lambda value: types.SimpleNamespace(**value)),
+    argparse.Namespace: Leaf("Namespace", vars, lambda value: argparse.Namespace(**value)),
+    range: Leaf("range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
+    slice: Leaf("slice", lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
+    type(...): Leaf("ellipsis", lambda value: None, lambda value: ...),
+    Decimal: Leaf("Decimal", str, Decimal),
+    Fraction: Leaf("Fraction", lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*parts)),
+    uuid.UUID: Leaf("UUID", str, uuid.UUID),
+    datetime: Leaf("datetime", _zoned, lambda text: datetime.fromisoformat(text[1:]).replace(fold=int(text[0]))),
+    date: Leaf("date", date.isoformat, date.fromisoformat),
+    time: Leaf("time", _zoned, lambda text: time.fromisoformat(text[1:]).replace(fold=int(text[0]))),
+    timedelta: Leaf(
+        "timedelta", lambda value: [value.days, value.seconds, value.microseconds], lambda parts: timedelta(*parts)
+    ),
+    type(Path()): Leaf("path", str, Path),
+    type(PurePath()): Leaf("purepath", str, PurePath),
+    np.ndarray: Leaf("array", _array, _from_array),
+    np.random.Generator: Leaf("numpy.Generator", _generator, _from_generator),
+    np.random.RandomState: Leaf("numpy.RandomState", lambda value: value.get_state(legacy=False), _from_random_state),
+    random.Random: Leaf("Random", random.Random.getstate, _from_random),
+    torch.Generator: Leaf("Generator", lambda value: [value.device, value.get_state()], _from_torch_generator),
+    torch.memory_format: Leaf("memory_format", str, FORMATS.__getitem__),
+    torch.layout: Leaf("layout", str, LAYOUTS.__getitem__),
+}
+BY_TYPE: dict[type, Leaf] = {kind: leaf for kind, leaf in _LEAVES.items() if kind not in (dict, OrderedDict)}
+"""Kinds by the exact type of a value."""
+BY_NAME: dict[str, Leaf] = {leaf.name: leaf for leaf in _LEAVES.values()}
+"""Kinds by their name in files."""

@@ -1,0 +1,82 @@
+"""What a manifest of a saved state may hold."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+MANIFEST_FIELDS = {"version", "rounds_done", "server", "clients", "extra"}
+"""Entries of every manifest."""
+_HISTORY = {"round", "bytes_up", "bytes_down", "steps", "seconds"}
+
+
+def fault_of_manifest(manifest: Any) -> str | None:
+    """Return what is wrong with the content of a manifest, to follow "is no manifest", or `None`.
+
+    Files are named as they lie in the folder of the state: a path that leads elsewhere is refused.
+
+    Example:
+        >>> fault_of_manifest({"version": 3, "rounds_done": 1, "server": "../x.pt", "clients": {}, "extra": {}})
+        ": it names the file '../x.pt', which is not in its folder"
+    """
+    if not isinstance(manifest, dict) or not manifest.keys() >= MANIFEST_FIELDS:
+        return ""
+    for name in ("version", "rounds_done"):
+        if not _is_count(manifest[name]):
+            return f": its {name} is {manifest[name]!r:.80}"
+    for name in ("clients", "extra", "sha256", "packs"):
+        if not isinstance(manifest.get(name, {}), dict):
+            return f": its {name} are no named values"
+    for name in (manifest["server"], *manifest["clients"].values(), *manifest.get("packs", {})):
+        if not is_file_name(name):
+            return f": it names the file {name!r:.80}, which is not in its folder"
+    if not all(isinstance(value, str) for value in manifest.get("sha256", {}).values()):
+        return ": a checksum is no text"
+    if not all(_is_count(value) for value in manifest.get("packs", {}).values()):
+        return ": a number of records is no count"
+    return _fault_of_extra(manifest["extra"])
+
+
+def is_file_name(name: Any) -> bool:
+    """Return True for the name of a file in a folder, on any system: no path.
+
+    Example:
+        >>> [is_file_name(name) for name in ("server-000001.pt", "a/b", "..", "C:x", "/etc/passwd")]
+        [True, False, False, False, False]
+    """
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and "\0" not in name
+        and PurePosixPath(name).name == name
+        and PureWindowsPath(name).name == name
+    )
+
+
+def _fault_of_extra(extra: dict[str, Any]) -> str | None:
+    for name in ("metrics", "metrics_of_rounds"):
+        mark = extra.get(name)
+        if mark is not None and not (
+            isinstance(mark, dict) and _is_count(mark.get("bytes")) and isinstance(mark.get("sha256"), str)
+        ):
+            return f": its mark of {name} is none"
+    for name, kind in (("lasting", dict), ("history", list), ("failures", list), ("changes", list)):
+        if not isinstance(extra.get(name, kind()), kind):
+            return f": its {name} is a {type(extra[name]).__name__}"
+    if not _is_number(extra.get("seconds", 0.0)) or not isinstance(extra.get("final", False), bool):
+        return ": its seconds or its end are none"
+    rounds = extra.get("history", [])
+    if not all(isinstance(entry, dict) and all(_is_number(entry.get(name)) for name in _HISTORY) for entry in rounds):
+        return ": its history is not one of rounds"
+    failures = extra.get("failures", [])
+    if not all(isinstance(entry, dict) for entry in failures):
+        return ": its failures are none"
+    return None if all(isinstance(text, str) for text in extra.get("changes", [])) else ": its changes are no texts"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,136 @@
+"""Modules as plain trees: their classes by name and their attributes, so that a wrapped module can be saved without pickle.
+
+What pickle does with a module is this: name its class, make an instance without calling `__init__`, and set its attributes.
+Here the names are data. Which of them are looked up is :mod:`fedlightning.run.names`' to say, and nothing is called but
+`__new__` and `__setstate__` of these classes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, cast
+
+from torch import nn
+
+from fedlightning.run.names import Trust, look_up, path_of
+from fedlightning.run.plain import TAG, Decoder, Encoder, NotPlainError, encode
+from fedlightning.wrappers.mixing import mixins_of, remade, user_class
+
+
+def to_tree(module: nn.Module, owner: str) -> Any:
+    """Return a module as a plain tree.
+
+    Args:
+        module: The module.
+        owner: Its name for the message.
+
+    Raises:
+        NotPlainError: If it holds what cannot be written down: a lambda, a local class, an open file.
+
+    Example:
+        >>> from torch import nn
+        >>> net = from_tree(to_tree(nn.Sequential(nn.Linear(2, 1), nn.ReLU()), "net"))
+        >>> [type(layer).__name__ for layer in net]
+        ['Linear', 'ReLU']
+    """
+    tree = encode(module, owner, _ObjectEncoder)
+    from_tree(tree, trust=True)  # fails now rather than when it is needed
+    return tree
+
+
+def from_tree(tree: Any, trust: Trust = False) -> Any:
+    """Return the module that :func:`to_tree` was given.
+
+    Args:
+        tree: The tree.
+        trust: What else the tree may name; see :func:`fedlightning.run.names.look_up`.
+
+    Raises:
+        UntrustedError: If it names what is not trusted.
+        NotPlainError: If it is no such tree.
+    """
+    return _ObjectDecoder(trust).value_of(tree)
+
+
+class _ObjectEncoder(Encoder):
+    def other(self, value: Any) -> Any:
+        """Write classes and functions by name, and objects as a class and attributes."""
+        if isinstance(value, type | FunctionType | BuiltinFunctionType) and not _is_bound(value):
+            return {TAG: "name", "value": self._parts(path_of, value)}
+        tree: dict[str, Any] = {}
+        self._done[id(value)] = (value, tree)  # what it holds may hold it
+        if type(value) is functools.partial:
+            parts = [value.func, list(value.args), dict(value.keywords)]
+            tree |= {TAG: "partial", "value": self._at("", parts)}
+        else:
+            tree |= self._object(value)
+        return tree
+
+    def _object(self, value: Any) -> dict[str, Any]:
+        try:
+            user = user_class(value)
+            maker, arguments, *rest = cast(Any, user).__reduce_ex__(value, 2)
+        except (TypeError, AttributeError, ValueError):
+            return super().other(value)
+        state, items, pairs = (*rest, None, None, None)[:3]
+        plain_maker = maker is copyreg.__newobj__ and (len(arguments) == 1 or isinstance(value, nn.Module))  # type: ignore[attr-defined]
+        if not plain_maker or items is not None or pairs is not None:  # torchmetrics has arguments that mean nothing
+            return super().other(value)
+        return {
+            TAG: "object",
+            "class": self._parts(path_of, user),
+            "mixins": [self._parts(path_of, mixin) for mixin in mixins_of(value)],
+            "value": None,
+            "state": self._at("", _Attributes(state)) if isinstance(state, dict) else self.tree(state),
+        }
+
+    def _new(self, value: Any, kind: type) -> Any:
+        if kind is _Attributes:
+            return {name: self._at(f".{name}", entry) for name, entry in value.items()}
+        return super()._new(value, kind)
+
+
+class _Attributes(dict[str, Any]):
+    """The attributes of an object, whose places read as such."""
+
+
+class _ObjectDecoder(Decoder):
+    def __init__(self, trust: Trust) -> None:
+        super().__init__()
+        self.trust = trust
+
+    def tagged(self, kind: str, tree: dict[str, Any]) -> Any:
+        """Make objects, and look up what is named."""
+        if kind == "name":
+            return look_up(tree["value"], self.trust)
+        if kind == "object":
+            return self._object(tree)
+        if kind == "partial":
+            function, arguments, keywords = self.value(tree["value"])
+            return functools.partial(function, *arguments, **keywords)
+        return super().tagged(kind, tree)
+
+    def _object(self, tree: dict[str, Any]) -> Any:
+        cls = look_up(tree["class"], self.trust)
+        mixins = [look_up(path, self.trust) for path in tree["mixins"]]
+        if not isinstance(cls, type) or not all(isinstance(mixin, type) for mixin in mixins):
+            raise NotPlainError(f"{tree['class']} is no class")
+        made = self.opened(tree, remade(cls, mixins))
+        state = self.value(tree["state"])
+        if hasattr(made, "__setstate__"):
+            made.__setstate__(state)
+        else:
+            attributes, slots = state if isinstance(state, tuple) else (state, None)
+            vars(made).update(attributes or {})
+            for name, value in (slots or {}).items():
+                object.__setattr__(made, name, value)
+        return made
+
+
+def _is_bound(value: Any) -> bool:
+    owner = getattr(value, "__self__", None)
+    return (
+        isinstance(value, BuiltinFunctionType) and owner is not None and type(owner).__name__ not in ("module", "type")
+    )

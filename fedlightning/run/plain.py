@@ -1,0 +1,282 @@
+"""Plain trees: what files hold, so that reading one cannot run code.
+
+`torch.load(weights_only=True)` opens tensors, numbers, texts and containers of them, and nothing that names code.
+:func:`encode` turns other harmless values (arrays, paths, dates, random generators ...) into trees of these before they are
+saved, refuses the rest by name, and :func:`decode` gives back what was put in, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedlightning.run.leaves import BY_NAME, BY_TYPE, enum_member, named_tuple
+from fedlightning.run.names import UntrustedError, path_of
+
+TAG = "fedlightning:kind"
+"""Key of a dict that stands for something else than a dict."""
+NATIVE = (type(None), bool, float, str, complex, torch.dtype, torch.device, torch.Size)
+"""Types that `torch.load(weights_only=True)` gives back as they are; so it does with ints, and containers of these."""
+LONGEST = 2000
+"""Bits of an int that its reader takes."""
+
+
+class NotPlainError(ValueError):
+    """A value that no file may hold, since reading it back would need code that the file names."""
+
+
+class _Refusal(Exception):
+    """A refused value, with its place filled in on the way up."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.place: list[str] = []
+
+
+def encode(value: Any, owner: str, encoder: type[Encoder] | None = None) -> Any:
+    """Return `value` as a tree that `torch.load(weights_only=True)` opens.
+
+    Args:
+        value: Tensors, numbers, texts, None, arrays, paths, dates, enums, generators, and containers of them.
+        owner: Whose value it is, for the message.
+        encoder: How objects are written; default: they are refused.
+
+    Raises:
+        NotPlainError: Naming the owner, the entry and the way out.
+
+    Example:
+        >>> import numpy as np
+        >>> tree = encode({"best": np.float32(0.5), "scores": [1, 2.5]}, "the server")
+        >>> decode(tree)
+        {'best': np.float32(0.5), 'scores': [1, 2.5]}
+        >>> encode({"Mine": {"score": print}}, "client 'a'")
+        Traceback (most recent call last):
+        fedlightning.run.plain.NotPlainError: What client 'a' keeps under ['Mine']['score'] is a builtin_function...
+    """
+    try:
+        return (encoder or Encoder)().tree(value)
+    except _Refusal as refusal:
+        place = "".join(reversed(refusal.place))
+        reason = str(refusal)
+    except RecursionError:
+        place, reason = "", "is nested too deeply"
+    raise NotPlainError(
+        f"What {owner} keeps{f' under {place}' if place else ''} {reason}, which cannot be saved: a file that is read later "
+        "must not be able to run code. Keep tensors, arrays, numbers, texts, None, and lists, tuples, sets and dicts of "
+        "them; of an object keep its fields, of a function its name."
+    )
+
+
+def decode(tree: Any) -> Any:
+    """Return what :func:`encode` was given.
+
+    Raises:
+        NotPlainError: If `tree` is not what `encode` returns.
+    """
+    return Decoder().value_of(tree)
+
+
+def native(value: Any) -> Any:
+    """Return `value` as `torch.load(weights_only=True)` and everybody else opens it, without tags of ours.
+
+    Numbers of numpy become Python's, paths texts, and other mappings dicts: for files that Lightning reads too.
+
+    Raises:
+        NotPlainError: If that is not possible.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import numpy as np
+        >>> native({"lr": np.float64(0.5), "root": Path("data")})
+        {'lr': 0.5, 'root': 'data'}
+    """
+    return encode(value, "a checkpoint", _NativeEncoder)
+
+
+class Encoder:
+    """Turns one value into a plain tree. What occurs twice in the value is one thing in the tree."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[Any, Any]] = {}  # the value is kept, so that its id stays taken
+
+    def tree(self, value: Any) -> Any:
+        """Return the tree of a value."""
+        kind = type(value)
+        if kind in NATIVE or (kind is int and value.bit_length() < LONGEST):
+            return value
+        if kind in (Tensor, nn.Parameter):
+            return self._tensor(value)
+        known = self._done.get(id(value))
+        if known is None:
+            known = self._done[id(value)] = (value, self._new(value, kind))
+        return known[1]
+
+    def _new(self, value: Any, kind: type) -> Any:
+        if kind in (dict, OrderedDict):
+            return self._dict(value)
+        if kind is list:
+            made: list[Any] = []
+            self._done[id(value)] = (value, made)  # it may hold itself
+            made.extend(self._at(f"[{index}]", entry) for index, entry in enumerate(value))
+            return made
+        if kind is tuple:
+            return tuple(self._at(f"[{index}]", entry) for index, entry in enumerate(value))
+        leaf = BY_TYPE.get(kind)
+        if leaf is not None:
+            return {TAG: leaf.name, "value": self.tree(self._parts(leaf.parts, value))}
+        if isinstance(value, np.generic):
+            return {TAG: "scalar", "value": self.tree(self._parts(BY_NAME["array"].parts, np.asarray(value)))}
+        if isinstance(value, Enum):
+            return {TAG: "enum", "value": [self._parts(path_of, kind), self._at(".value", value.value)]}
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return {TAG: "namedtuple", "value": [self._parts(path_of, kind), self.tree(list(value))]}
+        return self.other(value)
+
+    def other(self, value: Any) -> Any:
+        """Return the tree of a value that is neither plain nor a container."""
+        raise _Refusal(f"is a {_kind_of(value)}")
+
+    def _parts(self, parts: Callable[[Any], Any], value: Any) -> Any:
+        try:
+            return parts(value)
+        except ValueError as error:
+            raise _Refusal(str(error)) from None
+
+    def _dict(self, value: dict[Any, Any]) -> Any:
+        plain_keys = all(_is_key(key) for key in value) and TAG not in value
+        made: Any
+        if plain_keys:
+            made = type(value)()
+            self._done[id(value)] = (value, made)
+            for key, entry in value.items():
+                made[key] = self._at(f"[{key!r}]", entry)
+        else:
+            pairs = [
+                (self._at(f"{{the key {key!r}}}", key), self._at(f"[{key!r}]", entry)) for key, entry in value.items()
+            ]
+            made = {TAG: type(value).__name__, "value": pairs}
+        if type(value) is not dict and vars(value) and plain_keys:  # the metadata of a state_dict
+            vars(made).update(self._at(".__dict__", vars(value)))
+        return made
+
+    def _at(self, place: str, value: Any) -> Any:
+        try:
+            return self.tree(value)
+        except _Refusal as refusal:
+            refusal.place.append(place)
+            raise
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        for name, attribute in vars(value).items():  # torch saves them too
+            if type(attribute) not in NATIVE and type(attribute) is not int:
+                raise _Refusal(f"is a tensor with an attribute '{name}', a {_kind_of(attribute)}")
+        return value
+
+
+class _NativeEncoder(Encoder):
+    def _new(self, value: Any, kind: type) -> Any:
+        if isinstance(value, np.generic):
+            return self.tree(value.item())
+        if isinstance(value, PurePath):
+            return str(value)
+        if isinstance(value, Mapping) and kind is not OrderedDict:
+            value, kind = dict(value), dict
+        if kind in (set, bytes, bytearray) and value:
+            return value if kind is not set else {self.tree(entry) for entry in value}
+        tree = super()._new(value, kind)
+        if isinstance(tree, dict) and TAG in tree:
+            raise _Refusal(f"is a {_kind_of(value)}")
+        return tree
+
+
+class Decoder:
+    """Gives back what an :class:`Encoder` was given."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, Any] = {}
+
+    def value_of(self, tree: Any) -> Any:
+        """Return the value of a whole tree.
+
+        Raises:
+            NotPlainError: If it is no such tree.
+        """
+        try:
+            return self.value(tree)
+        except (NotPlainError, UntrustedError):
+            raise
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, ArithmeticError) as error:
+            raise NotPlainError(f"it holds an entry that cannot be read ({error})") from None
+        except (RecursionError, RuntimeError) as error:
+            raise NotPlainError(f"it holds an entry that cannot be read ({str(error).splitlines()[0]})") from None
+
+    def value(self, tree: Any) -> Any:
+        """Return the value of a tree or of a part of it."""
+        if type(tree) not in (dict, list, tuple, OrderedDict):
+            return tree
+        if id(tree) not in self._done:
+            made = self._new(tree)
+            self._done[id(tree)] = made
+        found = self._done[id(tree)]
+        if found is _OPEN:
+            raise NotPlainError("it holds an entry that is a part of itself")
+        return found
+
+    def _new(self, tree: Any) -> Any:
+        if type(tree) is list:
+            made: Any = []
+            self._done[id(tree)] = made
+            made.extend(self.value(entry) for entry in tree)
+            return made
+        self._done[id(tree)] = _OPEN
+        if type(tree) is tuple:
+            return tuple(self.value(entry) for entry in tree)
+        if TAG in tree:
+            return self.tagged(tree[TAG], tree)
+        made = type(tree)()
+        self._done[id(tree)] = made
+        made.update((self.value(key), self.value(entry)) for key, entry in tree.items())
+        if type(tree) is not dict:
+            vars(made).update(self.value(dict(vars(tree))))
+        return made
+
+    def tagged(self, kind: str, tree: dict[str, Any]) -> Any:
+        """Return what a dict with a tag stands for."""
+        value = self.value(tree["value"])
+        if kind == "enum":
+            return enum_member(*value)
+        if kind == "namedtuple":
+            return named_tuple(*value)
+        if kind == "scalar":
+            return BY_NAME["array"].whole(value)[()]
+        if kind not in BY_NAME:
+            raise NotPlainError(f"it holds an entry of the unknown kind {kind!r}")
+        return BY_NAME[kind].whole(value)
+
+    def opened(self, tree: Any, made: Any) -> Any:
+        """Note what a tree stands for before its parts are known, which may hold it."""
+        self._done[id(tree)] = made
+        return made
+
+
+_OPEN = object()
+
+
+def _is_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return all(_is_key(part) for part in key)
+    return type(key) in (str, bool, float, type(None)) or (type(key) is int and key.bit_length() < LONGEST)
+
+
+def _kind_of(value: Any) -> str:
+    kind = type(value)
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
