@@ -9,12 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    ProgressBar,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.blueprint.copier import check_copies
+from fedlightning.blueprint.module_check import check_module
 from fedlightning.blueprint.trainer_arguments import FORWARDED, check_forwarded
+from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
@@ -106,6 +115,7 @@ def check(given: Mapping[str, Any]) -> None:
         if unknown:
             raise ConfigurationError(f"{name} holds {unknown[0]!r}. Known: {list(known)}.")
     check_forwarded(given)
+    adapt(given["callbacks"], given["logger"])
     items = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
     if isinstance(items, str | Mapping | type) or not isinstance(items, Iterable):
         raise ConfigurationError(
@@ -119,6 +129,76 @@ def check(given: Mapping[str, Any]) -> None:
             )
         if isinstance(item, FederatedCallback):
             _check_numbers(item)
+        if isinstance(item, BatchSizeFinder):
+            raise ConfigurationError(
+                f"{type(item).__name__} would search a batch size in every visit of every client. Set batch_size in the data."
+            )
+    check_logs(given, items)
+
+
+def check_keeping(callbacks: Iterable[Callback], optimizer_state: str) -> None:
+    """Refuse averages of weights that would go on from visit to visit: they bring a client's old weights back.
+
+    Raises:
+        ConfigurationError: Naming the callback.
+    """
+    for item in callbacks:
+        if optimizer_state == "keep" and isinstance(item, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigurationError(
+                f"{type(item).__name__} averages the weights of one fit, but optimizer_state='keep' makes one fit of all "
+                "visits, between which the server's model replaces the weights. Use optimizer_state='reset', or leave it out."
+            )
+
+
+def ordinary_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the Lightning callbacks that run inside clients: all but progress bars, of which a visit has none."""
+    kept: list[Callback] = []
+    for item in callbacks:
+        if isinstance(item, ProgressBar):
+            warn(f"{type(item).__name__} is left out: one display shows rounds and clients (enable_progress_bar).")
+        elif not isinstance(item, FederatedCallback):
+            kept.append(item)
+    return kept
+
+
+def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+    """Refuse logs of clients that have nowhere to go; warn of callbacks that only log, without logs.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    asked = given["log_clients"]
+    if not isinstance(asked, bool | list | tuple):
+        raise ConfigurationError(f"log_clients={asked!r} must be true, false or a list of clients.")
+    if asked and not given["logger"]:
+        raise ConfigurationError(
+            f"log_clients={asked!r}, but logger={given['logger']!r}: there is no logger to write to. Use logger=True."
+        )
+    if asked and given["engine"] == "vectorized":
+        raise ConfigurationError(
+            f"log_clients={asked!r}, but engine='vectorized' trains clients as one stack, whose steps are not logged. Use "
+            "engine='sequential' or 'processes'."
+        )
+    loud = [type(item).__name__ for item in callbacks if isinstance(item, LearningRateMonitor | DeviceStatsMonitor)]
+    if loud and not asked:
+        warn(f"{loud[0]} logs inside clients, and their logs are off. log_clients=True writes them to the loggers.")
+
+
+def logged_clients(asked: bool | Iterable[str | int], data: FederatedDataModule) -> bool | list[str]:
+    """Return `log_clients` with the clients by name.
+
+    Raises:
+        ConfigurationError: If there is no such client.
+    """
+    if isinstance(asked, bool):
+        return asked
+    names = [str(client) for client in asked]
+    unknown = [name for name in names if name not in data.client_ids]
+    if unknown:
+        raise ConfigurationError(
+            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
+        )
+    return names
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
@@ -289,13 +369,14 @@ def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, 
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is not a LightningModule instance.
+    """Refuse what is not a LightningModule instance. One of `pytorch_lightning` is made one of `lightning.pytorch`.
 
     Raises:
         ConfigurationError: With a sentence.
     """
+    adapt(model)
     if isinstance(model, LightningModule):
-        check_copies(model)
+        check_module(model)
         return
     if isinstance(model, type) and issubclass(model, LightningModule):
         raise ConfigurationError(f"fit() got the class {model.__name__}, not an instance. Pass {model.__name__}(...).")
@@ -315,6 +396,7 @@ def federated_data(
     Raises:
         ConfigurationError: If there is none, or one that does not know clients.
     """
+    adapt(datamodule, getattr(datamodule, "datamodule", None))
     if datamodule is not None and train is not None:
         raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
     if datamodule is not None and (val is not None or test is not None):

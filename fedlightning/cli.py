@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from fedlightning.commands import COMMANDS
+from fedlightning.compat.pytorch_lightning import use_lightning_if_possible
 
 HELP = f"""usage: fedlightning COMMAND [OPTIONS]
 
@@ -60,6 +61,7 @@ def main(args: Sequence[str] | None = None) -> int:
     command, rest = words[0], words[1:]
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # classes in the current folder; last, so that nothing installed is shadowed
+    use_lightning_if_possible()
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # they are about Lightning's own calls
     with _short_warnings():
         try:

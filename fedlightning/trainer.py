@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import Strategy
 
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.blueprint.trainer_arguments import check_devices
 from fedlightning.blueprint.warm_start import warm_started
@@ -108,6 +109,9 @@ class FederatedTrainer:
         test_data: Data that `test` and `validate` score on (default local and pooled); "clients" adds every client's model
             on every other client's data, the cross-client matrix. Empty: no test, not even of stage L2.
         logger: Lightning loggers; True: CSV files in the run's folder. Round means go to them.
+        log_clients: What modules and callbacks log inside clients (`self.log`, `self.logger`, `LearningRateMonitor`) goes to
+            the loggers as `client/<id>/<name>`, at steps counted over the client's visits: `True` for every client, or
+            a list of clients. Such clients train with Lightning's Trainer, not the fast loop. Default: none.
         name: Name of the experiment: the run lies in default_root_dir/NAME/version_N.
         version: Fixed folder name instead of version_N.
         default_root_dir: Folder of all runs.
@@ -190,6 +194,7 @@ class FederatedTrainer:
         evaluate_data: list[Literal["local", "pooled"]] | None = None,
         test_data: list[Literal["local", "pooled", "clients"]] | None = None,
         logger: Logger | Iterable[Logger] | bool | None = True,
+        log_clients: bool | list[str | int] = False,
         name: str = "federation",
         version: str | None = None,
         default_root_dir: str | Path = "runs",
@@ -234,7 +239,7 @@ class FederatedTrainer:
         self.arguments = given
         everything = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         self.callbacks = CallbackList([item for item in everything if isinstance(item, FederatedCallback)])
-        self.ordinary_callbacks = [item for item in everything if not isinstance(item, FederatedCallback)]
+        self.ordinary_callbacks = arguments.ordinary_callbacks(everything)
         self.fast_dev_run = bool(fast_dev_run)
         self.max_rounds = 1 if fast_dev_run else max_rounds
         self.stages = tuple(stages if stages is not None else ("G", "L1", "L2"))
@@ -466,11 +471,12 @@ class FederatedTrainer:
             lr_decay=a["lr_decay"],
             trainer_arguments=arguments.local_trainer(a, run),
             callbacks=self.ordinary_callbacks,
-            logger=False,
+            log_clients=arguments.logged_clients(a["log_clients"], data),
             local_loop=a["local_loop"],
         )
         check_devices(settings.trainer_arguments)
         model = warm_started(model, a["init_from"])
+        arguments.check_keeping(self.ordinary_callbacks, settings.optimizer_state)
         blueprint = Blueprint(model, self.callbacks, settings)
         runner = LocalRunner(blueprint, data)
         memory = a["client_memory_gb"]
@@ -547,7 +553,7 @@ class FederatedTrainer:
                 accelerator=self.arguments["accelerator"],
                 devices=1,
                 precision=self.arguments["precision"],
-                logger=False,
+                logger=ClientLogger(),
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,

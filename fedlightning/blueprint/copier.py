@@ -21,9 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-
-from fedlightning.errors import ConfigurationError
 
 ATOMIC = (
     type, FunctionType, BuiltinFunctionType, CodeType, MethodDescriptorType, WrapperDescriptorType, property,
@@ -163,26 +160,3 @@ def _sharing(tensors: dict[int, torch.Tensor]) -> set[int]:
     for place, tensor in tensors.items():
         owners.setdefault(tensor.untyped_storage().data_ptr(), []).append(place)
     return {place for group in owners.values() if len(group) > 1 for place in group}
-
-
-def check_copies(model: nn.Module) -> None:
-    """Refuse a module of which no client can have a copy.
-
-    Raises:
-        ConfigurationError: Naming the tensor.
-    """
-    kind = type(model).__name__
-    for name, entry in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(entry, UninitializedParameter | UninitializedBuffer):
-            raise ConfigurationError(
-                f"{kind} has layers without a size ('{name}'), which are made by their first batch. Clients and server need "
-                "the same layers from the start: give the sizes, or pass a batch through the module before fit()."
-            )
-    for path, child in model.named_modules():
-        for name, value in vars(child).items():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                place = f"{kind}.{path}.{name}" if path else f"{kind}.{name}"
-                raise ConfigurationError(
-                    f"{place} is a tensor with a graph behind it, which cannot be copied for each client. Keep "
-                    f"{name}.detach(), or do not keep it on the module."
-                )

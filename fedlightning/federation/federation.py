@@ -235,6 +235,7 @@ class Federation:
                 rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
         server.scores = _by_client(rows)
         self.recorder.record(rows)
+        self.recorder.log_clients(updates)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
         self.tick()
@@ -294,6 +295,7 @@ class Federation:
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
+            self.recorder.log_clients([update])
             if update.error is not None:
                 server.note_failure(update.client, update.error, when="After the last round")
         if self.recorder.run is not None and self.recorder.writes:

@@ -109,6 +109,7 @@ def _train(runner: LocalRunner, module: LightningModule, loader: DataLoader[Any]
                 runner.settings,
                 loader,
                 lambda *args: None,
+                runner.surroundings(visitor, phase),
                 phase=phase,
                 work=runner.settings.work,
                 fast_trainer=runner.loop.fast_trainer(visitor.module, loader),
