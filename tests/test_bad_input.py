@@ -64,7 +64,9 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), ARGUMENTS, ids=[str(next(iter(a.items()))) for a, _ in ARGUMENTS])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), ARGUMENTS, ids=[f"{number}-{next(iter(a))}" for number, (a, _) in enumerate(ARGUMENTS)]
+)
 def test_arguments(arguments, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
         FederatedTrainer(**arguments)
