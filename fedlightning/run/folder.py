@@ -50,21 +50,22 @@ class RunFolder:
         """Refuse to start a new run in a folder that holds one.
 
         Args:
-            discard_unsaved: Remove what a run left that was killed before it had saved a state.
+            discard_unsaved: Remove what a run left that was killed before it had saved a state. One that came to its end
+                without states (`save_state: 0`) has a summary, and is not touched.
 
         Raises:
             ValueError: Naming the folder.
         """
         if not is_writer():
             return
-        if discard_unsaved and not has_state(self.path):
+        if discard_unsaved and not has_state(self.path) and not (self.path / "summary.json").exists():
             with writing(self.path):
-                for path in (self.path / "metrics.csv", self.path / "summary.json", *self.path.glob("logs*")):
+                for path in (self.path / "metrics.csv", *self.path.glob("logs*")):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if (self.path / "metrics.csv").exists():
+            way_out = f", or resume it with resume='{self.path}'" if has_state(self.path) else ""
             raise ValueError(
-                f"There is a run in {self.path} already. Choose another version, leave version out, or resume it with "
-                f"resume='{self.path}'."
+                f"There is a run in {self.path} already. Choose another version, or leave version out{way_out}."
             )
 
     @cached_property

@@ -148,6 +148,12 @@ def test_auto_starts_anew_what_was_killed_before_its_first_state(tmp_path):
     killed.fit(Net(), datamodule=toy_data())  # leaves scores and no state
     with pytest.raises(ValueError, match="There is a run in"):
         make_trainer(tmp_path, [FedProx()], name="run", version="fixed").fit(Net(), datamodule=toy_data())
+    scores = killed.run.path / "metrics.csv"
+    before = scores.read_text()
+    with pytest.raises(ValueError, match="There is a run in"):  # it came to its end: its scores are not thrown away
+        make_trainer(tmp_path, [FedProx()], name="run", version="fixed").fit(Net(), toy_data(), resume="auto")
+    assert scores.read_text() == before
+    (killed.run.path / "summary.json").unlink()  # as if it had been killed
     again = make_trainer(tmp_path, [FedProx()], max_rounds=2, name="run", version="fixed")
     again.fit(Net(), datamodule=toy_data(), resume="auto")
     assert [row.round for row in again.rows] == sorted(row.round for row in again.rows)
