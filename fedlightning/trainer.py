@@ -27,6 +27,7 @@ from fedlightning.federation.federation import Federation
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module
 from fedlightning.federation.store import ClientStore
+from fedlightning.federation.terms import optimizer_state_of
 from fedlightning.hooks import POOLED, CallbackList, FederatedCallback
 from fedlightning.run.files import is_writer
 from fedlightning.run.fingerprint import fingerprint
@@ -400,14 +401,12 @@ class FederatedTrainer:
             data.setup("fit" if go_on else "test")
         arguments.check_clients(data)
         arguments.check_folder(Path.cwd() if run is None else run.path)
-        wishes = (getattr(callback, "optimizer_state", None) for callback in self.callbacks)
-        wish: Literal["reset", "keep"] = next((wish for wish in wishes if wish is not None), "reset")
         settings = LocalSettings(
             seed=a["seed"],
             max_rounds=self.max_rounds,
             local_epochs=None if a["local_steps"] is not None else (a["local_epochs"] or 1),
             local_steps=a["local_steps"],
-            optimizer_state=a["optimizer_state"] or wish,
+            optimizer_state=optimizer_state_of(self.callbacks.callbacks, a["optimizer_state"]),
             lr_decay=a["lr_decay"],
             trainer_arguments=arguments.local_trainer(a, run),
             callbacks=self.ordinary_callbacks,

@@ -30,6 +30,7 @@ from fedlightning.experiments.execute import Task
 from fedlightning.experiments.first_result import FirstResult, check_metric
 from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.experiments.study_file import StudyFile, only_one
+from fedlightning.study.terms import optimizer_states
 
 DESCRIPTION = """\
 Train several configurations over several seeds, add baselines, and write a report.
@@ -67,6 +68,12 @@ def parser() -> Parser:
         help="algorithms to add, with the data, model and budget of the first CONFIG; auto (default): Local, Central, "
         "FedAvg and LocalAdaptation, unless they are given already",
     )
+    made.add_argument(
+        "--optimizer-state",
+        choices=["keep", "reset"],
+        help="optimizers' state (momentum, moments, schedules) of all methods alike: kept from visit to visit, or reset in "
+        "every visit; default: as each method wishes (Local and Central keep it)",
+    )
     made.add_passed_on()
     made.add_runs("5")
     report = made.add_argument_group("report")
@@ -95,6 +102,8 @@ def compare(words: Sequence[str], main: Main) -> int:
     seeds, jobs = parse_seeds(options.seeds), check_jobs(options.jobs)
     names = [name.strip() for name in options.baselines.split(",") if name.strip()]
     names = {"auto": list(AUTO), "none": []}.get(options.baselines, names)
+    if options.optimizer_state:
+        passed = [*passed, f"--trainer.optimizer_state={options.optimizer_state}"]
     request = Request(options.configs, CLI, options.config, options.override, passed, options.vary, names)
     screen = console()
     plan: Plan = call(make_plan, request)
@@ -176,6 +185,8 @@ def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, task
         screen.print(f"{text}.", highlight=False)
     keys = list(dict.fromkeys(key for keys in plan.vary.values() for key in keys))
     screen.print(f"The seed sets {' and '.join(keys)}.", highlight=False)
+    for text in optimizer_states({method.name: method.optimizer_state for method in plan.methods}):
+        screen.print(f"  ! {text}", markup=False, highlight=False)
     short = [name for name, found in plan.vary.items() if found == keys[:1]]
     if short:
         screen.print(

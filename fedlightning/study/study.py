@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from fedlightning.study import clients, costs, curves, differences, incentives, overview, scores
+from fedlightning.study import clients, costs, curves, differences, incentives, overview, scores, terms
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.export import write_comparison
 from fedlightning.study.problems import Problem, find_problems
@@ -111,6 +111,10 @@ class Study(StudyData):
     def curves(self, metric: str | None = None) -> Table:
         """Return validation curves; see :func:`fedlightning.study.curves.curves`."""
         return curves.curves(self, metric)
+
+    def terms(self) -> Table:
+        """Return the terms on which each method was trained; see :func:`fedlightning.study.terms.terms`."""
+        return terms.terms(self)
 
     def costs(self, target: float | None = None) -> Table:
         """Return what it costs to reach a target; see :func:`fedlightning.study.costs.costs`."""

@@ -18,6 +18,7 @@ from fedlightning.study.report.sections import (
     scores,
     setting,
     statistics,
+    terms,
     training,
 )
 from fedlightning.study.report.styles import styles
@@ -118,6 +119,7 @@ PARTS = (
     clients.matrices,
     training.learning_curves,
     training.costs,
+    terms.terms,
     setting.partition,
     layers.layers,
     failures.failures,
