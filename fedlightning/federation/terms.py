@@ -55,8 +55,10 @@ def optimizer_state_of(
         callbacks: The callbacks of the run.
         given: The trainer's argument.
     """
-    wishes = (getattr(callback, "optimizer_state", None) for callback in callbacks)
-    return given or next((wish for wish in wishes if wish is not None), "reset")
+    wishes: list[Literal["reset", "keep"]] = [
+        wish for callback in callbacks if (wish := getattr(callback, "optimizer_state", None)) is not None
+    ]
+    return given or (wishes[0] if wishes else "reset")
 
 
 def terms_of(server: Server, kept: Sequence[str], validations: int) -> dict[str, Any]:
