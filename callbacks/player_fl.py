@@ -77,6 +77,7 @@ class PLayerFL(FederatedCallback):
     """
 
     rank = -1  # gradients are measured before others replace or correct them
+    infinite_arguments = ("threshold",)
 
     def __init__(
         self,

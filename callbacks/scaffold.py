@@ -83,6 +83,8 @@ class SCAFFOLD(FederatedCallback):
             raise ValueError(
                 f"SCAFFOLD got option={option!r}. Option 1 is the gradient at x, option 2 re-uses the steps."
             )
+        if server_lr < 0:
+            raise ValueError(f"SCAFFOLD got server_lr={server_lr}; a learning rate must be at least 0.")
         self.option = option
         self.server_lr = server_lr
         self.weighting = weighting

@@ -164,7 +164,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         collate_fn: Makes a batch of a list of samples. `None` is `default_collate`, with a fast path for tensors.
 
     Raises:
-        ValueError: If `batch_size` is below 1.
+        ValueError: If `batch_size` is below 1 or `num_workers` below 0.
 
     Example:
         >>> import torch
@@ -191,6 +191,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"{type(self).__name__} got batch_size={batch_size}; use 1 or more.")
+        if num_workers < 0:
+            raise ValueError(
+                f"{type(self).__name__} got num_workers={num_workers}; use 0 (no worker processes) or more."
+            )
         self.batch_size, self.seed, self.num_workers = int(batch_size), int(seed), int(num_workers)
         self.pin_memory, self.drop_last, self.collate_fn = pin_memory, drop_last, collate_fn
         self._client_ids: list[str] | None = None

@@ -83,6 +83,10 @@ class Partitioned(IndexedFederatedDataModule):
         sampler: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(batch_size=1 if batch_size is None else batch_size, seed=seed)
+        for value, kind in ((datamodule, "LightningDataModule"), (partitioner, "Partitioner")):
+            if isinstance(value, type | str | int):
+                given = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+                raise ValueError(f"Partitioned got {given} for its {kind}. Pass an instance.")
         check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction)
         self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels
         self.val_fraction, self.test_fraction = val_fraction, test_fraction

@@ -27,9 +27,10 @@ from fedlightning.commands.terminal import console, shown
 from fedlightning.experiments.baselines import AUTO, notes
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
-from fedlightning.experiments.first_result import FirstResult, check_metric
+from fedlightning.experiments.first_result import FirstResult, check_known, check_metric
 from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.experiments.study_file import StudyFile, only_one
+from fedlightning.scoring.metrics import choose_metric
 from fedlightning.study.terms import optimizer_states
 
 DESCRIPTION = """\
@@ -77,7 +78,10 @@ def parser() -> Parser:
     made.add_passed_on()
     made.add_runs("5")
     report = made.add_argument_group("report")
-    report.add_argument("--metric", default="accuracy", help="metric to compare, on test data; default: accuracy")
+    report.add_argument(
+        "--metric",
+        help="metric to compare, on test data; default: accuracy where the runs have it, else rmse, else loss",
+    )
     report.add_argument(
         "--checkpoint",
         default="deployed",
@@ -104,12 +108,26 @@ def compare(words: Sequence[str], main: Main) -> int:
     names = {"auto": list(AUTO), "none": []}.get(options.baselines, names)
     if options.optimizer_state:
         passed = [*passed, f"--trainer.optimizer_state={options.optimizer_state}"]
-    request = Request(options.configs, CLI, options.config, options.override, passed, options.vary, names)
+    request = Request(
+        options.configs,
+        CLI,
+        options.config,
+        options.override,
+        passed,
+        options.vary,
+        names,
+        metrics=not options.no_report,
+    )
     screen = console()
     plan: Plan = call(make_plan, request)
     out: Path = options.out or default_out([method.name for method in plan.methods if not method.baseline])
     study = StudyFile(out)
     tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
+    metric: str | None = options.metric
+    if metric is None and plan.metrics:
+        metric = choose_metric([plan.metrics])
+    if tasks and metric is not None:
+        check_known(metric, plan.metrics)
     show_plan(screen, plan, seeds, jobs, tasks, out)
     if options.dry_run:
         show_commands(tasks, screen)
@@ -117,10 +135,11 @@ def compare(words: Sequence[str], main: Main) -> int:
     with only_one(out):
         study = StudyFile(out)
         tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
-        watchers = [] if options.no_report else [metric_watcher(options.metric, study, plan, seeds, tasks)]
+        watch = metric is not None and not options.no_report
+        watchers = [metric_watcher(str(metric), study, plan, seeds, tasks)] if watch else []
         study.data |= {
             "command": f"fedlightning compare {shlex.join(words)}",
-            "metric": options.metric,
+            "metric": metric,
             "checkpoint": options.checkpoint,
             "vary": list(dict.fromkeys(key for keys in plan.vary.values() for key in keys)),
         }
@@ -136,7 +155,7 @@ def compare(words: Sequence[str], main: Main) -> int:
             return INTERRUPTED
         show_failures(study, states["failed"], screen)
         if states["done"] and not options.no_report:
-            write_report(out, [out], options.metric, options.checkpoint, screen)
+            write_report(out, [out], metric, options.checkpoint, screen)
     screen.print(f"\nRuns and study.json: {shown(out)}", soft_wrap=True, highlight=False)
     return 1 if states["failed"] else 0
 

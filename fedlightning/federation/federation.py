@@ -15,6 +15,7 @@ from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
 from fedlightning.federation.loops.synchronous import messages, run_round
+from fedlightning.federation.sanity import check_steps
 from fedlightning.federation.server import Scores, Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
@@ -48,6 +49,7 @@ class Federation:
         evaluate_every: Rounds between evaluations; 0: never.
         save_every: Rounds between saved states; 0: never.
         fingerprint: Gives what must not change when the run is resumed.
+        sanity_check: Whether :meth:`check` tries one batch of every step.
         changes: What has changed all the same, because the user allowed it.
         rounds_done: Finished rounds.
         rounds_saved: Rounds of the newest saved state.
@@ -66,6 +68,7 @@ class Federation:
     evaluate_every: int
     save_every: int
     fingerprint: Callable[[], dict[str, Any]] = dict
+    sanity_check: bool = True
     changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
     rounds_saved: int = 0
@@ -212,6 +215,9 @@ class Federation:
         )
         server.callbacks.event("check", setup)
         self.engine.check()
+        if self.sanity_check:
+            splits = ("val",) if self.evaluate_every > 0 and self.stages else ()
+            check_steps(self.engine.runner, splits + (("test",) if self.test_data else ()))
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
         """Carry out one round: train, score, tell the callbacks, save. Return its scores.
@@ -245,6 +251,7 @@ class Federation:
                 rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
         server.scores = _by_client(rows)
         self.recorder.record(rows)
+        self.recorder.log_clients(updates)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
         self.tick()
@@ -308,6 +315,7 @@ class Federation:
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
             note_work(server, update, after_last_round=True)
+            self.recorder.log_clients([update])
             if update.error is not None:
                 server.note_failure(update.client, update.error, when="After the last round")
         if self.recorder.run is not None and self.recorder.writes:

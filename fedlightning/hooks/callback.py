@@ -45,6 +45,7 @@ class FederatedCallback(Callback):
         merges: True where `on_receive` makes the model that training starts from out of what came and what the client
             kept. Two such callbacks are refused: each would merge what the other has merged.
         takes_part: False in a callback that only watches: a resumed run may go on with or without it.
+        infinite_arguments: Arguments that may be infinite. No other number may, and none may be NaN.
 
     Example:
         >>> class Shrink(FederatedCallback):
@@ -62,6 +63,7 @@ class FederatedCallback(Callback):
     rank: int = 0
     merges: bool = False
     takes_part: bool = True
+    infinite_arguments: tuple[str, ...] = ()
     _client: Client | None = None
 
     @property

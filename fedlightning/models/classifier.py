@@ -83,8 +83,14 @@ class Classifier(SupervisedModule):
                 f"Classifier got lr={lr} and an optimizer. lr belongs to the default SGD only: leave it out and set "
                 "the learning rate in the optimizer (optimizer.init_args.lr)."
             )
+        if not isinstance(net, nn.Module):
+            raise ValueError(
+                f"Classifier got a {type(net).__name__} as net. Pass a torch.nn.Module that returns logits."
+            )
         if num_classes < 1:
             raise ValueError(f"Classifier(num_classes={num_classes}): there must be at least 1 class.")
+        if lr is not None and not 0.0 <= lr < math.inf:
+            raise ValueError(f"Classifier(lr={lr}): a learning rate must be a finite number of at least 0.")
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"Classifier(label_smoothing={label_smoothing}): it must lie in [0, 1).")
         if focal_gamma is not None and not (0.0 <= focal_gamma < math.inf):

@@ -26,7 +26,8 @@ class Study(StudyData):
 
     Args:
         runs: Runs as :func:`fedlightning.study.runs.load_study` returns them.
-        metric: Score to compare, with or without the prefix of its split.
+        metric: Score to compare, with or without the prefix of its split. `None` takes accuracy if all runs have it, else
+            `rmse`, else `loss`.
         checkpoint: Models to compare. `"deployed"` takes each client's `best_local` model if the run has one, else its
             latest model as received. `"latest"`, `"best_local"` or `"best_global"` take one checkpoint for all.
         confidence: Confidence of intervals; their columns are called `ci95` whatever it is.

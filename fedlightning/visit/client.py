@@ -16,7 +16,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.hooks import Phase
-from fedlightning.messages import Message
+from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.visit import probes
@@ -62,6 +62,7 @@ class Client:
             steps: the distance it would have moved had every gradient been 1. With momentum this is more than
             :attr:`lr_sums`. A parameter that another optimizer moves has none: its movement is no sum of gradients.
         metrics: Values that the module logged in training.
+        logs: What was logged in training, if the client's logs are kept.
         scratch: Values that a callback keeps for the duration of the visit.
         phase: The fit that runs. Lightning hooks that act in federated phases only read it.
     """
@@ -92,6 +93,7 @@ class Client:
         self.lr_sums: dict[str, float] = {}
         self.gradient_weights: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
+        self.logs: list[ClientLog] = []
         self.scratch: dict[str, Any] = {}
         self.phase = Phase()
         self._streams: dict[str, Iterator[Any]] = {}

@@ -18,6 +18,7 @@ from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import Evaluation, evaluate, may_stay_open, module_refusal
+from fedlightning.visit.lost_batches import refuse_lost_batches
 
 
 class Scorer:
@@ -29,13 +30,14 @@ class Scorer:
 
     Args:
         blueprint: Holds the evaluating Trainer.
+        datamodule: What modules see as `self.trainer.datamodule` while they are scored.
 
     Attributes:
         fast: Whether the Trainer is bypassed where the scores are provably the same (unless `local_loop="trainer"`).
     """
 
-    def __init__(self, blueprint: Blueprint) -> None:
-        self._blueprint = blueprint
+    def __init__(self, blueprint: Blueprint, datamodule: Any = None) -> None:
+        self._blueprint, self._datamodule = blueprint, datamodule
         self.fast = blueprint.settings.local_loop != "trainer"
         self._refused: WeakSet[Any] = WeakSet()
         self._tried: set[tuple[Any, bool]] = set()
@@ -57,6 +59,7 @@ class Scorer:
         home = module.device
         before = trainer_of(module)
         losses = self._blueprint.losses
+        vars(self._blueprint.trainer)["datamodule"] = self._datamodule
         logged = self._fast(module, loader, testing)
         if logged is None:
             losses.reset()
@@ -64,6 +67,8 @@ class Scorer:
             with quiet():
                 run = trainer.test if testing else trainer.validate
                 results = run(module, dataloaders=loader, verbose=False)
+            step, loop = ("test_step", trainer.test_loop) if testing else ("validation_step", trainer.validate_loop)
+            refuse_lost_batches(loop, step, module, loader, sum(loop.max_batches), fitting=False)
             logged = {name: value for result in results for name, value in result.items()}
         to_device(module, home)
         module.trainer = before

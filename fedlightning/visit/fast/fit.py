@@ -31,11 +31,18 @@ from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.refusals import num_batches
 from fedlightning.visit.fast.step import FastStep
 from fedlightning.visit.fast.trainer import FastTrainer
+from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import VisitCallback
 
 
 def train_fast(
-    client: Client, visit: VisitCallback, callbacks: list[Callback], loader: Any, base: Trainer, detect_anomaly: bool
+    client: Client,
+    visit: VisitCallback,
+    callbacks: list[Callback],
+    loader: Any,
+    base: Trainer,
+    inside: Surroundings,
+    detect_anomaly: bool,
 ) -> FastTrainer:
     """Train `client.module` in place.
 
@@ -45,6 +52,7 @@ def train_fast(
         callbacks: Callbacks in Lightning's order, `visit` among them.
         loader: Training batches, addressed.
         base: A Trainer made with the run's arguments.
+        inside: Folder, logger and data module of the fit.
         detect_anomaly: As the Trainer's argument.
 
     Returns:
@@ -67,6 +75,7 @@ def train_fast(
         max_epochs=visit.work if in_epochs else -1,
         max_steps=-1 if in_epochs else visit.work,
     )
+    trainer.show(inside)
     client.scratch["trainer"] = trainer
     with without_warnings():
         FastFit(trainer, collector, detect_anomaly).run()
