@@ -90,6 +90,12 @@ class Server:
         self.explosions = Explosions()
         self.scores: Scores = {}
 
+    def __repr__(self) -> str:
+        """Return model, clients, round and callbacks."""
+        model = type(self.blueprint.template).__name__
+        rounds = f"round {self.round + 1} of {self.max_rounds}"
+        return f"<Server of {model}, {len(self.clients)} clients, {rounds}, {self.callbacks.callbacks!r}>"
+
     # -- what algorithms ask for ---------------------------------------------------------------------------------
     @property
     def model(self) -> State:

@@ -100,6 +100,11 @@ class Client:
         self._anchor: dict[tuple[torch.device, str], Tensor] = {}
         self._num_samples: int | None = None  # counted on first access
 
+    def __repr__(self) -> str:
+        """Return id, round and what it has kept."""
+        kept = f", state of {', '.join(self.state)}" if self.state else ""
+        return f"<Client {self.id!r}, round {self.round + 1}, {self.record.visits} earlier visits{kept}>"
+
     @property
     def module(self) -> LightningModule:
         """The client's LightningModule, built on first access."""
