@@ -260,7 +260,11 @@ class Fitted:
         }
         texts = [f"{name}={value!r}" for name, value in shown.items()]
         texts += [f"callbacks={self.callbacks.callbacks + self.ordinary_callbacks!r}"]
-        done = "not fitted" if self.federation is None else f"{self.rounds_done} rounds done, {len(self.client_ids)} clients"
+        done = (
+            "not fitted"
+            if self.federation is None
+            else f"{self.rounds_done} rounds done, {len(self.client_ids)} clients"
+        )
         return f"<{type(self).__name__}({', '.join(texts)}): {done}>"
 
     @property

@@ -39,7 +39,7 @@ def test_a_run_is_scored_from_its_folder(fitted):
 
 
 def test_scores_of_something_else_are_refused(fitted):
-    module, data, trainer = fitted
+    _, data, trainer = fitted
     with pytest.raises(ValueError, match="not fitted with this model"):
         trainer.test(Toy(), data)
     with pytest.raises(ValueError, match="not fitted with this datamodule"):

@@ -86,7 +86,9 @@ class FederatedCallback(Callback):
 
     def __repr__(self) -> str:
         """Return the class with its hyper-parameters."""
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.hyperparameters().items())})"
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.hyperparameters().items())})"
+        )
 
     def claims(self, name: str) -> bool:
         """Return True if this callback has a method of its own called `name`. Override to decline a role by option."""
