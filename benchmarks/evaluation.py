@@ -63,7 +63,7 @@ def measure(clients: int, samples: int, rounds: int, participants: int, engine: 
         start = time.process_time()
         trainer.fit(Classifier(MLP(64, [32], 10), 10), Points(clients, samples))
         middle = time.process_time()
-        trainer.test()
+        trainer.test(verbose=False)
         return middle - start, time.process_time() - middle
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
+from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import Client, Job, Message, Phase, Server, Setup, select
+from fedlightning.algorithm import Client, Job, Message, Phase, Server, Setup, Stage, select
 from fedlightning.callbacks.checkpoints import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
 
+ADAPTED = "adapted"
+"""Label of what the server sends to clients to be scored once the visits after the last round are over."""
 Part = Literal["all", "head", "body"]
 
 
@@ -75,9 +78,16 @@ class AdaptsAtEnd(KeepsModel):
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the selected global model to adaptation."""
+        if job.work == 0 and server.round >= server.max_rounds:
+            message.tag = ADAPTED
         if job.tag == self.key and server.checkpoints:
             selected = next(iter(server.checkpoints.values()))["model"]
             message.state = select(selected, message.state)
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """Return the adapted copy; in a federation that goes on, where it is out of date, the model that was received."""
+        stale = client.evaluating and client.message.tag != ADAPTED
+        return client.copy_module() if stale else super().personal_module(client, stage)
 
     def federated_phases(self, client: Client) -> Iterable[Phase]:
         """Return the phases of a visit before the last round is over."""

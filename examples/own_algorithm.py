@@ -114,7 +114,7 @@ def main() -> None:
             name=name,
         )
         trainer.fit(Classifier(DigitsCNN(), num_classes=10, optimizer=partial(SGD, lr=0.05)), data)
-        trainer.test()
+        trainer.test(verbose=False)
         comparison.add(name, trainer.summary)
     comparison.print()
 

@@ -74,7 +74,7 @@ def main() -> None:
             name=name,
         )
         trainer.fit(model, data)
-        trainer.test()
+        trainer.test(verbose=False)
         comparison.add(name, trainer.summary)
     comparison.print()
     comparison.plot_clients(figures / "per_client.png")

@@ -72,8 +72,7 @@ if __name__ == "__main__":
 
     from fedlightning import FederatedTrainer
     from fedlightning.datamodules import DirichletPartitioner, Partitioned
-    from fedlightning.study.table import print_results
 
     trainer = FederatedTrainer(max_rounds=options.rounds, default_root_dir=options.out)  # was: L.Trainer(max_epochs=10)
     trainer.fit(LitDigits(), Partitioned(DigitsData(), DirichletPartitioner(num_clients=5, alpha=0.5)))
-    print_results(trainer.test())
+    trainer.test()

@@ -106,6 +106,8 @@ class Update:
         num_samples: Training samples that an epoch really uses; the default weight.
         steps: Optimizer steps really taken (a step skipped by the gradient scaler is none).
         skipped: Steps that the scaler skipped.
+        own_steps: Steps of phases that are not federated: models of the client's own, fine-tuning.
+        selections: Passes over validation data with which the client has chosen something.
         lr_sum: Sum over the real steps of the largest learning rate of any parameter.
         metrics: Values that the module logged in training (last ones).
         evaluations: Scores of this visit's model: (stage, data, split, metric, value, num_samples).
@@ -125,6 +127,8 @@ class Update:
     num_samples: int = 0
     steps: int = 0
     skipped: int = 0
+    own_steps: int = 0
+    selections: int = 0
     lr_sum: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     evaluations: list[tuple[str, str, str, str, float, int]] = field(default_factory=list)

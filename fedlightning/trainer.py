@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler
@@ -19,7 +18,6 @@ from lightning.pytorch.strategies import Strategy
 
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.blueprint.trainer_arguments import check_devices
 from fedlightning.blueprint.warm_start import warm_started
@@ -31,8 +29,10 @@ from fedlightning.federation.dry_run import SMALL, FewClients, distinct_clients,
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.server import Server
-from fedlightning.federation.stages import deployed_module
 from fedlightning.federation.store import ClientStore
+from fedlightning.federation.terms import optimizer_state_of
+from fedlightning.fitted import ClientView as ClientView
+from fedlightning.fitted import Fitted
 from fedlightning.hooks import POOLED, CallbackList, FederatedCallback
 from fedlightning.run.files import is_writer
 from fedlightning.run.fingerprint import fingerprint
@@ -40,28 +40,12 @@ from fedlightning.run.folder import AUTO, RunFolder, find_last, find_resumable, 
 from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.signals import StopRequest, of_first_rank, requeue, stop_requests
-from fedlightning.scoring.results import Row, summarise
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved
 from fedlightning.visit.runner import LocalRunner
 
 
-@dataclass
-class ClientView:
-    """One client as a user sees it.
-
-    Attributes:
-        id: The client's id.
-        module: The module it would deploy now (stage L1).
-        num_samples: Its training samples.
-    """
-
-    id: str
-    module: LightningModule
-    num_samples: int
-
-
-class FederatedTrainer:
+class FederatedTrainer(Fitted):
     """Trains one LightningModule per client, federated; used like `lightning.pytorch.Trainer`.
 
     Args:
@@ -251,46 +235,6 @@ class FederatedTrainer:
         self._logger_argument = logger
         self._max_time = arguments.parse_time(max_time)
 
-    @property
-    def run(self) -> RunFolder | None:
-        """The run's folder; ``None`` before ``fit`` and where nothing is written."""
-        return self.recorder.run
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """Every score of the run."""
-        return self.recorder.rows
-
-    @property
-    def results(self) -> list[dict[str, Any]]:
-        """Rows of `summary.json`: per model, stage, checkpoint, data, split and metric the statistics over clients."""
-        return self.recorder.results
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """All of `summary.json`."""
-        return self.recorder.summary
-
-    @property
-    def loggers(self) -> list[Logger]:
-        """The run's Lightning loggers."""
-        return self.recorder.loggers
-
-    @property
-    def server(self) -> Server | None:
-        """The server, once there is one."""
-        return None if self.federation is None else self.federation.server
-
-    @property
-    def store(self) -> ClientStore:
-        """The clients' records."""
-        return ClientStore() if self.federation is None else self.federation.store
-
-    @property
-    def rounds_done(self) -> int:
-        """Finished rounds."""
-        return 0 if self.federation is None else self.federation.rounds_done
-
     # -- fit -------------------------------------------------------------------------------------------------------
     def fit(
         self,
@@ -326,6 +270,7 @@ class FederatedTrainer:
         arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         run, is_new = self._find_run(resume)
+        self.given = (model, datamodule)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
             request = stack.enter_context(stop_requests(self._saved))
@@ -431,6 +376,7 @@ class FederatedTrainer:
             ValueError: If the state is of another model or data.
         """
         data = arguments.federated_data(datamodule, None, None, None)
+        self.given = (model, datamodule)
         self._assemble(model, data, folder_of(run), go_on=False).restore(False, trust_old=trust_old_state)
 
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
@@ -460,14 +406,12 @@ class FederatedTrainer:
             data.setup("fit" if go_on else "test")
         arguments.check_clients(data)
         arguments.check_folder(Path.cwd() if run is None else run.path)
-        wishes = (getattr(callback, "optimizer_state", None) for callback in self.callbacks)
-        wish: Literal["reset", "keep"] = next((wish for wish in wishes if wish is not None), "reset")
         settings = LocalSettings(
             seed=a["seed"],
             max_rounds=self.max_rounds,
             local_epochs=None if a["local_steps"] is not None else (a["local_epochs"] or 1),
             local_steps=a["local_steps"],
-            optimizer_state=a["optimizer_state"] or wish,
+            optimizer_state=optimizer_state_of(self.callbacks.callbacks, a["optimizer_state"]),
             lr_decay=a["lr_decay"],
             trainer_arguments=arguments.local_trainer(a, run),
             callbacks=self.ordinary_callbacks,
@@ -508,74 +452,7 @@ class FederatedTrainer:
         )
         return self.federation
 
-    # -- evaluation ------------------------------------------------------------------------------------------------
-    def validate(self, checkpoint: str = "latest") -> list[dict[str, Any]]:
-        """Score models of the fitted federation on validation data; see :meth:`test`."""
-        return self._evaluate("val", checkpoint)
-
-    def test(self, checkpoint: str = "all") -> list[dict[str, Any]]:
-        """Score models of the fitted federation on test data, local and pooled.
-
-        Args:
-            checkpoint: `"latest"`, a checkpoint callback's name (`"best_global"`, `"best_local"`), or `"all"`.
-
-        Returns:
-            Rows of `summary.json`.
-
-        Raises:
-            ValueError: For a checkpoint that the run does not have.
-        """
-        return self._evaluate("test", checkpoint)
-
-    def _evaluate(self, split: str, checkpoint: str) -> list[dict[str, Any]]:
-        federation, run = self._fitted(), self.recorder.run
-        with nullcontext() if run is None else only_writer(run.path), closing(federation.engine):
-            rows = federation.evaluate(split, checkpoint)
-            federation.summarise(self.arguments)
-        return summarise(rows)
-
-    def predict(
-        self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
-    ) -> list[Any] | None:
-        """Predict with one client's deployed model (stage L1), or with the global model.
-
-        Args:
-            dataloaders: Data to predict on; default: the client's own test data (pooled without a client).
-            client: The client whose model predicts; `None`: the global model.
-            checkpoint: `"latest"`, or the name of a checkpoint to load first.
-        """
-        data = self._fitted().engine.runner.data
-        module = self.module(client, checkpoint)
-        if dataloaders is None:
-            dataloaders = data.pooled_dataloader("test") if client is None else data.client_dataloader(client, "test")
-        with quiet():
-            trainer = Trainer(
-                accelerator=self.arguments["accelerator"],
-                devices=1,
-                precision=self.arguments["precision"],
-                logger=ClientLogger(),
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                limit_predict_batches=self.arguments["limit_predict_batches"],
-            )
-            return trainer.predict(module, dataloaders=dataloaders)
-
-    def client(self, client: str | int) -> ClientView:
-        """Return the client as it stands: the module it would deploy now (stage L1) and its training samples."""
-        return ClientView(str(client), self.module(str(client)), self._fitted().server.num_samples[str(client)])
-
-    def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
-        """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
-        federation = self._fitted()
-        return deployed_module(federation.server, federation.engine, client, checkpoint)
-
     # -- helpers ---------------------------------------------------------------------------------------------------
-    def _fitted(self) -> Federation:
-        if self.federation is None:
-            raise RuntimeError("This FederatedTrainer has no federation yet. Call fit(), or fit(resume=...), first.")
-        return self.federation
-
     def _saved(self) -> tuple[int, int]:
         return 0 if self.federation is None else self.federation.rounds_saved, self.max_rounds
 

@@ -24,7 +24,7 @@ from fedlightning.commands.folders import find_run
 from fedlightning.commands.run import Commands
 from fedlightning.config.errors import explain, parse_sentence, suggestion
 from fedlightning.config.names import option_names
-from fedlightning.study.table import client_table, important_metrics, print_results, results_table
+from fedlightning.scoring.table import client_table, important_metrics, print_results, results_table
 
 QUICKSTART = str(Path(__file__).parents[1] / "configs/quickstart.yaml")
 SMALL = [

@@ -16,7 +16,7 @@ ORDER = (
     ("scoring",),
     ("run",),
     ("federation",),
-    ("engines", "arguments", "algorithm"),
+    ("engines", "arguments", "algorithm", "fitted"),
     ("trainer", "callbacks"),
     ("catalogue",),
     ("study", "config", "testing"),

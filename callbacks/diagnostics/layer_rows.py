@@ -77,6 +77,9 @@ def read_layers(path: str | Path) -> list[LayerRow]:
     Args:
         path: The file, or the folder of a run.
 
+    Raises:
+        ValueError: If the file is damaged.
+
     Example:
         >>> read_layers("a/folder/without/a/run")
         []
@@ -85,21 +88,27 @@ def read_layers(path: str | Path) -> list[LayerRow]:
     path = path / "layers.csv" if path.is_dir() else path
     if not path.exists():
         return []
-    text = path.read_text()
-    complete = text[: text.rfind("\n") + 1]
-    return [
-        LayerRow(
-            round=int(line["round"]),
-            stage=line["stage"],
-            client=line["client"],
-            layer_index=int(line["layer_index"]),
-            layer=line["layer"],
-            quantity=line["quantity"],
-            value=float(line["value"]),
-            std_error=float(line["std_error"]),
-        )
-        for line in csv.DictReader(complete.splitlines())
-    ]
+    try:
+        text = path.read_text()
+        complete = text[: text.rfind("\n") + 1]
+        return [
+            LayerRow(
+                round=int(line["round"]),
+                stage=line["stage"],
+                client=line["client"],
+                layer_index=int(line["layer_index"]),
+                layer=line["layer"],
+                quantity=line["quantity"],
+                value=float(line["value"]),
+                std_error=float(line["std_error"]),
+            )
+            for line in csv.DictReader(complete.splitlines())
+        ]
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ValueError(
+            f"{path} is damaged: it holds something that LayerDiagnostics does not write ({type(error).__name__}: {error}). "
+            "Restore the file, or remove it."
+        ) from None
 
 
 def cut_layers(path: Path, rounds: int) -> None:

@@ -109,7 +109,7 @@ def round_rows(number: int, tables: Sequence[StageTable]) -> list[LayerRow]:
             for index, (layer, count) in enumerate(zip(first.layers, first.num_parameters, strict=True), 1)
         ]
         if all(table.layers == first.layers for table in members):
-            for quantity in (quantity for quantity in METHODS if quantity in first.values):
+            for quantity in (name for name in METHODS if any(name in table.values for table in members)):
                 total = Sensitivity.sum([table.sensitivity(quantity) for table in members if quantity in table.values])
                 rows += sensitivity_rows(total, quantity, number, stage, ALL)
         rows += cka_rows(number, stage, [table for table in members if table.grams is not None])

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fedlightning.compat.quiet import quiet
 from fedlightning.errors import ConfigurationError
@@ -22,9 +23,7 @@ def optimizers_of(module: LightningModule) -> list[Optimizer]:
         ConfigurationError: if there is none.
     """
     try:
-        with quiet(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            configured = copy.deepcopy(module).configure_optimizers()
+        configured = _configured(module)
     except RuntimeError:
         return []
     except (ValueError, TypeError) as error:
@@ -45,6 +44,38 @@ def optimizers_of(module: LightningModule) -> list[Optimizer]:
                         f"{type(optimizer).__name__} of {type(module).__name__} has {name}={value}; it must be finite."
                     )
     return found
+
+
+def have_memory(module: LightningModule) -> bool | None:
+    """Return whether the optimizers carry anything from step to step: momentum, moments, or a schedule of learning rates.
+
+    Only then does it matter whether they are kept from visit to visit. `None`: it cannot be told without a trainer.
+    """
+    try:
+        configured = _configured(module)
+    except Exception:  # it may ask for a trainer in any way; the run itself has worked
+        return None
+    optimizers = optimizers_in(configured)
+    if _has_schedule(configured):
+        return True
+    return any(
+        type(optimizer) is not SGD or any(group.get("momentum") for group in optimizer.param_groups)
+        for optimizer in optimizers
+    )
+
+
+def _configured(module: LightningModule) -> Any:
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return copy.deepcopy(module).configure_optimizers()
+
+
+def _has_schedule(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_schedule(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_has_schedule(item) for item in value)
+    return isinstance(value, LRScheduler)
 
 
 def optimizers_in(value: Any) -> list[Optimizer]:

@@ -30,6 +30,8 @@ from fedlightning.experiments.execute import Task
 from fedlightning.experiments.first_result import FirstResult, check_known, check_metric
 from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.experiments.study_file import StudyFile, only_one
+from fedlightning.scoring.metrics import choose_metric
+from fedlightning.study.terms import optimizer_states
 
 DESCRIPTION = """\
 Train several configurations over several seeds, add baselines, and write a report.
@@ -67,10 +69,19 @@ def parser() -> Parser:
         help="algorithms to add, with the data, model and budget of the first CONFIG; auto (default): Local, Central, "
         "FedAvg and LocalAdaptation, unless they are given already",
     )
+    made.add_argument(
+        "--optimizer-state",
+        choices=["keep", "reset"],
+        help="optimizers' state (momentum, moments, schedules) of all methods alike: kept from visit to visit, or reset in "
+        "every visit; default: as each method wishes (Local and Central keep it)",
+    )
     made.add_passed_on()
     made.add_runs("5")
     report = made.add_argument_group("report")
-    report.add_argument("--metric", default="accuracy", help="metric to compare, on test data; default: accuracy")
+    report.add_argument(
+        "--metric",
+        help="metric to compare, on test data; default: accuracy where the runs have it, else rmse, else loss",
+    )
     report.add_argument(
         "--checkpoint",
         default="deployed",
@@ -95,6 +106,8 @@ def compare(words: Sequence[str], main: Main) -> int:
     seeds, jobs = parse_seeds(options.seeds), check_jobs(options.jobs)
     names = [name.strip() for name in options.baselines.split(",") if name.strip()]
     names = {"auto": list(AUTO), "none": []}.get(options.baselines, names)
+    if options.optimizer_state:
+        passed = [*passed, f"--trainer.optimizer_state={options.optimizer_state}"]
     request = Request(
         options.configs,
         CLI,
@@ -110,8 +123,11 @@ def compare(words: Sequence[str], main: Main) -> int:
     out: Path = options.out or default_out([method.name for method in plan.methods if not method.baseline])
     study = StudyFile(out)
     tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
-    if tasks:
-        check_known(options.metric, plan.metrics)
+    metric: str | None = options.metric
+    if metric is None and plan.metrics:
+        metric = choose_metric([plan.metrics])
+    if tasks and metric is not None:
+        check_known(metric, plan.metrics)
     show_plan(screen, plan, seeds, jobs, tasks, out)
     if options.dry_run:
         show_commands(tasks, screen)
@@ -119,10 +135,11 @@ def compare(words: Sequence[str], main: Main) -> int:
     with only_one(out):
         study = StudyFile(out)
         tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
-        watchers = [] if options.no_report else [metric_watcher(options.metric, study, plan, seeds, tasks)]
+        watch = metric is not None and not options.no_report
+        watchers = [metric_watcher(str(metric), study, plan, seeds, tasks)] if watch else []
         study.data |= {
             "command": f"fedlightning compare {shlex.join(words)}",
-            "metric": options.metric,
+            "metric": metric,
             "checkpoint": options.checkpoint,
             "vary": list(dict.fromkeys(key for keys in plan.vary.values() for key in keys)),
         }
@@ -138,7 +155,7 @@ def compare(words: Sequence[str], main: Main) -> int:
             return INTERRUPTED
         show_failures(study, states["failed"], screen)
         if states["done"] and not options.no_report:
-            write_report(out, [out], options.metric, options.checkpoint, screen)
+            write_report(out, [out], metric, options.checkpoint, screen)
     screen.print(f"\nRuns and study.json: {shown(out)}", soft_wrap=True, highlight=False)
     return 1 if states["failed"] else 0
 
@@ -187,6 +204,8 @@ def show_plan(screen: Console, plan: Plan, seeds: Sequence[int], jobs: int, task
         screen.print(f"{text}.", highlight=False)
     keys = list(dict.fromkeys(key for keys in plan.vary.values() for key in keys))
     screen.print(f"The seed sets {' and '.join(keys)}.", highlight=False)
+    for text in optimizer_states({method.name: method.optimizer_state for method in plan.methods}):
+        screen.print(f"  ! {text}", markup=False, highlight=False)
     short = [name for name, found in plan.vary.items() if found == keys[:1]]
     if short:
         screen.print(

@@ -32,7 +32,7 @@ def parser() -> Parser:
     made = Parser("report", "RUN [RUN ...]", DESCRIPTION, EXAMPLES)
     made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a compare")
     made.add_argument("--out", type=Path, metavar="DIR", help="folder to write to; default: RUN, if one compare")
-    made.add_argument("--metric", help="metric to compare; default: that of the compare, else accuracy")
+    made.add_argument("--metric", help="metric to compare; default: that of the compare, else accuracy, rmse or loss")
     made.add_argument("--checkpoint", help="models to compare: deployed, latest, best_local, best_global")
     made.add_argument("--title", help="title of the page")
     return made
@@ -60,7 +60,7 @@ def report(words: Sequence[str]) -> int:
     page = build_report(
         options.out or runs[0],
         runs,
-        metric=options.metric or known.get("metric", "accuracy"),
+        metric=options.metric or known.get("metric"),
         checkpoint=options.checkpoint or known.get("checkpoint", "deployed"),
         title=options.title,
     )
@@ -68,13 +68,13 @@ def report(words: Sequence[str]) -> int:
     return 0
 
 
-def write_report(out: Path, runs: Sequence[Path], metric: str, checkpoint: str, screen: Console) -> None:
+def write_report(out: Path, runs: Sequence[Path], metric: str | None, checkpoint: str, screen: Console) -> None:
     """Print the overview and write the report. Errors are printed but not raised, since the runs are done.
 
     Args:
         out: Folder to write to.
         runs: Folders of runs and of `compare`.
-        metric: Metric to compare.
+        metric: Metric to compare; `None` takes one that all runs have.
         checkpoint: Models to compare.
         screen: Terminal to print to.
     """
@@ -98,12 +98,12 @@ def write_report(out: Path, runs: Sequence[Path], metric: str, checkpoint: str, 
         )
 
 
-def show_overview(runs: Sequence[Path], metric: str, checkpoint: str, screen: Console) -> None:
+def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, screen: Console) -> None:
     """Print one line a method, and the problems of the runs.
 
     Args:
         runs: Folders of runs and of `compare`.
-        metric: Metric to compare.
+        metric: Metric to compare; `None` takes one that all runs have.
         checkpoint: Models to compare.
         screen: Terminal to print to.
     """
@@ -127,7 +127,9 @@ def show_overview(runs: Sequence[Path], metric: str, checkpoint: str, screen: Co
             _megabytes(line["mb_total"]),
             str(line["n_seeds"]) if line["n_seeds"] == line["seeds"] else f"{line['n_seeds']} of {line['seeds']}",
         )
-    screen.print(f"\n{metric} on test data, {checkpoint} models: mean over clients, then over seeds", highlight=False)
+    screen.print(
+        f"\n{study.metric} on test data, {checkpoint} models: mean over clients, then over seeds", highlight=False
+    )
     screen.print(table)
     central = study.baselines.get("central")
     not_asked = f" ({central}, which moves all data, is not asked)" if central else ""

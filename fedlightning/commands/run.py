@@ -16,8 +16,8 @@ from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.files import is_writer, writing
+from fedlightning.scoring.table import print_results
 from fedlightning.study.failures import failures_line
-from fedlightning.study.table import print_results
 from fedlightning.trainer import FederatedTrainer
 
 
@@ -89,7 +89,7 @@ class Commands(FederatedCLI):
         stopped = self.trainer.stopped_by
         has_tests = any(self.datamodule.num_samples(client, "test") for client in self.datamodule.client_ids)
         if test_after_fit and has_tests and stopped is None:
-            self.trainer.test(checkpoint="all")
+            self.trainer.test(checkpoint="all", verbose=False)
             results = self.trainer.results
         if is_writer():
             self._show(results, screen)
@@ -177,7 +177,7 @@ class Commands(FederatedCLI):
         folder = find_run(run)
         self.trainer.restore(self.model, self.datamodule, folder, trust_old_state)
         score = self.trainer.test if split == "test" else self.trainer.validate
-        results = score(checkpoint=checkpoint)
+        results = score(checkpoint=checkpoint, verbose=False)
         if is_writer():
             screen = console()
             print_results(results, split, screen)

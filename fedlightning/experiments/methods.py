@@ -27,6 +27,7 @@ class Method:
         baseline: Whether `compare` added it as a baseline.
         num_clients: Number of clients in its data.
         defaults: Defaults of the trainer's arguments.
+        optimizer_state: What becomes of its optimizers between visits, `None` where that makes no difference.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Method:
     baseline: bool = False
     num_clients: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    optimizer_state: str | None = None
 
     @property
     def rounds(self) -> int:

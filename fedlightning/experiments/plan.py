@@ -105,7 +105,7 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
     for name, (_, path) in zip(names, pairs, strict=True):
         stack = [*request.before, path, *request.after]
         config, number, vary[name] = reader.read(name, stack, request.options)
-        methods.append(Method(name, stack, config, False, number, defaults))
+        methods.append(Method(name, stack, config, False, number, defaults, reader.optimizer_state))
     try:
         added = missing_baselines([method.config for method in methods], request.baselines)
     except ValueError as error:
@@ -114,16 +114,24 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
     for algorithm in added:
         name = unique(algorithm.lower(), {method.name.lower() for method in methods})
         config, number, vary[name] = reader.read_config(f"baseline {name}", baseline_config(first.config, algorithm))
-        methods.append(Method(name, first.configs, config, True, number, defaults))
+        methods.append(Method(name, first.configs, config, True, number, defaults, reader.optimizer_state))
     return Plan(methods, vary, torch.cuda.device_count(), reader.metrics or [])
 
 
 @dataclass
 class _Reader:
-    """A reader of stacks of files, which it reads as `fedlightning fit` would. Shared data are set up once."""
+    """A reader of stacks of files, which it reads as `fedlightning fit` would. Shared data are set up once.
+
+    Attributes:
+        request: What was asked for.
+        clients: Known numbers of clients, by data configuration.
+        optimizer_state: What becomes of optimizers between visits, in the configuration read last; `None` where these have
+            no momentum, moments or schedule, so that it makes no difference.
+    """
 
     request: Request
     clients: dict[str, int]
+    optimizer_state: str | None = None
     metrics: list[str] | None = None
 
     def read(self, name: str, files: Sequence[str], options: Sequence[str]) -> tuple[Config, int, list[str]]:
@@ -150,6 +158,9 @@ class _Reader:
                 raise InputError(str(error).replace(f" ({path})", "")) from error
 
     def _complete(self, words: list[str], vary: list[str]) -> tuple[Config, int, list[str]]:
+        from fedlightning.blueprint.optimizers import have_memory
+        from fedlightning.federation.terms import optimizer_state_of
+
         module, _, name = self.request.cli.partition(":")
         cli = getattr(import_module(module), name)("fit", words)
         config: Config = yaml.safe_load(cli.run_config())
@@ -158,6 +169,8 @@ class _Reader:
             arguments[_DATA_SEED] = 0
             vary = [*vary, f"data.init_args.{_DATA_SEED}"]
         clients = self._count(cli.datamodule, config["data"])
+        state = optimizer_state_of(cli.trainer.callbacks.callbacks, cli.trainer.arguments["optimizer_state"])
+        self.optimizer_state = None if have_memory(cli.model) is False else state
         if self.request.metrics and self.metrics is None:
             self.metrics = _metrics(cli)
         if config["trainer"].get("test_data") is None and self.request.matrix and clients <= MATRIX_CLIENTS:

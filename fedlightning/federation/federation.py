@@ -20,6 +20,7 @@ from fedlightning.federation.server import Scores, Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import export, summary_of
+from fedlightning.federation.terms import note_work, spent_of, terms_of
 from fedlightning.hooks import Setup
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
@@ -75,6 +76,7 @@ class Federation:
     seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
     _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
+    _spent_of_rounds: dict[str, int] = field(default_factory=dict)  # the server's `spent` before those
     _clock: float = field(default_factory=time.monotonic)
     _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
 
@@ -133,6 +135,7 @@ class Federation:
             warn(f"The run goes on with another configuration: {_some(changed)}.")
         self.seconds = float(extra.get("seconds", 0.0))
         self.history = list(extra.get("history", []))
+        self.server.spent, self._spent_of_rounds = (spent_of(extra.get(key)) for key in ("spent", "spent_of_rounds"))
         self.server.failures = list(extra.get("failures", []))
         self.server.explosions = Explosions.of(extra.get("explosions", {}))
         loop = self.engine.runner.loop
@@ -140,6 +143,8 @@ class Federation:
             "local_loop"
         )  # a run that is over trains no more, and tells all the same
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
+        if go_on and extra.get("final", False) and not self.final_done:
+            self._forget_final_visits(extra)
         scored = self.rounds_done + self.final_done
         marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra.get(name)) for name in MARKS}
         mark = marks.get("metrics")
@@ -153,6 +158,17 @@ class Federation:
         self.server.round = self.last_round
         if go_on:
             self.remember_decisions()
+
+    def _forget_final_visits(self, extra: Mapping[str, Any]) -> None:
+        """Take the visits after what was the last round out of the costs: a longer run does not make them there."""
+        server, final = self.server, [entry for entry in self.history if entry["round"] > self.rounds_done]
+        self.history = [entry for entry in self.history if entry["round"] <= self.rounds_done]
+        for entry in final:
+            server.bytes_up -= int(entry["bytes_up"])
+            server.bytes_down -= int(entry["bytes_down"])
+            server.steps -= int(entry["steps"])
+            self.seconds -= entry["seconds"]
+        server.spent = spent_of(extra.get("spent_of_rounds"))
 
     def remember_decisions(self) -> None:
         """Keep decisions that the machine forces on the run in its folder, and read those that are there."""
@@ -267,6 +283,8 @@ class Federation:
                 "lasting": self.lasting,
                 **self.recorder.mark(),
                 **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
+                "spent": self.server.spent,
+                "spent_of_rounds": self._spent_of_rounds,
                 "failures": self.server.failures,
                 "explosions": self.server.explosions.plain(),
                 "local_loop": self.engine.runner.loop.reason,
@@ -292,9 +310,11 @@ class Federation:
         if owner is None:
             return
         server.round = self.rounds_done
+        self._spent_of_rounds = dict(server.spent)
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
+            note_work(server, update, after_last_round=True)
             self.recorder.log_clients([update])
             if update.error is not None:
                 server.note_failure(update.client, update.error, when="After the last round")
@@ -316,10 +336,23 @@ class Federation:
         results = self.recorder.choose_results(self.rounds_done)
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.seconds, arguments, self.history)
+            | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
             | ({"config_changes": self.changes} if self.changes else {})
             | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
             | ({"warnings": self.server.explosions.warnings} if self.server.explosions.warnings else {})
         )
+
+    def _kept(self) -> set[str]:
+        """Return the names of all selected models, the server's and the clients'."""
+        kept = {entry["name"] for entry in self.server.checkpoints.values()}
+        return kept | {e["name"] for client in self.store for e in self.store.get(client).checkpoints.values()}
+
+    def _validations(self) -> int:
+        """Return the number of rounds so far in which models were scored on validation data."""
+        if self.evaluate_every <= 0:
+            return 0
+        done, every = self.rounds_done, self.evaluate_every
+        return done // every + (done == self.server.max_rounds and done % every > 0)
 
     def export(self) -> None:
         """Write the models to use as Lightning checkpoints, in the process that writes."""
@@ -329,8 +362,7 @@ class Federation:
     def evaluate(self, split: str, checkpoint: str) -> list[Row]:
         """Score the models as they stand, or as callbacks selected them; see `FederatedTrainer.test`."""
         server = self.server
-        kept = {entry["name"] for entry in server.checkpoints.values()}
-        kept |= {entry["name"] for client in self.store for entry in self.store.get(client).checkpoints.values()}
+        kept = self._kept()
         if checkpoint not in {"latest", "all", *kept}:
             raise ValueError(
                 f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "

@@ -47,6 +47,7 @@ class Server:
         bytes_up: Bytes sent to the server so far.
         bytes_down: Bytes sent to clients so far.
         steps: Optimizer steps of all clients so far.
+        spent: What the clients have done besides: see :mod:`fedlightning.federation.terms`.
         failures: Clients that failed so far: round (from 1), client, where (`"training"` or a stage), reason,
             decision.
         explosions: Watches for updates and losses that explode.
@@ -84,9 +85,16 @@ class Server:
         self.bytes_up = 0
         self.bytes_down = 0
         self.steps = 0
+        self.spent: dict[str, int] = {}
         self.failures: list[dict[str, Any]] = []
         self.explosions = Explosions()
         self.scores: Scores = {}
+
+    def __repr__(self) -> str:
+        """Return model, clients, round and callbacks."""
+        model = type(self.blueprint.template).__name__
+        rounds = f"round {self.round + 1} of {self.max_rounds}"
+        return f"<Server of {model}, {len(self.clients)} clients, {rounds}, {self.callbacks.callbacks!r}>"
 
     # -- what algorithms ask for ---------------------------------------------------------------------------------
     @property

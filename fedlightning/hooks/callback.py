@@ -84,6 +84,12 @@ class FederatedCallback(Callback):
         names = [name for name in inspect.signature(type(self).__init__).parameters if name not in ("self", "kwargs")]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
+    def __repr__(self) -> str:
+        """Return the class with its hyper-parameters."""
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.hyperparameters().items())})"
+        )
+
     def claims(self, name: str) -> bool:
         """Return True if this callback has a method of its own called `name`. Override to decline a role by option."""
         return getattr(type(self), name) is not getattr(FederatedCallback, name)

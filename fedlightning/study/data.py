@@ -10,7 +10,7 @@ from fedlightning.scoring.metrics import bare, higher_is_better
 from fedlightning.study import roles
 from fedlightning.study.baselines import fingerprint, odd_splits, why_not
 from fedlightning.study.columns import GLOBAL, PERSONAL
-from fedlightning.study.measures import Estimate, RunScores, SeedScore, estimate
+from fedlightning.study.measures import Estimate, RunScores, SeedScore, common_metric, estimate
 from fedlightning.study.runs import DEPLOYED, Run
 
 Table = list[dict[str, Any]]
@@ -34,7 +34,7 @@ class StudyData:
     def __init__(
         self,
         runs: Iterable[Run],
-        metric: str = "accuracy",
+        metric: str | None = None,
         checkpoint: str = DEPLOYED,
         confidence: float = 0.95,
         interval: str = "t",
@@ -43,7 +43,7 @@ class StudyData:
         self.runs = list(runs)
         if not self.runs:
             raise ValueError("There is no run to compare. Give run folders, or the --out folder of a compare.")
-        self.metric = bare(metric)
+        self.metric = bare(metric) if metric is not None else common_metric(self.runs, split)
         self.checkpoint = checkpoint
         self.confidence = confidence
         self.interval = interval

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fedlightning.scoring.metrics import bare, higher_is_better
+from fedlightning.scoring.metrics import bare, choose_metric, higher_is_better
 from fedlightning.study.columns import LOCAL, PERSONAL
 from fedlightning.study.fairness import Spread, spread
 from fedlightning.study.runs import DEPLOYED, Run
@@ -122,6 +122,17 @@ def address(row: Mapping[str, Any]) -> Address:
     """Return the address of a row of `summary.json`."""
     model, stage, checkpoint, data, split = (str(row[name]) for name in FIELDS)
     return model, stage, checkpoint, data, split, bare(row["metric"])
+
+
+def common_metric(runs: Iterable[Run], split: str = "test") -> str:
+    """Return the metric to compare runs by if nobody says: see :func:`fedlightning.scoring.metrics.choose_metric`.
+
+    Args:
+        runs: The runs; those without a result are not asked.
+        split: Split that is compared.
+    """
+    known = [RunScores(run).metrics(split) for run in runs if run.error is None]
+    return choose_metric([metrics for metrics in known if metrics])
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from fedlightning.study.baselines import odd_splits, why_not
 from fedlightning.study.columns import LOCAL
 from fedlightning.study.data import StudyData
 from fedlightning.study.roles import NEEDED
+from fedlightning.study.terms import unequal
 
-NOTES = ("single_seed", "different_budget", "undefined", "identical_seeds", "uncomparable_baseline")
+NOTES = ("single_seed", "different_budget", "unequal_terms", "undefined", "identical_seeds", "uncomparable_baseline")
 """Kinds of problems that leave every score as it is, and that a reader must know."""
 TOLERANCE = 0.01
 """Relative difference of optimizer steps that still counts as the same budget."""
@@ -57,6 +58,7 @@ def find_problems(study: StudyData) -> list[Problem]:
         *_mixed_models(study),
         *_missing_baselines(study),
         *_other_than_baseline(study),
+        *(Problem("unequal_terms", None, None, text) for text in unequal(study)),
         *_budgets(study),
         *_undefined(study),
         *_seeds(study),

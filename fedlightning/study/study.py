@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from fedlightning.study import clients, costs, curves, differences, incentives, overview, scores
+from fedlightning.study import clients, costs, curves, differences, incentives, overview, scores, terms
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.export import write_comparison
 from fedlightning.study.problems import Problem, find_problems
@@ -26,7 +26,8 @@ class Study(StudyData):
 
     Args:
         runs: Runs as :func:`fedlightning.study.runs.load_study` returns them.
-        metric: Score to compare, with or without the prefix of its split.
+        metric: Score to compare, with or without the prefix of its split. `None` takes accuracy if all runs have it, else
+            `rmse`, else `loss`.
         checkpoint: Models to compare. `"deployed"` takes each client's `best_local` model if the run has one, else its
             latest model as received. `"latest"`, `"best_local"` or `"best_global"` take one checkpoint for all.
         confidence: Confidence of intervals; their columns are called `ci95` whatever it is.
@@ -111,6 +112,10 @@ class Study(StudyData):
     def curves(self, metric: str | None = None) -> Table:
         """Return validation curves; see :func:`fedlightning.study.curves.curves`."""
         return curves.curves(self, metric)
+
+    def terms(self) -> Table:
+        """Return the terms on which each method was trained; see :func:`fedlightning.study.terms.terms`."""
+        return terms.terms(self)
 
     def costs(self, target: float | None = None) -> Table:
         """Return what it costs to reach a target; see :func:`fedlightning.study.costs.costs`."""

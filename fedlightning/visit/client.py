@@ -54,6 +54,8 @@ class Client:
         evaluating: Whether the visit only evaluates. Then nothing that is written to :attr:`state` is kept.
         steps: Optimizer steps of this visit's federated fits.
         skipped: Steps of these fits that the gradient scaler skipped.
+        own_steps: Optimizer steps of the other fits.
+        selections: Passes over validation data that callbacks asked for in this visit.
         lr_sum: Largest of :attr:`lr_sums`.
         lr_sums: By parameter name, the sum of its learning rate over these steps.
         gradient_weights: By parameter name, the sum of the weights with which SGD has added up the gradients of these
@@ -85,6 +87,8 @@ class Client:
         self.received: State = {}
         self.steps = 0
         self.skipped = 0
+        self.own_steps = 0
+        self.selections = 0
         self.lr_sum = 0.0
         self.lr_sums: dict[str, float] = {}
         self.gradient_weights: dict[str, float] = {}
@@ -95,6 +99,11 @@ class Client:
         self._streams: dict[str, Iterator[Any]] = {}
         self._anchor: dict[tuple[torch.device, str], Tensor] = {}
         self._num_samples: int | None = None  # counted on first access
+
+    def __repr__(self) -> str:
+        """Return id, round and what it has kept."""
+        kept = f", state of {', '.join(self.state)}" if self.state else ""
+        return f"<Client {self.id!r}, round {self.round + 1}, {self.record.visits} earlier visits{kept}>"
 
     @property
     def module(self) -> LightningModule:
@@ -277,6 +286,7 @@ class Client:
         loader = self.loader(split)
         if loader is None:
             return {}
+        self.selections += split == "val"
         with self._at(state) as module:
             return self._runner.scorer.score(module, loader, split)
 
@@ -366,6 +376,7 @@ class Client:
 
     def _batches(self, split: str) -> Iterator[Any]:
         loader = self.loader(split)
+        self.selections += split == "val"
         self._runner.start_sampler(loader, self.message, purpose=f"probe-{split}")
         yield from loader if loader is not None else ()
 

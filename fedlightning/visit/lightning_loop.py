@@ -16,10 +16,12 @@ from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.hooks import Phase
 from fedlightning.visit.client import Client
 from fedlightning.visit.limits import limited
+from fedlightning.visit.lost_batches import refuse_lost_batches
 from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import VisitCallback
 
 UNLIMITED = -1
+UNKNOWN = float("inf")
 OF_MODULE = ("state_dict", LightningModule.CHECKPOINT_HYPER_PARAMS_KEY)
 """Entries of a checkpoint that the module itself has: they are not kept between visits."""
 
@@ -117,6 +119,9 @@ def train_with_lightning(
             val_dataloaders=val_loader,
             ckpt_path="memory" if keep and memory.checkpoint is not None else None,
         )
+        expected = trainer.num_training_batches if in_epochs and not trainer.should_stop else UNKNOWN
+        refuse_lost_batches(trainer.fit_loop.epoch_loop, "training_step", client.module, loader, expected)
+        refuse_lost_batches(trainer.fit_loop.epoch_loop.val_loop, "validation_step", client.module, val_loader)
         vars(trainer)["datamodule"] = None  # its hyper-parameters are no part of what the client keeps
         if keep:
             trainer.save_checkpoint("memory")

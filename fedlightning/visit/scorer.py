@@ -18,6 +18,7 @@ from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast import refusals
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.evaluation import Evaluation, evaluate, may_stay_open, module_refusal
+from fedlightning.visit.lost_batches import refuse_lost_batches
 
 
 class Scorer:
@@ -66,6 +67,8 @@ class Scorer:
             with quiet():
                 run = trainer.test if testing else trainer.validate
                 results = run(module, dataloaders=loader, verbose=False)
+            step, loop = ("test_step", trainer.test_loop) if testing else ("validation_step", trainer.validate_loop)
+            refuse_lost_batches(loop, step, module, loader, sum(loop.max_batches), fitting=False)
             logged = {name: value for result in results for name, value in result.items()}
         to_device(module, home)
         module.trainer = before

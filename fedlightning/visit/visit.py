@@ -137,6 +137,8 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
                 client.lr_sums[name] = client.lr_sums.get(name, 0.0) + lr_sum
             for name, weight in fitted.gradient_weights.items():
                 client.gradient_weights[name] = client.gradient_weights.get(name, 0.0) + weight
+        else:
+            client.own_steps += fitted.steps
     client.lr_sum = max(client.lr_sums.values(), default=0.0)
 
 
@@ -151,6 +153,7 @@ def _note_work(client: Client, update: Update) -> None:
     elif message.returns:
         update.num_samples = record.num_samples
     update.steps, update.skipped, update.lr_sum = record.steps, client.skipped, record.lr_sum
+    update.own_steps, update.selections = client.own_steps, client.selections
     update.metrics, update.logs = client.metrics, client.logs
 
 

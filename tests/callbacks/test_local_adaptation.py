@@ -216,12 +216,14 @@ def test_restored_and_resumed(tmp_path):
         same(deployed(again, client), deployed(whole, client))
 
 
-def test_a_finished_federation_that_goes_on(tmp_path):
-    """Copies adapted after round 2 are no part of rounds 3 and 4."""
+@pytest.mark.parametrize("participation", [1.0, 1])
+def test_a_finished_federation_that_goes_on(tmp_path, participation):
+    """Copies adapted after round 2 are no part of rounds 3 and 4, not even at clients that are not visited in them."""
     module, data = NormNet("adam"), toy_data(SIZES)
-    whole = federate(module, data, [LocalAdaptation()], root=tmp_path / "a", max_rounds=4)
-    federate(module, data, [LocalAdaptation()], root=tmp_path / "b", max_rounds=2)
-    longer = make_trainer(tmp_path / "b", [LocalAdaptation()], max_rounds=4)
+    options = {"participation": participation}
+    whole = federate(module, data, [LocalAdaptation()], root=tmp_path / "a", max_rounds=4, **options)
+    federate(module, data, [LocalAdaptation()], root=tmp_path / "b", max_rounds=2, **options)
+    longer = make_trainer(tmp_path / "b", [LocalAdaptation()], max_rounds=4, **options)
     longer.fit(module, datamodule=data, resume="last")
     same(global_state(longer), global_state(whole))
     for client in SIZES:
@@ -235,6 +237,14 @@ def test_a_finished_federation_that_goes_on(tmp_path):
         for trainer in (longer, whole)
     ]
     assert scores[0] == scores[1]
+    costs = [
+        [{k: v for k, v in entry.items() if k != "seconds"} for entry in t.summary["per_round"]]
+        for t in (longer, whole)
+    ]
+    assert costs[0] == costs[1] and [entry["round"] for entry in costs[0]] == [1, 2, 3, 4, 5]
+    for name in ("bytes_up", "bytes_down", "local_steps_total", "terms"):
+        assert longer.summary[name] == whole.summary[name]
+    assert whole.summary["terms"]["fine_tuning_steps"] > 0
 
 
 def test_a_client_without_samples_deploys_the_global_model():

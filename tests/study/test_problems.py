@@ -252,3 +252,42 @@ def test_seeds_that_deploy_different_models_are_told(tmp_path):
 def test_an_unknown_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'best_lokal'.*there is: deployed, latest"):
         Study(write_study(tmp_path), checkpoint="best_lokal")
+
+
+def test_unequal_terms_are_told(tmp_path):
+    equal = {"optimizer_state": "reset", "optimizer_memory": True, "weighting": "samples", "local_steps": 120,
+             "own_steps": 0, "fine_tuning_steps": 0, "selections": 0, "selection": {"best_local": 3}}  # fmt: skip
+    odd = {
+        "silo": {"optimizer_state": "keep", "weighting": None},
+        "fenda": {"weighting": "uniform", "fine_tuning_steps": 40},
+        "fliu": {"selection": {}},
+    }
+
+    def edit(others):
+        return lambda method, seed, rows, summary: summary.update(terms=equal | others.get(method, {}))
+
+    study = Study(write_study(tmp_path / "odd", seeds=[0], edit=edit(odd)))
+    state, weights, tuned, chosen = texts(study, "unequal_terms")
+    assert state.startswith(
+        "Not on equal terms: fedavg, fenda and fliu begin every visit with new optimizers, silo keeps"
+    )
+    assert "--optimizer-state reset" in state
+    assert "by their samples in fedavg and fliu; all the same in fenda" in weights
+    assert "fenda fine-tuned for 40 steps after the last round; the others not at all" in tuned
+    assert "the best of 3 on validation data of fedavg, fenda and silo; the last model of fliu" in chosen
+    assert all(problem.severity == "note" for problem in study.problems if problem.kind == "unequal_terms")
+    assert [line["candidates"] for line in study.terms()] == [3, 3, 0, 3]
+    assert texts(Study(write_study(tmp_path / "equal", seeds=[0], edit=edit({}))), "unequal_terms") == []
+    plain = {method: {"optimizer_memory": False} | (odd[method] if method == "silo" else {}) for method in METHODS}
+    assert texts(Study(write_study(tmp_path / "plain", seeds=[0], edit=edit(plain))), "unequal_terms") == []
+
+
+def test_the_metric_is_one_that_all_runs_have(tmp_path):
+    def edit(method, seed, rows, summary):
+        return (
+            [replace(row, metric=row.metric.replace("accuracy", "rmse")) for row in rows] if method == "fliu" else None
+        )
+
+    assert Study(write_study(tmp_path / "a", seeds=[0])).metric == "accuracy"
+    assert Study(write_study(tmp_path / "b", {"fliu": ["FLIU"]}, [0], edit)).metric == "rmse"
+    assert Study(write_study(tmp_path / "c", seeds=[0], edit=edit)).metric == "loss"

@@ -12,6 +12,7 @@ from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.failures import FailurePolicy, FederationError, TooFewClientsError
 from fedlightning.federation.server import Server
+from fedlightning.federation.terms import note_work
 from fedlightning.hooks import Job, Plan
 from fedlightning.messages import Message, Update
 from fedlightning.visit.requests import Evaluate
@@ -67,6 +68,7 @@ def run_round(
                 policy.stop_at(update.client, update.error, f"Round {server.round + 1}")
             server.bytes_up += update.num_bytes
             server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one
+            note_work(server, update)
             if update.error is None and job.work != 0:
                 server.explosions.look(update, server.models[update.model], server.trainable)
             if update.error is None and update.state:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.study.export import write_comparison
+from fedlightning.study.measures import common_metric
 from fedlightning.study.problems import Problem
 from fedlightning.study.report.context import LABELS, Context
 from fedlightning.study.report.html import Page, Section, Trouble, render, slug
@@ -18,6 +19,7 @@ from fedlightning.study.report.sections import (
     scores,
     setting,
     statistics,
+    terms,
     training,
 )
 from fedlightning.study.report.styles import styles
@@ -29,7 +31,7 @@ REPORT_FILE = "report.html"
 
 
 def build_report(
-    out: Path, runs: Sequence[Path], *, metric: str = "accuracy", checkpoint: str = DEPLOYED, title: str | None = None
+    out: Path, runs: Sequence[Path], *, metric: str | None = None, checkpoint: str = DEPLOYED, title: str | None = None
 ) -> Path:
     """Write a report that opens offline. The same runs give the same bytes.
 
@@ -37,7 +39,8 @@ def build_report(
         out: Folder for `report.html`, `figures/`, `comparison.json` and `comparison.csv`.
         runs: Folders of `compare`, each a data set of its own, and folders of single runs, which are one data set
             together.
-        metric: Score to compare, without its split (`"accuracy"`, `"f1_macro"`, `"loss"` and so on).
+        metric: Score to compare, without its split (`"accuracy"`, `"f1_macro"`, `"loss"` and so on). `None` takes accuracy
+            if all runs have it, else `rmse`, else `loss`.
         checkpoint: Models to compare; see :meth:`fedlightning.study.runs.Run.result`.
         title: Title of the page. `None` makes one from the data.
 
@@ -50,9 +53,9 @@ def build_report(
     """
     if not runs:
         raise ValueError("There is no run to report. Give run folders, or the --out folder of a compare.")
-    studies = {
-        name: Study(load_study(paths), metric=metric, checkpoint=checkpoint) for name, paths in _groups(runs).items()
-    }
+    found = {name: load_study(paths) for name, paths in _groups(runs).items()}
+    metric = metric or common_metric(run for group in found.values() for run in group)
+    studies = {name: Study(group, metric=metric, checkpoint=checkpoint) for name, group in found.items()}
     out = Path(out)
     write_comparison(next(iter(studies.values())) if len(studies) == 1 else studies, out)
     page = make_page(studies, out / "figures", title, _about(runs))
@@ -118,6 +121,7 @@ PARTS = (
     clients.matrices,
     training.learning_curves,
     training.costs,
+    terms.terms,
     setting.partition,
     layers.layers,
     failures.failures,

@@ -9,7 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from fedlightning.study.columns import LOCAL, POOLED
+from fedlightning.hooks import POOLED
+from fedlightning.scoring.tasks import LOCAL
 
 PREFERRED = ("accuracy", "balanced_accuracy", "f1_macro", "auroc", "loss")
 """Metrics shown first, if a module has them. Others follow in the module's order while there is room."""

@@ -1,0 +1,91 @@
+"""The terms on which a run was trained: what a comparison with another run must know beside the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from fedlightning.blueprint.optimizers import have_memory
+from fedlightning.federation.server import Server
+from fedlightning.hooks import CallbackList
+from fedlightning.messages import Update
+
+SPENT = ("own_steps", "fine_tuning_steps", "selections")
+"""What the clients do beside federated steps: steps on models of their own, steps after the last round, and passes over
+validation data with which they choose something."""
+
+
+def note_work(server: Server, update: Update, after_last_round: bool = False) -> None:
+    """Add what a client has done beside its federated steps.
+
+    Args:
+        server: Keeps the sums.
+        update: The client's answer.
+        after_last_round: Whether the visit came after the last round, so that its steps are fine-tuning.
+    """
+    steps = "fine_tuning_steps" if after_last_round else "own_steps"
+    for name, count in ((steps, update.own_steps), ("selections", update.selections)):
+        if count:
+            server.spent[name] = server.spent.get(name, 0) + count
+
+
+def weighting_of(callbacks: CallbackList) -> str:
+    """Return by what clients are weighted: `"samples"`, `"uniform"`, `"log"`, or the callback that does it its own way.
+
+    Example:
+        >>> from fedlightning.callbacks import FedAvg, FedBABU
+        >>> weighting_of(CallbackList([])), weighting_of(CallbackList([FedAvg()])), weighting_of(CallbackList([FedBABU()]))
+        ('samples', 'samples', 'uniform')
+    """
+    reducer = callbacks.role("reduce")
+    if reducer is not None:
+        return f"{reducer.key}'s own"
+    for callback in callbacks:
+        if callback.weighting is not None:
+            return callback.weighting if isinstance(callback.weighting, str) else f"{callback.key}'s own"
+    return "samples"
+
+
+def optimizer_state_of(
+    callbacks: Sequence[Any], given: Literal["reset", "keep"] | None = None
+) -> Literal["reset", "keep"]:
+    """Return what becomes of optimizers between visits: as the user says, else as an algorithm wishes, else `"reset"`.
+
+    Args:
+        callbacks: The callbacks of the run.
+        given: The trainer's argument.
+    """
+    wishes: list[Literal["reset", "keep"]] = [
+        wish for callback in callbacks if (wish := getattr(callback, "optimizer_state", None)) is not None
+    ]
+    return given or (wishes[0] if wishes else "reset")
+
+
+def terms_of(server: Server, kept: Sequence[str], validations: int) -> dict[str, Any]:
+    """Return the terms of a run, for `summary.json`.
+
+    Args:
+        server: The server.
+        kept: Names of the checkpoints that were selected on validation data.
+        validations: Rounds in which models were scored on validation data.
+
+    Returns:
+        `optimizer_state`; `optimizer_memory`, whether that matters (momentum, moments or a schedule; `None` where it
+        cannot be told); `weighting`, `None` where nothing is averaged; `local_steps`, `own_steps` and
+        `fine_tuning_steps` of all clients; `selection`, by checkpoint the candidates that it was chosen from; and
+        `selections`, passes over validation data with which clients chose something in their visits.
+    """
+    return {
+        "optimizer_state": server.blueprint.settings.optimizer_state,
+        "optimizer_memory": have_memory(server.module),
+        "weighting": weighting_of(server.callbacks) if server.returned_names() else None,
+        "local_steps": server.steps,
+        **{name: server.spent.get(name, 0) for name in SPENT},
+        "selection": dict.fromkeys(kept, validations),
+    }
+
+
+def spent_of(saved: Any) -> dict[str, int]:
+    """Return what a saved state says was spent; states of earlier versions say nothing."""
+    found = saved if isinstance(saved, Mapping) else {}
+    return {name: int(found[name]) for name in SPENT if isinstance(found.get(name), int)}

@@ -1,0 +1,294 @@
+"""What a user asks of a federation that has been fitted or restored: scores, models, predictions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from fedlightning.blueprint.client_logger import ClientLogger
+from fedlightning.compat.quiet import quiet
+from fedlightning.federation.federation import Federation
+from fedlightning.federation.server import Server
+from fedlightning.federation.stages import deployed_module
+from fedlightning.federation.store import ClientStore
+from fedlightning.hooks import CallbackList
+from fedlightning.run.checkpoints import Exporter
+from fedlightning.run.files import is_writer, writing
+from fedlightning.run.folder import RunFolder
+from fedlightning.run.lock import only_writer
+from fedlightning.run.recorder import Recorder
+from fedlightning.scoring.results import Row, summarise
+from fedlightning.scoring.table import print_results
+from fedlightning.scoring.tasks import LOCAL
+
+
+@dataclass
+class ClientView:
+    """One client as a user sees it.
+
+    Attributes:
+        id: The client's id.
+        module: The module it would deploy now (stage L1).
+        num_samples: Its training samples.
+    """
+
+    id: str
+    module: LightningModule
+    num_samples: int
+
+
+class Fitted:
+    """The part of :class:`~fedlightning.trainer.FederatedTrainer` that reads a federation and trains nothing.
+
+    Attributes:
+        arguments: The trainer's arguments.
+        callbacks: The federated callbacks.
+        ordinary_callbacks: The ordinary ones.
+        recorder: Keeps scores and the summary.
+        federation: The federation, once there is one.
+        given: The model and the data module that it was fitted with or restored for.
+    """
+
+    arguments: Mapping[str, Any]
+    callbacks: CallbackList
+    ordinary_callbacks: list[Callback]
+    recorder: Recorder
+    federation: Federation | None
+    given: tuple[LightningModule | None, LightningDataModule | None] = (None, None)
+
+    def restore(
+        self, model: LightningModule, datamodule: LightningDataModule, run: str | Path, trust_old_state: bool = False
+    ) -> None:
+        """Load the state that a run saved last: see `FederatedTrainer`."""
+        raise NotImplementedError
+
+    @property
+    def run(self) -> RunFolder | None:
+        """The run's folder; ``None`` before ``fit`` and where nothing is written."""
+        return self.recorder.run
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Every score of the run."""
+        return self.recorder.rows
+
+    @property
+    def results(self) -> list[dict[str, Any]]:
+        """Rows of `summary.json`: per model, stage, checkpoint, data, split and metric the statistics over clients."""
+        return self.recorder.results
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """All of `summary.json`."""
+        return self.recorder.summary
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The run's Lightning loggers."""
+        return self.recorder.loggers
+
+    @property
+    def server(self) -> Server | None:
+        """The server, once there is one."""
+        return None if self.federation is None else self.federation.server
+
+    @property
+    def store(self) -> ClientStore:
+        """The clients' records."""
+        return ClientStore() if self.federation is None else self.federation.store
+
+    @property
+    def rounds_done(self) -> int:
+        """Finished rounds."""
+        return 0 if self.federation is None else self.federation.rounds_done
+
+    def validate(
+        self,
+        model: LightningModule | str | None = None,
+        datamodule: LightningDataModule | None = None,
+        *,
+        checkpoint: str = "latest",
+        ckpt_path: str | Path | None = None,
+        run: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Score models of the federation on validation data, and print the table; takes the arguments of :meth:`test`."""
+        return self._score("val", model, datamodule, checkpoint, ckpt_path, run, verbose)
+
+    def test(
+        self,
+        model: LightningModule | str | None = None,
+        datamodule: LightningDataModule | None = None,
+        *,
+        checkpoint: str = "all",
+        ckpt_path: str | Path | None = None,
+        run: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Score models of the federation on test data, local and pooled, and print the table.
+
+        Args:
+            model: The module that the run was started with; needed with `run`. Or the name of a checkpoint: `test("latest")`.
+            datamodule: The data that it was started with; needed with `run`.
+            checkpoint: `"latest"`, a checkpoint callback's name (`"best_global"`, `"best_local"`), or `"all"`.
+            ckpt_path: As in Lightning: the name of a checkpoint, or the folder of a run (see `run`).
+            run: Folder of a run, finished or interrupted, to restore first.
+            verbose: Print the table, as `fedlightning test` does.
+
+        Returns:
+            Rows of `summary.json`.
+
+        Raises:
+            ValueError: For a checkpoint that the run does not have, or a model or data that no run is given for.
+        """
+        return self._score("test", model, datamodule, checkpoint, ckpt_path, run, verbose)
+
+    def _score(
+        self,
+        split: str,
+        model: LightningModule | str | None,
+        datamodule: LightningDataModule | None,
+        checkpoint: str,
+        ckpt_path: str | Path | None,
+        run: str | Path | None,
+        verbose: bool,
+    ) -> list[dict[str, Any]]:
+        if isinstance(model, str):
+            checkpoint = model
+            model = None
+        if ckpt_path is not None and Path(ckpt_path).is_dir():
+            run = ckpt_path if run is None else run
+        elif ckpt_path is not None:
+            checkpoint = "all" if str(ckpt_path) == "best" else str(ckpt_path)
+        if run is not None:
+            if model is None or datamodule is None:
+                raise ValueError(
+                    "To score a run from its folder, give the model and the datamodule that it was started with: "
+                    "test(model=..., datamodule=..., run=...)."
+                )
+            self.restore(model, datamodule, run)
+        else:
+            for what, given, known in zip(("model", "datamodule"), (model, datamodule), self.given, strict=True):
+                if given is not None and given is not known:
+                    raise ValueError(
+                        f"This trainer's federation was not fitted with this {what}, and scores are those of what was "
+                        f"fitted. Leave {what} out, or restore a run: test(model=..., datamodule=..., run=FOLDER)."
+                    )
+        results = self._evaluate(split, checkpoint)
+        if verbose and is_writer():
+            print_results(results, split)
+        return results
+
+    def _evaluate(self, split: str, checkpoint: str) -> list[dict[str, Any]]:
+        federation, run = self._fitted(), self.recorder.run
+        with nullcontext() if run is None else only_writer(run.path), closing(federation.engine):
+            rows = federation.evaluate(split, checkpoint)
+            federation.summarise(self.arguments)
+        return summarise(rows)
+
+    def predict(
+        self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
+    ) -> list[Any] | None:
+        """Predict with one client's deployed model (stage L1), or with the global model.
+
+        Args:
+            dataloaders: Data to predict on; default: the client's own test data (pooled without a client).
+            client: The client whose model predicts; `None`: the global model.
+            checkpoint: `"latest"`, or the name of a checkpoint to load first.
+        """
+        data = self._fitted().engine.runner.data
+        module = self.module(client, checkpoint)
+        if dataloaders is None:
+            dataloaders = data.pooled_dataloader("test") if client is None else data.client_dataloader(client, "test")
+        with quiet():
+            trainer = Trainer(
+                accelerator=self.arguments["accelerator"],
+                devices=1,
+                precision=self.arguments["precision"],
+                logger=ClientLogger(),
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                limit_predict_batches=self.arguments["limit_predict_batches"],
+            )
+            return trainer.predict(module, dataloaders=dataloaders)
+
+    def client(self, client: str | int) -> ClientView:
+        """Return the client as it stands: the module it would deploy now (stage L1) and its training samples."""
+        return ClientView(str(client), self.module(str(client)), self._fitted().server.num_samples[str(client)])
+
+    def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
+        """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
+        federation = self._fitted()
+        return deployed_module(federation.server, federation.engine, client, checkpoint)
+
+    def save_checkpoint(self, path: str | Path, client: str | None = None, *, checkpoint: str = "latest") -> None:
+        """Save the global model, or the model that a client deploys, as a Lightning checkpoint.
+
+        `fedlightning.load` reads it, and so does `load_from_checkpoint` of a module that no algorithm has wrapped.
+
+        Args:
+            path: File to write; folders above it are made.
+            client: The client's id; `None`: the global model.
+            checkpoint: `"latest"`, or the name of a checkpoint callback.
+
+        Raises:
+            ValueError: For an unknown client or checkpoint, or where the method has no global model.
+        """
+        module = self.module(client, checkpoint)
+        about = {"checkpoint": checkpoint} | ({} if client is None else {"client": client})
+        with writing(Path(path)):
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Exporter(self._fitted().server.blueprint.template).save(Path(path), module, about)
+
+    def __repr__(self) -> str:
+        """Return the arguments that differ from their defaults, and how far the federation is."""
+        defaults = inspect.signature(type(self).__init__).parameters
+        shown = {
+            name: value
+            for name, value in self.arguments.items()
+            if name not in ("callbacks", "self") and name in defaults and value != defaults[name].default
+        }
+        texts = [f"{name}={value!r}" for name, value in shown.items()]
+        texts += [f"callbacks={self.callbacks.callbacks + self.ordinary_callbacks!r}"]
+        done = (
+            "not fitted"
+            if self.federation is None
+            else f"{self.rounds_done} rounds done, {len(self.client_ids)} clients"
+        )
+        return f"<{type(self).__name__}({', '.join(texts)}): {done}>"
+
+    @property
+    def client_ids(self) -> list[str]:
+        """The clients' ids, in order; empty before `fit`."""
+        return [] if self.server is None else list(self.server.clients)
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Newest scores by name (`val_loss`), each the mean over clients on their own data; empty before the first.
+
+        They are scores of the latest models as received (L1), or else after aggregation (G) or local training (L2).
+        """
+        if self.federation is None:
+            return {}
+        since = max(self.rounds_done - max(self.federation.evaluate_every, 1) + 1, 0)
+        found: dict[str, dict[tuple[int, int], list[float]]] = {}
+        for row in self.rows:
+            if row.round >= since and row.checkpoint == "latest" and row.data == LOCAL:
+                place = (row.round, ("L2", "G", "L1").index(row.stage))
+                found.setdefault(row.metric, {}).setdefault(place, []).append(row.value)
+        return {metric: torch.tensor(places[max(places)]).mean() for metric, places in found.items()}
+
+    def _fitted(self) -> Federation:
+        if self.federation is None:
+            raise RuntimeError("This FederatedTrainer has no federation yet. Call fit(), or fit(resume=...), first.")
+        return self.federation

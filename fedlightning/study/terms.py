@@ -1,0 +1,131 @@
+"""Equal terms: what methods were given beside the algorithm, and sentences about what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # planning a comparison needs the sentences, not the study
+    from fedlightning.study.data import StudyData, Table
+
+NOT_EQUAL = "Not on equal terms"
+REMEDY = "--optimizer-state reset (or keep) makes all alike"
+WORDS = {
+    "keep": ("keeps its optimizers' state from visit to visit", "keep their optimizers' state from visit to visit"),
+    "reset": ("begins every visit with new optimizers", "begin every visit with new optimizers"),
+}
+
+
+def terms(study: StudyData) -> Table:
+    """Return one line a method: the terms on which its runs were trained.
+
+    Args:
+        study: Runs to compare.
+
+    Returns:
+        `method`; `optimizer_state` (`"keep"` or `"reset"`); `weighting` of the clients (`None`: nothing is averaged);
+        means over seeds of `local_steps` (all clients together), `own_steps` (of these clients, on models that are not
+        federated), `fine_tuning_steps` (after the last round); `candidates`: models that the deployed one was chosen
+        from on validation data, for each selected checkpoint; `selections`: passes over validation data with which
+        clients chose something inside their visits. Values are `None` for runs of versions that did not record them.
+    """
+    return [{"method": method, **_terms(_of(study, method))} for method in study.methods]
+
+
+def _of(study: StudyData, method: str) -> list[Mapping[str, Any]]:
+    runs = [study.finished[method, seed].run for seed in study.seeds_of(method)]
+    return [found for run in runs if isinstance(found := run.summary.get("terms"), Mapping)]
+
+
+def _terms(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = found[0] if found else {}
+    selection = first.get("selection") or {}
+    return {
+        **{name: first.get(name) for name in ("optimizer_state", "optimizer_memory", "weighting")},
+        **{name: _mean(found, name) for name in ("local_steps", "own_steps", "fine_tuning_steps", "selections")},
+        "candidates": max(selection.values(), default=0) if found else None,
+    }
+
+
+def _mean(found: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    known = [float(one[name]) for one in found if one.get(name) is not None]
+    return sum(known) / len(known) if known else None
+
+
+def unequal(study: StudyData) -> Iterator[str]:
+    """Give a sentence for everything in which the terms of the methods differ, beside the step budget."""
+    lines = [line for line in terms(study) if line["local_steps"] is not None]
+    yield from optimizer_states(
+        {line["method"]: line["optimizer_state"] for line in lines},
+        any(line["optimizer_memory"] is not False for line in lines),
+    )
+    yield from weightings(
+        {line["method"]: line["weighting"] for line in lines if study.role(line["method"]) != "central"}
+    )
+    for name, what, other in (
+        ("own_steps", "took {} more local steps on models of the clients' own", "none"),
+        ("fine_tuning_steps", "fine-tuned for {} steps after the last round", "not at all"),
+        ("selections", "passed {} times over clients' validation data to choose or weight models in training", "never"),
+    ):
+        spent = {line["method"]: line[name] for line in lines if line[name]}
+        if spent and len(set(spent.values())) + (len(spent) < len(lines)) > 1:
+            told = "; ".join(f"{method} {what.format(f'{count:,.0f}')}" for method, count in spent.items())
+            yield f"{NOT_EQUAL}: {told}{f'; the others {other}' if len(spent) < len(lines) else ''}."
+    groups = _groups({line["method"]: line["candidates"] for line in lines})
+    if len(groups) > 1:
+        told = "; ".join(
+            f"the last model of {_listed(names)}"
+            if not count
+            else f"the best of {count} on validation data of {_listed(names)}"
+            for count, names in groups.items()
+        )
+        yield f"{NOT_EQUAL}: deployed is {told}. Give all methods the same checkpoints, or compare --checkpoint latest."
+
+
+def optimizer_states(states: Mapping[str, str | None], matters: bool = True) -> Iterator[str]:
+    """Give a sentence if some methods keep their optimizers' state and others do not.
+
+    Args:
+        states: Method -> `"keep"` or `"reset"`.
+        matters: Whether any optimizer has momentum, moments or a schedule; without them both are the same.
+
+    Example:
+        >>> print(next(optimizer_states({"local": "keep", "fedavg": "reset", "fedprox": "reset"})).partition(", ")[2][:51])
+        fedavg and fedprox begin every visit with new optim
+    """
+    groups = {state: names for state, names in _groups(states).items() if state in WORDS}
+    if matters and len(groups) > 1:
+        told = ", ".join(f"{_listed(names)} {WORDS[str(state)][len(names) > 1]}" for state, names in groups.items())
+        yield (
+            f"{NOT_EQUAL}: {told}; with momentum, Adam or a schedule and short visits this alone can decide which is "
+            f"better. {REMEDY}."
+        )
+
+
+def weightings(found: Mapping[str, str | None]) -> Iterator[str]:
+    """Give a sentence if methods that average weight the clients differently.
+
+    Args:
+        found: Method -> weighting, `None` where nothing is averaged.
+    """
+    groups = _groups({method: weighting for method, weighting in found.items() if weighting is not None})
+    if len(groups) > 1:
+        told = "; ".join(f"{_weighting(str(weighting))} in {_listed(names)}" for weighting, names in groups.items())
+        yield f"{NOT_EQUAL}: clients weigh {told}. Where a method takes `weighting`, set the same on all."
+
+
+def _weighting(name: str) -> str:
+    return {"samples": "by their samples", "uniform": "all the same", "log": "by the log of their samples"}.get(
+        name, f"in {name} way"
+    )
+
+
+def _groups(values: Mapping[str, Any]) -> dict[Any, list[str]]:
+    groups: dict[Any, list[str]] = {}
+    for method, value in values.items():
+        groups.setdefault(value, []).append(method)
+    return groups
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
