@@ -66,7 +66,7 @@ class Setting:
     head: str
     data: Callable[[int, int | None], FederatedDataModule]
     module: Callable[[str], LightningModule]
-    trainer: dict[str, Any] = field(default_factory=lambda: {"max_rounds": 15, "local_epochs": 2})
+    trainer: dict[str, Any] = field(default_factory=lambda: {"max_rounds": 10, "local_epochs": 2})
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
 
@@ -90,31 +90,30 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
         Setting(
             "digits",
             "scikit-learn's digits (1797 images), ten clients by Dirichlet(0.5) label skew, `DigitsCNN`, SGD 0.1, batch 16, "
-            "15 rounds of 2 epochs: `configs/quickstart.yaml`",
+            "10 rounds of 2 epochs",
             "net.fc",
             lambda seed, size: DigitsDataModule(split(), batch_size=size or 16, seed=seed),
             digits_net,
         ),
         Setting(
             "heart",
-            "Fed-Heart-Disease (740 patients), four hospitals, `TinyNet`, SGD 0.1, batch 16, 15 rounds of 4 epochs",
+            "Fed-Heart-Disease (740 patients), four hospitals, `TinyNet`, SGD 0.1, batch 16, 10 rounds of 4 epochs",
             "net.fc2",
             lambda seed, size: HeartDiseaseDataModule(heart, batch_size=size or 16, seed=seed),
             lambda _: Classifier(TinyNet(), num_classes=2, lr=0.1),
-            trainer={"max_rounds": 15, "local_epochs": 4},
+            trainer={"max_rounds": 10, "local_epochs": 4},
             options={"LGFedAvg": {"num_layers": 1}},
             not_run=no_norm,
         ),
         Setting(
             "mnist",
-            "MNIST (2000 training, 2000 test images), ten clients by Dirichlet(0.5) label skew, `MLP(784, [64, 32], 10)`, SGD "
+            "MNIST (1500 training, 1000 test images), ten clients by Dirichlet(0.5) label skew, `MLP(784, [64, 32], 10)`, SGD "
             "0.1, batch 16, 10 rounds of 2 epochs",
             "net.fc3",
             lambda seed, size: MNISTDataModule(
-                mnist, split(), batch_size=size or 16, seed=seed, max_train=2000, max_test=2000
+                mnist, split(), batch_size=size or 16, seed=seed, max_train=1500, max_test=1000
             ),
             lambda _: Classifier(MLP(784, [64, 32], 10), num_classes=10, lr=0.1),
-            trainer={"max_rounds": 10, "local_epochs": 2},
             not_run=no_norm,
         ),
     ]
