@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from collections import defaultdict
 from typing import Literal
 
 import torch
@@ -68,9 +69,10 @@ class FedAMP(ClientModels):
 
     ``sigma`` only means something beside the squared distances, which depend on the network and on the learning rate: far
     below them each client trains alone, far above them (1e6, the paper's, for all networks here) all models count alike.
-    So by default it is observed: the mean of ``||w_i - w_j||^2`` over all pairs of clients, anew after every round. Then
-    ``xi_ij = exp(-||w_i - w_j||^2 / sigma) / N``, which does not change when all parameters are scaled. A warning tells of a
-    ``sigma`` of your own that leaves attention flat, or nothing of it.
+    So by default it is observed after every round, as the mean of ``||w_i - w_j||^2`` over all pairs of clients, and
+    ``alpha_k`` of the mixture is the largest with which every ``xi_ii`` is ``1 / N`` or more: ``xi_ij`` is ``exp(-||w_i -
+    w_j||^2 / sigma)`` times ``(1 - 1 / N) / max_i sum_{j != i} exp(-||w_i - w_j||^2 / sigma)``. This does not change when
+    all parameters are scaled. A warning tells of a ``sigma`` of your own that leaves attention flat, or nothing of it.
 
     ``xi_ii`` must not be negative: ``alpha (N - 1) <= sigma`` is checked.
 
@@ -172,25 +174,38 @@ class FedAMP(ClientModels):
         names = parameter_names(server, a)
         return distance(select(a, names), select(b, names)) ** 2
 
-    def scale(self, server: Server, models: dict[str, State]) -> float:
-        """Return ``sigma``: the given one, or the mean unlikeness of all pairs; infinite while all models are the same."""
-        if self.sigma is not None:
-            return self.sigma
-        stored: float | None = server.state.get(self.key, {}).get("sigma")
-        return _mean_of_pairs(self._pairs(server, models)) if stored is None else stored
+    def observed(self, server: Server, models: dict[str, State]) -> dict[str, float]:
+        """Return ``sigma`` and ``alpha_k / sigma`` as the models have them.
 
-    def _pairs(self, server: Server, models: dict[str, State]) -> list[float]:
+        Args:
+            server: The server; what it observed after the last round is used where there is something.
+            models: Each client's model ``w_j``.
+        """
+        stored = server.state.get(self.key, {})
+        if "sigma" in stored:
+            return {name: stored[name] for name in ("sigma", "step")}
+        return self._observe(self._pairs(server, models), len(models))
+
+    def _observe(self, pairs: dict[tuple[str, str], float], count: int) -> dict[str, float]:
+        """Return ``sigma`` and ``alpha_k / sigma`` of these unlikenesses, among ``count`` clients."""
+        sigma = sum(pairs.values()) / len(pairs) if any(pairs.values()) else math.inf  # all the same: all count alike
+        heard: dict[str, float] = defaultdict(float)
+        for pair, value in pairs.items():
+            for client in pair:
+                heard[client] += math.exp(-value / sigma)
+        return {"sigma": sigma, "step": (1.0 - 1.0 / count) / max(heard.values(), default=1.0)}
+
+    def _pairs(self, server: Server, models: dict[str, State]) -> dict[tuple[str, str], float]:
         """Return the unlikeness of every pair of clients' models."""
-        return [self.unlikeness(server, a, b) for a, b in itertools.combinations(models.values(), 2)]
+        return {(i, j): self.unlikeness(server, models[i], models[j]) for i, j in itertools.combinations(models, 2)}
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Keep the models that came, and observe how far apart they are."""
         super().reduce(server, updates)
         if self.sigma is None:
-            pairs = self._pairs(server, self.models(server))
-            server.state[self.key]["sigma"] = _mean_of_pairs(pairs)
+            server.state[self.key] |= self._observe(self._pairs(server, self.models(server)), len(server.clients))
         elif server.round == 0:
-            self._warn_of_attention(self._pairs(server, self.models(server)))
+            self._warn_of_attention(list(self._pairs(server, self.models(server)).values()))
         return {}
 
     def _warn_of_attention(self, pairs: list[float]) -> None:
@@ -219,11 +234,11 @@ class FedAMP(ClientModels):
             client: Client i.
             models: Each client's model ``w_j``.
         """
-        sigma = self.scale(server, models)
         if self.sigma is None:
-            step = self.alpha_decay**server.round / len(models)
+            seen = self.observed(server, models)
+            sigma, step = seen["sigma"], seen["step"] * self.alpha_decay**server.round
         else:
-            step = self.step_size(server) / sigma
+            sigma, step = self.sigma, self.step_size(server) / self.sigma
         own = models[client]
         row = {j: step * math.exp(-self.unlikeness(server, w, own) / sigma) for j, w in models.items() if j != client}
         return {j: 1.0 - sum(row.values()) if j == client else row[j] for j in models}
@@ -349,16 +364,10 @@ class HeurFedAMP(FedAMP):
         if not others:
             return {client: 1.0}
         itself = 1.0 / len(models) if self.xi_self is None else self.xi_self
-        sharpness = self.scale(server, models) if self.sigma is not None else 1.0 / self.scale(server, models)
+        sharpness = 1.0 / self.observed(server, models)["sigma"] if self.sigma is None else self.sigma
         unlike = [self.unlikeness(server, models[client], models[j]) for j in others]
         weights = (1.0 - itself) * torch.softmax(-sharpness * torch.tensor(unlike, dtype=torch.float64), dim=0)
         return {j: dict(zip(others, weights.tolist(), strict=True)).get(j, itself) for j in models}
-
-
-def _mean_of_pairs(pairs: list[float]) -> float:
-    """Return the mean, or infinity where all models are the same, so that all count alike."""
-    total = sum(pairs)
-    return total / len(pairs) if total > 0 else math.inf
 
 
 def flat(state: State, names: list[str]) -> Tensor:

@@ -2,8 +2,8 @@
 
     python -m tools.methods_table --heart FOLDER --mnist FOLDER [--out runs/methods] [--only FedAvg,Local] [--data digits]
 
-Runs that are in `--out` already are not repeated; `--again FedAMP,pFedLA` runs those anew. The table is written when all runs
-that were asked for are there. The reasons beside results below Local are in `tools/methods_notes.yaml`.
+Runs that are in `--out` already are not repeated; `--again FedAMP,pFedLA` runs those anew. `--write-only` writes the page
+from what is there. The reasons beside results below Local are in `tools/methods_notes.yaml`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,24 @@ from fedlightning.models import MLP, Classifier, DigitsCNN, TinyNet
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "methods.md"
 NOTES = ROOT / "tools" / "methods_notes.yaml"
+DATA = "digits,heart,mnist"
 SEEDS = (0, 1, 2)
 STEP_ROUNDS = 100
 """Rounds of the methods that take one step in a round."""
+
+
+HEAD = """# Every method at its defaults
+
+Made by `python -m tools.methods_table --heart FOLDER --mnist FOLDER` from real runs: all algorithms of the catalogue, each as
+`FederatedTrainer(callbacks=[Method()])` builds it, on the same data, network, optimizer and local work. What a method needs beside
+that is set: `head` for FENDA and PerFCL, one step a round for FedSGD (full batches) and L2GD (100 rounds), gradient clipping for
+HeteroFL, BatchNorm for FedBN.
+
+Accuracy is the mean over clients, on each client's own test data, of the model that it would deploy after the last round (stage L1,
+no checkpoint selection), and its standard deviation over seeds, which also move the split. The worst client, the megabytes sent up and
+down and the seconds (on two busy cores: only orders of magnitude) are means over seeds. The runs are short, so that the table can be
+made again; they show whether defaults work, not which method is best. A method below Local has the reason beside it.
+"""
 
 
 @dataclass(frozen=True)
@@ -190,6 +205,58 @@ def collect(chosen: Iterable[Setting], methods: Iterable[str], out: Path, again:
                 print(seed, setting.name, method, {k: round(v, 3) if k != "error" else v for k, v in result.items()}, flush=True)
 
 
+def read(out: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Return the finished runs: data set -> method -> one result for each seed."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for path in sorted(out.glob("*/*.json")):
+        result = json.loads(path.read_text())
+        if "error" not in result:
+            found.setdefault(path.parent.name, {}).setdefault(path.stem.rpartition("-")[0], []).append(result)
+    return found
+
+
+def page(
+    every: dict[str, Setting],
+    found: dict[str, dict[str, list[dict[str, Any]]]],
+    notes: dict[str, dict[str, str]],
+    text: str = HEAD,
+) -> str:
+    """Return the page: a table for each data set, best method first, each family's name beside the method.
+
+    Args:
+        every: The settings.
+        found: What :func:`read` returns.
+        notes: Method -> data set, or `all` -> the reason of a result below Local.
+        text: What stands above the tables.
+    """
+    parts = [text]
+    families = {row.name: FAMILIES[row.family].lower() for row in ALGORITHMS}
+    for name, setting in every.items():
+        results = found.get(name, {})
+        scores = {method: mean(run["accuracy"] for run in runs) for method, runs in results.items()}
+        local = scores.get("Local", float("-inf"))
+        parts.append(f"## {name}\n\n{setting.text}.\n")
+        lines = ["| method | kind | accuracy | worst client | MB sent | s | seeds | notes |", "|---|---|---|---|---|---|---|---|"]
+        for method in sorted(scores, key=lambda method: -scores[method]):
+            runs = results[method]
+            spread = f" ± {stdev(run['accuracy'] for run in runs):.3f}" if len(runs) > 1 else ""
+            worst, sent, seconds = (mean(run[key] for run in runs) for key in ("worst", "megabytes", "seconds"))
+            below = scores[method] < local
+            own = notes.get(method, {})
+            reason = own.get(name, own.get("all", "**below Local, not explained**")) if below else ""
+            lines.append(
+                f"| {method} | {families.get(method, '')} | {scores[method]:.3f}{spread} | {worst:.3f} | {sent:.2f} | "
+                f"{seconds:.1f} | {len(runs)} | {reason} |"
+            )
+        parts.append("\n".join(lines) + "\n")
+        missing = [row.name for row in ALGORITHMS if row.name not in results and row.name not in setting.not_run]
+        absent = [f"{method} ({reason})" for method, reason in setting.not_run.items()]
+        absent += [f"{method} (no run yet)" for method in missing]
+        if absent:
+            parts.append(f"Not in the table: {', '.join(absent)}.\n")
+    return "\n".join(parts)
+
+
 def main() -> None:
     """Run what is missing, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -198,7 +265,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/methods"))
     parser.add_argument("--only", default="", help="methods, by commas; default: all")
     parser.add_argument("--again", default="", help="methods to run anew, by commas")
-    parser.add_argument("--data", default="digits,heart,mnist", help="data sets, by commas")
+    parser.add_argument("--data", default=DATA, help="data sets, by commas")
+    parser.add_argument("--write-only", action="store_true", help="run nothing: write the page from what is there")
     options = parser.parse_args()
     for name in ("lightning.pytorch", "fedlightning", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -207,7 +275,10 @@ def main() -> None:
     again = [find(name).name for name in options.again.split(",") if name]
     only = [find(name).name for name in options.only.split(",") if name]
     methods = only or [row.name for row in ALGORITHMS]
-    collect([every[name] for name in options.data.split(",")], methods, options.out, again)
+    if not options.write_only:
+        collect([every[name] for name in options.data.split(",")], methods, options.out, again)
+    if options.write_only or not (options.only or options.data != DATA):
+        PAGE.write_text(page(every, read(options.out), yaml.safe_load(NOTES.read_text())))
 
 
 if __name__ == "__main__":
