@@ -29,7 +29,7 @@ class HeurpFedLA(pFedLA):
     Args:
         keep_layers: k, less than the number of layers. Default 1 (the paper tunes it).
         keep_by: ``"growth"`` (default) of ``alpha_i[l, i]`` since the start, or its ``"weight"``, the first ones included.
-        hn_lr: Learning rate of the hypernetworks. Default 5e-3, as in pFedLA.
+        hn_lr: Learning rate of the hypernetworks. Default 0.5, as in pFedLA.
         embedding: Size of ``e_i``. Default 100.
         hidden: Width of the perceptron's layers. Default 100.
         normalise: ``"softmax"`` (default) or ``"relu"``, as in pFedLA.
@@ -58,7 +58,7 @@ class HeurpFedLA(pFedLA):
     def __init__(
         self,
         keep_layers: int = 1,
-        hn_lr: float = 5e-3,
+        hn_lr: float = 0.5,
         embedding: int = 100,
         hidden: int = 100,
         normalise: Literal["softmax", "relu"] = "softmax",
