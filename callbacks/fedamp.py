@@ -32,7 +32,6 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.server_models import ClientModels, combine, parameter_names
 from fedlightning.callbacks.shared.steps import largest_lr
 
-
 PAPER_ALPHA = 1e4
 """``alpha_k`` that the paper reports."""
 FLAT = 0.01

@@ -202,7 +202,13 @@ def collect(chosen: Iterable[Setting], methods: Iterable[str], out: Path, again:
                     result = {"error": f"{type(error).__name__}: {error}"}
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(result))
-                print(seed, setting.name, method, {k: round(v, 3) if k != "error" else v for k, v in result.items()}, flush=True)
+                print(
+                    seed,
+                    setting.name,
+                    method,
+                    {k: round(v, 3) if k != "error" else v for k, v in result.items()},
+                    flush=True,
+                )
 
 
 def read(out: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
@@ -236,7 +242,10 @@ def page(
         scores = {method: mean(run["accuracy"] for run in runs) for method, runs in results.items()}
         local = scores.get("Local", float("-inf"))
         parts.append(f"## {name}\n\n{setting.text}.\n")
-        lines = ["| method | kind | accuracy | worst client | MB sent | s | seeds | notes |", "|---|---|---|---|---|---|---|---|"]
+        lines = [
+            "| method | kind | accuracy | worst client | MB sent | s | seeds | notes |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
         for method in sorted(scores, key=lambda method: -scores[method]):
             runs = results[method]
             spread = f" ± {stdev(run['accuracy'] for run in runs):.3f}" if len(runs) > 1 else ""
