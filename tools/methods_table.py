@@ -49,15 +49,16 @@ STEP_ROUNDS = 100
 
 HEAD = """# Every method at its defaults
 
-Made by `python -m tools.methods_table --heart FOLDER --mnist FOLDER` from real runs: all algorithms of the catalogue, each as
-`FederatedTrainer(callbacks=[Method()])` builds it, on the same data, network, optimizer and local work. What a method needs beside
-that is set: `head` for FENDA and PerFCL, one step a round for FedSGD (full batches) and L2GD (100 rounds), gradient clipping for
-HeteroFL, BatchNorm for FedBN.
+Made by `python -m tools.methods_table --heart FOLDER --mnist FOLDER` from real runs: all algorithms of the catalogue,
+each as `FederatedTrainer(callbacks=[Method()])` builds it, on the same data, network, optimizer and local work. What
+a method needs beside that is set: `head` for FENDA and PerFCL, one step a round for FedSGD (full batches) and L2GD
+(100 rounds), gradient clipping for HeteroFL, BatchNorm for FedBN.
 
-Accuracy is the mean over clients, on each client's own test data, of the model that it would deploy after the last round (stage L1,
-no checkpoint selection), and its standard deviation over seeds, which also move the split. The worst client, the megabytes sent up and
-down and the seconds (on two busy cores: only orders of magnitude) are means over seeds. The runs are short, so that the table can be
-made again; they show whether defaults work, not which method is best. A method below Local has the reason beside it.
+Accuracy is the mean over clients, on each client's own test data, of the model that it would deploy after the last
+round (stage L1, no checkpoint selection), and its standard deviation over seeds, which also move the split. The worst
+client, the megabytes sent up and down and the seconds (on two busy cores: only orders of magnitude) are means over
+seeds. The runs are short, so that the table can be made again; they show whether defaults work, not which method is
+best. A method below Local has the reason beside it.
 """
 
 
