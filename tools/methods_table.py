@@ -123,8 +123,8 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
         ),
         Setting(
             "mnist",
-            "MNIST (1500 training, 1000 test images), ten clients by Dirichlet(0.5) label skew, `MLP(784, [64, 32], 10)`, SGD "
-            "0.1, batch 16, 10 rounds of 2 epochs",
+            "MNIST (1500 training, 1000 test images), ten clients by Dirichlet(0.5) label skew, `MLP(784, [64, 32], 10)`, "
+            "SGD 0.1, batch 16, 10 rounds of 2 epochs",
             "net.fc3",
             lambda seed, size: MNISTDataModule(
                 mnist, split(), batch_size=size or 16, seed=seed, max_train=1500, max_test=1000
