@@ -294,7 +294,7 @@ class FederatedTrainer:
     # -- fit -------------------------------------------------------------------------------------------------------
     def fit(
         self,
-        model: LightningModule,
+        model: LightningModule | None = None,
         datamodule: LightningDataModule | None = None,
         *,
         train_dataloaders: Mapping[str, Any] | None = None,
@@ -323,7 +323,7 @@ class FederatedTrainer:
                 configuration; a sentence says why.
         """
         started = time.monotonic()
-        arguments.check_model(model)
+        model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         run, is_new = self._find_run(resume)
         self.federation, self.stopped_by = None, None
@@ -373,7 +373,7 @@ class FederatedTrainer:
 
     def dry_run(
         self,
-        model: LightningModule,
+        model: LightningModule | None = None,
         datamodule: LightningDataModule | None = None,
         *,
         train_dataloaders: Mapping[str, Any] | None = None,
@@ -398,7 +398,7 @@ class FederatedTrainer:
         Raises:
             ValueError: If module, data and callbacks cannot work together; a sentence says why.
         """
-        arguments.check_model(model)
+        model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         with preserved():
             whole = self._copy({"logger": False})._assemble(model, data, None)
@@ -548,6 +548,7 @@ class FederatedTrainer:
         module = self.module(client, checkpoint)
         if dataloaders is None:
             dataloaders = data.pooled_dataloader("test") if client is None else data.client_dataloader(client, "test")
+        arguments.check_prediction_data(dataloaders, client)
         with quiet():
             trainer = Trainer(
                 accelerator=self.arguments["accelerator"],

@@ -19,8 +19,9 @@ from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import detached
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.own_generators import readdress
+from fedlightning.datamodules.own_generators import kept, readdress
 from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.views import samples_at
 from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
 from fedlightning.messages import Message
 from fedlightning.seeding import address, isolated
@@ -193,10 +194,9 @@ class LocalRunner:
                 if isinstance(dataset, IterableDataset):
                     with isolated(self.settings.seed, "first batch"):
                         return self.blueprint.precision.convert_input(next(iter(loader)))
-                count = min(size, len(dataset))  # type: ignore[arg-type]
-                return self.blueprint.precision.convert_input(
-                    loader.collate_fn([dataset[index] for index in range(count)])
-                )
+                chosen = range(min(size, len(dataset)))  # type: ignore[arg-type]
+                with kept(dataset):
+                    return self.blueprint.precision.convert_input(loader.collate_fn(samples_at(dataset, chosen)))
         return None
 
     def num_batches(self, client: str) -> int:
