@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import (
@@ -234,6 +236,10 @@ def _check_numbers(callback: FederatedCallback) -> None:
                 raise ConfigurationError(f"{callback.key} has {name}={value}; it must be finite.")
 
 
+LONGEST = 255
+"""Bytes of a folder's name that file systems take."""
+
+
 def check_place(name: Any, version: Any) -> None:
     """Refuse a name or version that would put the run anywhere but below `default_root_dir`.
 
@@ -249,6 +255,12 @@ def check_place(name: Any, version: Any) -> None:
         raise ConfigurationError(
             f"version={version!r} must be the name of one folder, such as 'seed_1', without separators."
         )
+    for what, place in (("name", name), ("version", version or "")):
+        if not place.isprintable() or any(len(part.encode()) > LONGEST for part in place.split("/")):
+            raise ConfigurationError(
+                f"{what}={place!r:.80} cannot name a folder: it is longer than {LONGEST} bytes or holds characters that "
+                "cannot be printed, such as line breaks. Choose a shorter, plain one."
+            )
 
 
 def check_engine(given: Mapping[str, Any]) -> None:
@@ -482,6 +494,19 @@ def _check_ids(owner: str, ids: Iterable[Any]) -> None:
     seen: dict[str, Any] = {}
     for client in ids:
         name = str(client)
+        if (
+            isinstance(client, bool)
+            or not isinstance(client, str | Integral)
+            or len(quote(name, safe="", errors="replace")) > 240
+        ):
+            raise ConfigurationError(
+                f"{owner} has a client {client!r:.80}, which is no name of a client: it must be a whole number, or a text "
+                "after which a file can be named: at most 240 letters of plain English, fewer of others."
+            )
+        if not _is_text(name):
+            raise ConfigurationError(
+                f"{owner} has a client {client!r}, which is no valid Unicode. Give it another name."
+            )
         if name in seen:
             raise ConfigurationError(
                 f"{owner} has the clients {seen[name]!r} and {client!r}, which are one name. Give every client a name of "
@@ -492,6 +517,14 @@ def _check_ids(owner: str, ids: Iterable[Any]) -> None:
                 f"{owner} has a client '{POOLED}', which is the name of the union of all clients. Give it another name."
             )
         seen[name] = client
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_folder(folder: Path) -> None:

@@ -70,7 +70,15 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
         raise ConfigurationError(f"init_from={str(path)!r} is not a file. Give the path of a checkpoint.")
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise ConfigurationError(
             f"init_from={str(path)!r} cannot be read as tensors and plain values, which is all that is loaded from it "
             f"(anything else could run code): {str(error).splitlines()[0][:120]} Save weights alone: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,10 @@ def checked(server: Server, message: Message, update: Update) -> Update:
     """
     if update.error is not None:
         return update
-    reason = _first_fault(server, message, update)
+    try:
+        reason = _first_fault(server, message, update)
+    except Exception as error:  # tensors that cannot be looked at: nested, of a dtype without arithmetic ...
+        reason = f"it cannot be checked: {type(error).__name__}: {' '.join(str(error).split()):.200}"
     if reason is None:
         return update
     answer = Update(message.round, message.client, model=message.model, tag=message.tag)
@@ -48,7 +52,26 @@ def _first_fault(server: Server, message: Message, update: Update) -> str | None
     most = server.num_samples.get(message.client, sum(server.num_samples.values()))
     if update.num_samples > most:
         return f"num_samples is {update.num_samples}, but the client has {most} training samples"
-    return _fault_of_state(server, message, update) or _fault_of_extras(server, update)
+    return _fault_of_scores(update) or _fault_of_state(server, message, update) or _fault_of_extras(server, update)
+
+
+def _fault_of_scores(update: Update) -> str | None:
+    if not _is_number(update.lr_sum) or not 0 <= update.lr_sum < math.inf:
+        return f"lr_sum is {update.lr_sum!r:.80}, which is no sum of learning rates"
+    if not isinstance(update.origin, str):
+        return f"its origin is {update.origin!r:.80}, not the name of a model"
+    metrics: Any = update.metrics
+    if not isinstance(metrics, dict) or not all(isinstance(k, str) and _is_number(v) for k, v in metrics.items()):
+        return "its metrics are not numbers by name"
+    for name, length in (("evaluations", 6), ("gaps", 4)):
+        entries = getattr(update, name)
+        if not isinstance(entries, list) or not all(isinstance(row, tuple) and len(row) == length for row in entries):
+            return f"its {name} are not a list of {length} values each"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _fault_of_state(server: Server, message: Message, update: Update) -> str | None:
@@ -67,6 +90,8 @@ def _fault_of_state(server: Server, message: Message, update: Update) -> str | N
         now = model[name]
         if not isinstance(value, Tensor):
             return f"'{name}' is a {type(value).__name__}, not a tensor"
+        if value.layout is not torch.strided or value.is_nested or value.is_meta:
+            return f"'{name}' is not a dense tensor with values"
         if value.is_floating_point() != now.is_floating_point() or value.is_complex() != now.is_complex():
             return f"'{name}' has dtype {value.dtype}, the model's is {now.dtype}"
         if value.shape != now.shape and not resized:

@@ -140,16 +140,24 @@ class Decisions:
         self.known.clear()
         if self.path is None or not self.path.exists():
             return
-        for line in self.path.read_text().splitlines():
+        for line in self.path.read_bytes().splitlines():
             try:
                 entry = json.loads(line)
             except ValueError:
-                continue
-            if entry.get("undone"):
-                self._forget(entry["round"])
-            else:
-                address = (entry["round"], entry["where"], entry["client"], entry["number"])
-                self.known[address] = entry["reason"]
+                if line.startswith(b"{") or not line.strip():
+                    continue  # cut off
+                entry = None
+            try:
+                if entry.get("undone"):
+                    self._forget(entry["round"])
+                else:
+                    address = (entry["round"], entry["where"], entry["client"], entry["number"])
+                    self.known[address] = str(entry["reason"])
+            except (AttributeError, KeyError, TypeError):
+                raise ValueError(
+                    f"{self.path} is damaged: {line[:80]!r} says of no client that it was left out. Put the file back from "
+                    "a copy; or remove it, and clients that time or the machine has left out are tried again."
+                ) from None
         self.known = {address: reason for address, reason in self.known.items() if address[0] > rounds_done}
 
     def add(self, address: Address, reason: str) -> None:

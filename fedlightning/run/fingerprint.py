@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import inspect
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fedlightning.blueprint.optimizers import optimizers_of
+from fedlightning.compat.quiet import quiet
 from fedlightning.compat.renamed import old_names
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.hooks import FederatedCallback
@@ -27,6 +33,7 @@ ARGUMENTS = (
     "gradient_clip_val",
     "gradient_clip_algorithm",
     "limit_train_batches",
+    "limit_val_batches",
     "overfit_batches",
 )
 """Arguments of the trainer that change its rounds."""
@@ -46,9 +53,9 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Return everything that a resumed run must not change, by a name that a person can read.
 
-    It covers the trainer's arguments, the callbacks and their options, the module's class, hyper-parameters and plain
-    attributes (dropout rates, label smoothing), its optimizers and their options, who trains on what, and batch sizes.
-    It cannot see code: the body of a loss or of a step.
+    It covers the trainer's arguments, the callbacks and their options, the module's class, hyper-parameters, plain
+    attributes (dropout rates, label smoothing) and frozen parameters, its optimizers and schedulers and their options, who
+    trains on what, and every client's batches. It cannot see code: the body of a loss or of a step.
 
     Args:
         arguments: The trainer's arguments.
@@ -57,20 +64,55 @@ def fingerprint(
         model: The user's module.
         data: The federated data, set up.
     """
-    found: dict[str, Any] = {FORMAT: 2} | {name: arguments[name] for name in ARGUMENTS}
+    found: dict[str, Any] = {FORMAT: 3} | {name: arguments[name] for name in ARGUMENTS}
     found["engine"] = "vectorized" if arguments["engine"] == "vectorized" else "one client at a time"
     callbacks = [callback for callback in callbacks if callback.takes_part]
     found["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
     for callback in callbacks:
         found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
+    for other in ordinary:
+        found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
     found |= {f"data ({split} split)": data.fingerprint(split) for split in ("train", "val")}
     return found | _of_loader(data) | _of_model(model)
 
 
+def _options(callback: Callback) -> dict[str, Any]:
+    """Return the plain arguments that a Lightning callback was made with, as far as it keeps them by their names."""
+    held = vars(callback)
+    names = [name for name in inspect.signature(type(callback).__init__).parameters if name != "self"]
+    found = {name: held.get(name, held.get(f"_{name}", inspect)) for name in names}
+    return {name: value for name, value in found.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(type(key) in PLAIN and _is_plain(item) for key, item in value.items())
+    return all(map(_is_plain, value)) if isinstance(value, list | tuple) else type(value) in PLAIN
+
+
 def _of_loader(data: FederatedDataModule) -> dict[str, Any]:
-    loaders = (data.client_dataloader(client, "train") for client in data.client_ids)
-    first = next((loader for loader in loaders if loader is not None), None)
-    return {f"data.{name}": getattr(first, name, None) for name in ("batch_size", "drop_last")}
+    held: dict[str, dict[str, Any]] = {"batch_size": {}, "drop_last": {}, "shuffle": {}}
+    for client in data.client_ids:
+        loader = data.client_dataloader(client, "train")
+        if loader is not None:
+            batches = getattr(loader, "batch_sampler", None)
+            for name, has in (("batch_size", batches), ("drop_last", batches), ("shuffle", loader.sampler)):
+                value = getattr(loader, name, None)
+                held[name][client] = value if value is not None else getattr(has, name, None)
+    return {f"data.{name}": _common(values) for name, values in held.items()}
+
+
+def _common(values: Mapping[str, Any]) -> Any:
+    """Return what all clients have; where they differ, the values and a short hash of who has which."""
+    distinct = sorted({str(value) for value in values.values()})
+    if len(distinct) > 1:
+        some = ", ".join(distinct[:5]) + (", ..." if len(distinct) > 5 else "")
+        return f"{some} ({_hash({client: str(value) for client, value in values.items()})})"
+    return next(iter(values.values()), None)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def _of_model(model: LightningModule) -> dict[str, Any]:
@@ -86,7 +128,39 @@ def _of_model(model: LightningModule) -> dict[str, Any]:
         for number, group in enumerate(optimizer.param_groups):
             owner = f"{place} (group {number + 1})" if number else place
             found |= {f"{owner}.{name}": value for name, value in group.items() if name != "params"}
+    for index, scheduler in enumerate(_schedulers(model)):
+        found |= _of_scheduler(scheduler, f"scheduler {index + 1}" if index else "scheduler")
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    found["model's frozen parameters"] = f"{len(frozen)} ({_hash(frozen)})"
     return found
+
+
+def _of_scheduler(scheduler: Any, place: str) -> dict[str, Any]:
+    found: dict[str, Any] = {place: type(scheduler).__name__}
+    # the milestones of a chain lie under a private name, and so do its parts; what is not found there is not compared
+    options = {name: value for name, value in vars(scheduler).items() if not name.startswith("_")}
+    options["milestones"] = options.get("milestones", vars(scheduler).get("_milestones"))
+    found |= {f"{place}.{name}": value for name, value in options.items() if _is_plain(value)}
+    for index, part in enumerate(vars(scheduler).get("_schedulers", ())):
+        found |= _of_scheduler(part, f"{place} (part {index + 1})")
+    return found
+
+
+def _schedulers(model: LightningModule) -> list[Any]:
+    try:
+        with quiet(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _schedulers_in(copy.deepcopy(model).configure_optimizers())
+    except Exception:  # as above
+        return []
+
+
+def _schedulers_in(value: Any) -> list[Any]:
+    if isinstance(value, LRScheduler | ReduceLROnPlateau):
+        return [value]
+    if isinstance(value, Mapping):
+        return _schedulers_in(list(value.values()))
+    return [found for item in value for found in _schedulers_in(item)] if isinstance(value, list | tuple) else []
 
 
 def _optimizers(model: LightningModule) -> list[Optimizer]:
@@ -114,7 +188,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         now: The present one.
 
     Example:
-        >>> differences({"fingerprint": 2, "optimizer.lr": 0.1}, {"fingerprint": 2, "optimizer.lr": 0.2, "model.p": 0.5})
+        >>> differences({"fingerprint": 3, "optimizer.lr": 0.1}, {"fingerprint": 3, "optimizer.lr": 0.2, "model.p": 0.5})
         ['optimizer.lr was 0.1 and is 0.2', 'model.p was not there and is 0.5']
     """
     complete = before.get(FORMAT) == now.get(FORMAT)

@@ -13,7 +13,7 @@ import torch
 
 from fedlightning.run.files import is_writer, readable_json, write_text_atomically, writing
 from fedlightning.run.metrics import MetricsFile
-from fedlightning.run.persistence import MANIFEST
+from fedlightning.run.persistence import BEFORE, MANIFEST
 from fedlightning.scoring.results import Row, write_rows
 
 RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
@@ -57,7 +57,7 @@ class RunFolder:
         """
         if not is_writer():
             return
-        if discard_unsaved and not (self.last / MANIFEST).exists():
+        if discard_unsaved and not has_state(self.path):
             with writing(self.path):
                 for path in (self.path / "metrics.csv", self.path / "summary.json", *self.path.glob("logs*")):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -149,6 +149,11 @@ def folder_of(path: str | Path) -> RunFolder:
     return RunFolder(path.parent.parent, path.parent.name, path.name)
 
 
+def has_state(run: Path) -> bool:
+    """Return True if a run has a saved state, if only the one before the newest."""
+    return any((run / "checkpoints" / "last" / name).exists() for name in (MANIFEST, BEFORE))
+
+
 def find_resumable(root: str | Path, name: str, version: str | None) -> Path | None:
     """Return the run to go on with, or `None` if there is nothing to go on from: one command for a requeued job.
 
@@ -159,7 +164,7 @@ def find_resumable(root: str | Path, name: str, version: str | None) -> Path | N
     """
     if version is not None:
         path = Path(root) / name / version
-        return path if (path / "checkpoints" / "last" / MANIFEST).exists() else None
+        return path if has_state(path) else None
     try:
         return find_last(root, name)
     except FileNotFoundError:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 MANIFEST_FIELDS = {"version", "rounds_done", "server", "clients", "extra"}
 """Entries of every manifest."""
+CHECK = "check"
+"""Entry with the manifest's own checksum; manifests of earlier versions have none."""
 _HISTORY = {"round", "bytes_up", "bytes_down", "steps", "seconds"}
 
 
@@ -34,7 +38,21 @@ def fault_of_manifest(manifest: Any) -> str | None:
         return ": a checksum is no text"
     if not all(_is_count(value) for value in manifest.get("packs", {}).values()):
         return ": a number of records is no count"
-    return _fault_of_extra(manifest["extra"])
+    fault = _fault_of_extra(manifest["extra"])
+    if fault is None and manifest.get(CHECK, "") not in ("", sum_of(manifest)):
+        return ": it is not what was written"
+    return fault
+
+
+def sum_of(manifest: dict[str, Any]) -> str:
+    """Return the checksum of a manifest's content, its own entry aside.
+
+    Example:
+        >>> sum_of({"rounds_done": 1}) == sum_of({"rounds_done": 1, "check": "abc"}) != sum_of({"rounds_done": 2})
+        True
+    """
+    content = {name: value for name, value in manifest.items() if name != CHECK}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def is_file_name(name: Any) -> bool:
@@ -65,6 +83,15 @@ def _fault_of_extra(extra: dict[str, Any]) -> str | None:
             return f": its {name} is a {type(extra[name]).__name__}"
     if not _is_number(extra.get("seconds", 0.0)) or not isinstance(extra.get("final", False), bool):
         return ": its seconds or its end are none"
+    held = [extra.get(name) or [] for name in ("loggers", "loggers_of_rounds")]
+    marks = [mark for marks in held if isinstance(marks, list) for mark in marks]
+    if not all(isinstance(marks, list) for marks in held) or not all(
+        isinstance(mark, dict) and {"logger", "version"} <= mark.keys() for mark in marks
+    ):
+        return ": its marks of loggers are none"
+    explosions = extra.get("explosions", {})
+    if not isinstance(explosions, dict) or not isinstance(explosions.get("usual", {}), dict):
+        return ": its explosions are none"
     rounds = extra.get("history", [])
     if not all(isinstance(entry, dict) and all(_is_number(entry.get(name)) for name in _HISTORY) for entry in rounds):
         return ": its history is not one of rounds"

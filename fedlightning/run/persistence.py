@@ -8,6 +8,7 @@ state be damaged the one before it is still there.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ from fedlightning.run.files import (
     write_text_atomically,
     writing,
 )
-from fedlightning.run.manifest import MANIFEST_FIELDS, fault_of_manifest
+from fedlightning.run.manifest import CHECK, MANIFEST_FIELDS, fault_of_manifest, sum_of
 from fedlightning.run.plain import NotPlainError, decode, encode
 from fedlightning.tensors import State
 
@@ -112,6 +113,7 @@ def _save(
         "sha256": {name: value for name, value in sums.items() if name in used},
         "extra": extra,
     }
+    manifest[CHECK] = sum_of(json.loads(json.dumps(manifest)))
     sync_folder(folder)
     if old is not None:
         write_text_atomically(folder / BEFORE, readable_json(old, levels=2))
@@ -242,7 +244,7 @@ def _checked(folder: Path, manifest_file: str, trust_old: bool) -> SavedState:
     damaged = f"The newest state in {folder} is damaged:"
     try:
         manifest = _read_manifest(folder / manifest_file)
-    except UnreadableError:
+    except (UnreadableError, IsADirectoryError):
         raise DamagedStateError(f"{damaged} {manifest_file} is no JSON.") from None
     if manifest is None:
         raise DamagedStateError(f"{damaged} {manifest_file} is missing.")

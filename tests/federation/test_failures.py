@@ -294,6 +294,16 @@ def test_decisions_are_read_back_and_a_round_that_ended_the_run_is_tried_again(t
     assert fresh.known == {(3, "G latest", "b", 1): "too slow", (6, "training", "c", 1): "killed"}
 
 
+@pytest.mark.parametrize(
+    "line", ["[1, 2]", '{"round": 3}', "\\xff garbage", '{"round": 1, "client": "a", "reason": "x"}']
+)
+def test_a_line_that_is_no_decision_is_refused_in_a_sentence(tmp_path, line):
+    path = tmp_path / "left_out.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"left_out\.jsonl is damaged: .* that it was left out\. Put the file back"):
+        Decisions(path).load(0)
+
+
 def test_all_clients_too_slow_end_the_run_and_are_tried_again_on_resume(tmp_path):
     hook = FailingHook(Fault(tmp_path, "kill", times=2, victim="0"), "on_send")
     options = {"engine": "processes", "max_rounds": 1, "name": "it", "version": "a"}

@@ -88,6 +88,7 @@ def evaluate(root: Path) -> Any:
 def sign(last: Path, **changes: Any) -> None:
     """Write the manifest anew, with the checksums of the files as they are, and without the state before."""
     manifest = json.loads((last / "manifest.json").read_text()) | changes
+    manifest.pop("check", None)
     manifest["sha256"] = {name: sha256(last / name) for name in manifest["sha256"] if (last / name).exists()}
     (last / "manifest.json").write_text(json.dumps(manifest))
     (last / "manifest-before.json").unlink(missing_ok=True)

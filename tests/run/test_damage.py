@@ -125,3 +125,46 @@ def test_records_are_rewritten_before_the_disk_holds_three_of_each(tmp_path):
     last = trainer.run.last
     assert len(list(last.glob("records-*.pt"))) <= 4
     assert not list(last.glob("*.tmp"))
+
+
+def edited(path):
+    """The newest manifest of 3 rounds, with one digit of it changed: valid JSON all the same."""
+    text = path.read_text()
+    assert '"rounds_done": 3' in text
+    path.write_text(text.replace('"rounds_done": 3', '"rounds_done": 2', 1))
+
+
+def test_a_digit_changed_in_the_manifest_is_noticed(interrupted, tmp_path):
+    cut, whole = interrupted
+    shutil.copytree(cut, tmp_path, dirs_exist_ok=True)
+    edited(next(tmp_path.glob(f"run/*/checkpoints/last/{MANIFEST}")))
+    with pytest.warns(UserWarning, match=r"is no manifest: it is not what was written.* after round 2, is used"):
+        same_run(go_on(tmp_path), whole)
+
+
+def test_resume_auto_goes_on_from_the_state_before_and_discards_nothing(interrupted, tmp_path):
+    cut, whole = interrupted
+    shutil.copytree(cut, tmp_path, dirs_exist_ok=True)
+    (run,) = (tmp_path / "run").iterdir()
+    (run / "checkpoints" / "last" / MANIFEST).unlink()
+    visited = []
+
+    class Visits(FederatedCallback):
+        takes_part = False
+
+        def on_round_start(self, server):
+            visited.append(server.round)
+
+    trainer = make_trainer(
+        tmp_path,
+        [SCAFFOLD(), LocalCheckpoint(), Visits()],
+        max_rounds=5,
+        name="run",
+        version=run.name,
+        participation=2,
+        seed=3,
+    )
+    with pytest.warns(UserWarning, match="after round 2, is used"):
+        trainer.fit(toy(), datamodule=toy_data(), resume="auto")
+    assert visited == [2, 3, 4]
+    same_run(trainer, whole)

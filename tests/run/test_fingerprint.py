@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
+from torch.utils.data import DataLoader
 
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx
 from fedlightning.run.environment import plain
-from fedlightning.run.fingerprint import differences
+from fedlightning.run.fingerprint import ARGUMENTS as FIXED
+from fedlightning.run.fingerprint import differences, fingerprint
 from tests.helpers import Toy, make_trainer, toy_data
 
 
@@ -148,3 +152,80 @@ def test_auto_starts_anew_what_was_killed_before_its_first_state(tmp_path):
     again.fit(Net(), datamodule=toy_data(), resume="auto")
     assert [row.round for row in again.rows] == sorted(row.round for row in again.rows)
     assert len({row.address for row in again.rows}) == len(again.rows)
+
+
+class Scheduled(Toy):
+    """A module whose learning rate is scheduled."""
+
+    def __init__(self, gamma=0.5, milestones=(4, 8)):
+        super().__init__()
+        self.make = partial(torch.optim.lr_scheduler.MultiStepLR, milestones=list(milestones), gamma=gamma)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [{"scheduler": self.make(optimizer), "interval": "step"}]
+
+
+class Noise(Callback):
+    """A Lightning callback with an option."""
+
+    def __init__(self, size):
+        self.size = size
+
+
+def frozen():
+    module = Toy()
+    next(module.parameters()).requires_grad_(False)
+    return module
+
+
+def ready():
+    data = toy_data()
+    data.setup()
+    return data
+
+
+def one_smaller_batch():
+    data, made = ready(), type(toy_data()).client_dataloader
+
+    def loader(client, split):
+        found = made(data, client, split)
+        if split == "train" and client == data.client_ids[-1]:
+            return DataLoader(found.dataset, batch_size=2, sampler=found.sampler)
+        return found
+
+    data.client_dataloader = loader
+    return data
+
+
+ARGUMENTS = {"seed": 0, "engine": "sequential"} | dict.fromkeys(FIXED)
+SEEN = {
+    "a scheduler's option": (
+        {"model": Scheduled()},
+        {"model": Scheduled(gamma=0.9)},
+        r"scheduler\.gamma was 0\.5 and is 0\.9",
+    ),
+    "a scheduler's times": (
+        {"model": Scheduled()},
+        {"model": Scheduled(milestones=(4,))},
+        r"scheduler\.milestones was {'4': 1, '8': 1} and is {'4': 1}",
+    ),
+    "a Lightning callback's option": (
+        {"ordinary": [Noise(0.1)]},
+        {"ordinary": [Noise(0.5)]},
+        r"Noise\.size was 0\.1 and is 0\.5",
+    ),
+    "a frozen parameter": ({}, {"model": frozen()}, r"model's frozen parameters was '0 .*' and is '1 .*'"),
+    "batches of the last client": ({}, {"data": one_smaller_batch()}, r"data\.batch_size was \d+ and is '.*2.*'"),
+    "validation": ({}, {"arguments": ARGUMENTS | {"limit_val_batches": 1}}, r"limit_val_batches was None and is 1"),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_a_fingerprint_tells(case):
+    """Options that Lightning's own objects keep, and the last client's batches, change what a round computes."""
+    before, now, sentence = SEEN[case]
+    usual = {"arguments": ARGUMENTS, "callbacks": [], "ordinary": [], "model": Toy(), "data": ready()}
+    old, new = (plain(fingerprint(**usual | changed)) for changed in (before, now))
+    found = differences(json.loads(json.dumps(old)), new)
+    assert any(re.fullmatch(sentence, text) for text in found), found
