@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -101,6 +102,13 @@ class APFL(FederatedCallback):
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
             raise ValueError(f"APFL trains a second model beside {name}, which optimizes manually. Use FedPer.")
+        for optimizer in setup.optimizers:
+            closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise ValueError(
+                    f"APFL moves v by a second {type(optimizer).__name__}, whose step evaluates the loss again by a closure; "
+                    "v has one gradient a batch. Return SGD, Adam or another optimizer of single steps."
+                )
         others = [callback.key for callback in setup.callbacks if callback.claims("local_phases")]
         if others:
             raise ValueError(f"APFL trains w and v in one fit, but {others[0]} splits a visit into phases. Remove one.")

@@ -370,5 +370,7 @@ class HeurFedAMP(FedAMP):
 
 
 def flat(state: State, names: list[str]) -> Tensor:
-    """Return the entries under ``names`` as one vector ``(numbers,)`` in float64."""
+    """Return the entries under ``names`` as one vector ``(numbers,)`` in float64; of none, nothing."""
+    if not names:  # another callback keeps all trainable parameters with the clients
+        return torch.zeros(0, dtype=torch.float64)
     return torch.cat([state[name].double().flatten() for name in names])

@@ -135,7 +135,15 @@ class HeteroFL(FederatedCallback):
         missing = [c for c in setup.clients if isinstance(self.rates, dict) and c not in self.rates]
         if missing:
             raise ValueError(f"HeteroFL got no rate for client '{missing[0]}'. Give a list, or one for each client.")
-        cuts, batch = plan_cuts(setup.module, self._head(setup.module)), setup.first_batch()
+        try:
+            cuts, batch = plan_cuts(setup.module, self._head(setup.module)), setup.first_batch()
+        except ValueError as error:
+            wrapping = [other.key for other in setup.callbacks if other.claims("wrap_module")]
+            if not wrapping:
+                raise
+            raise ValueError(
+                f"HeteroFL cannot cut what {wrapping[0]} made of the module: {error} Remove one of them."
+            ) from error
         for rate in sorted(set(self.rates.values() if isinstance(self.rates, dict) else self.rates)):
             if batch is not None and rate < 1.0:
                 verify(setup.module, cuts, first_units(rate), lambda module: training_loss(module, batch))

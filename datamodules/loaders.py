@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, IterableDataset, RandomSampler
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from torch.utils.data import BatchSampler, ChainDataset, ConcatDataset, DataLoader, IterableDataset, RandomSampler
 
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
+from fedlightning.datamodules.own_generators import going_on
 from fedlightning.datamodules.partitioned import loader_options
 from fedlightning.datamodules.sampling import AddressedSampler
 
@@ -19,8 +20,10 @@ class LoaderDataModule(FederatedDataModule):
     Any torch `DataLoader` will do, with any sampler or batch sampler. Samplers draw from torch's global generator, which
     has an address (seed, round, client, phase, epoch) in every visit, so the order is the same under every engine and in
     a resumed run. A generator of the loader's own would go on from visit to visit: a loader that shuffles by one gets
-    an `AddressedSampler` instead, whose address the generator's seed is part of. Data in memory (`TensorDataset`,
-    `ArrayDataset`, and `Subset` and `ConcatDataset` of them) are read a batch at a time.
+    an `AddressedSampler` instead, whose address the generator's seed is part of, and the torch generator of any other
+    sampler is seeded by the visit's address. Generators that a dataset or a sampler keeps otherwise do go on; a warning
+    names them. Workers persist within a visit. Data in memory (`TensorDataset`, `ArrayDataset`, and `Subset` and
+    `ConcatDataset` of them) are read a batch at a time.
 
     Args:
         train: A loader per client id. Its keys are the clients.
@@ -53,6 +56,7 @@ class LoaderDataModule(FederatedDataModule):
             for split, given in zip(SPLITS, (train, val, test), strict=True)
         }
         self._unions: dict[str, Any] = {}
+        _warn_of_generators(self._loaders["train"])
         if not self._loaders["train"]:
             raise ValueError("train_dataloaders is empty. Give one loader per client: {'a': loader_a, 'b': loader_b}.")
         for split in ("val", "test"):
@@ -68,8 +72,9 @@ class LoaderDataModule(FederatedDataModule):
         return list(self._loaders["train"])
 
     def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
-        """Return the loader that was given, or `None`."""
-        return self._loaders[split].get(client)
+        """Return the loader that was given, or `None`. One with persistent workers is made anew, with new workers."""
+        loader = self._loaders[split].get(client)
+        return _with_new_workers(loader) if type(loader) is DataLoader and loader.persistent_workers else loader
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
         """Return one loader over the union of the clients' datasets; `None` if there are none.
@@ -148,3 +153,43 @@ def _addressed(loader: Any, client: str, split: str) -> Any:
     size = len(sampler.data_source)
     order = AddressedSampler(size, f"{client}, generator {sampler.generator.initial_seed()}")
     return DataLoader(loader.dataset, sampler=order, generator=order.generator, **options)
+
+
+def _with_new_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Return the loader without its workers, whose random state would go on from visit to visit."""
+    batches: dict[str, Any]
+    if type(loader.batch_sampler) is BatchSampler or loader.batch_sampler is None:
+        batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "sampler": loader.sampler}
+    else:
+        batches = {"batch_sampler": loader.batch_sampler}
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        batches = {"batch_sampler": loader.batch_sampler}
+    if isinstance(loader.dataset, IterableDataset):
+        batches.pop("sampler")
+    return DataLoader(
+        loader.dataset,
+        **batches,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=True,
+    )
+
+
+def _warn_of_generators(loaders: Mapping[str, Any]) -> None:
+    """Warn once of generators that no address reaches."""
+    for client, loader in loaders.items():
+        place = going_on(loader) if isinstance(loader, DataLoader) and not loader.num_workers else None
+        if place is not None:
+            rank_zero_warn(
+                f"The training loader of client '{client}' draws from {place}, a random generator of its own, which goes on "
+                "from visit to visit: a resumed run and other engines will draw other numbers. Draw from torch's or numpy's "
+                "global generator, which every visit seeds.",
+                category=UserWarning,
+            )
+            return

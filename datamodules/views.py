@@ -144,6 +144,21 @@ class IndexView(Dataset[Any]):
         chosen = self.indices[torch.tensor(positions, dtype=torch.int64)]
         if self.whole:
             return Rows(self.dataset, chosen)
-        fetch = getattr(self.dataset, "__getitems__", None)
-        items: Sequence[Any] = fetch(chosen.tolist()) if fetch else [self.dataset[i] for i in chosen.tolist()]
-        return items
+        return samples_at(self.dataset, chosen.tolist())
+
+
+def samples_at(dataset: Any, positions: Sequence[int]) -> Sequence[Any]:
+    """Return samples as a `DataLoader` reads them: all at once where the dataset has `__getitems__`.
+
+    Args:
+        dataset: A map-style dataset.
+        positions: Their positions.
+
+    Example:
+        >>> from fedlightning.datamodules.views import samples_at
+        >>> samples_at("abc", [2, 0])
+        ['c', 'a']
+    """
+    fetch = getattr(dataset, "__getitems__", None)
+    found: Sequence[Any] = fetch(list(positions)) if fetch else [dataset[position] for position in positions]
+    return found

@@ -380,8 +380,8 @@ def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, 
     return out
 
 
-def check_model(model: Any) -> None:
-    """Refuse what is not a LightningModule instance. One of `pytorch_lightning` is made one of `lightning.pytorch`.
+def check_model(model: Any) -> LightningModule:
+    """Return a LightningModule instance, or refuse. One of `pytorch_lightning` is made one of `lightning.pytorch`.
 
     Raises:
         ConfigurationError: With a sentence.
@@ -389,12 +389,39 @@ def check_model(model: Any) -> None:
     adapt(model)
     if isinstance(model, LightningModule):
         check_module(model)
-        return
+        return model
+    if model is None:
+        raise ConfigurationError("There is no model to train. Pass a LightningModule: fit(MyModule(), datamodule).")
     if isinstance(model, type) and issubclass(model, LightningModule):
         raise ConfigurationError(f"fit() got the class {model.__name__}, not an instance. Pass {model.__name__}(...).")
     raise ConfigurationError(
         f"fit() got a {type(model).__name__} as model. Pass a LightningModule: it says how to train and what to optimise."
     )
+
+
+def check_prediction_data(found: Any, client: str | None) -> None:
+    """Refuse to predict on what holds no batches.
+
+    Args:
+        found: What is to be predicted on; `None` if there are no test data.
+        client: The client whose test data were asked for, if any.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    way = "Pass a DataLoader: predict(DataLoader(dataset, batch_size=64), client='a')."
+    if found is None:
+        whose = "The federation has" if client is None else f"Client '{client}' has"
+        raise ConfigurationError(f"{whose} no test data to predict on. {way}")
+    if isinstance(found, LightningModule):
+        raise ConfigurationError(
+            f"predict() uses the models that fit() trained, and got a {type(found).__name__}. {way}"
+        )
+    batches = isinstance(found, LightningDataModule) or (
+        hasattr(found, "__iter__") and not isinstance(found, str | bytes)
+    )
+    if not batches:
+        raise ConfigurationError(f"predict() got a {type(found).__name__}, which gives no batches. {way}")
 
 
 def federated_data(

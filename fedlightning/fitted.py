@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
+from fedlightning import arguments
 from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.compat.quiet import quiet
 from fedlightning.federation.federation import Federation
@@ -209,6 +210,7 @@ class Fitted:
         module = self.module(client, checkpoint)
         if dataloaders is None:
             dataloaders = data.pooled_dataloader("test") if client is None else data.client_dataloader(client, "test")
+        arguments.check_prediction_data(dataloaders, client)
         with quiet():
             trainer = Trainer(
                 accelerator=self.arguments["accelerator"],

@@ -238,7 +238,7 @@ class FederatedTrainer(Fitted):
     # -- fit -------------------------------------------------------------------------------------------------------
     def fit(
         self,
-        model: LightningModule,
+        model: LightningModule | None = None,
         datamodule: LightningDataModule | None = None,
         *,
         train_dataloaders: Mapping[str, Any] | None = None,
@@ -267,7 +267,7 @@ class FederatedTrainer(Fitted):
                 configuration; a sentence says why.
         """
         started = time.monotonic()
-        arguments.check_model(model)
+        model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         run, is_new = self._find_run(resume)
         self.given = (model, datamodule)
@@ -318,7 +318,7 @@ class FederatedTrainer(Fitted):
 
     def dry_run(
         self,
-        model: LightningModule,
+        model: LightningModule | None = None,
         datamodule: LightningDataModule | None = None,
         *,
         train_dataloaders: Mapping[str, Any] | None = None,
@@ -343,7 +343,7 @@ class FederatedTrainer(Fitted):
         Raises:
             ValueError: If module, data and callbacks cannot work together; a sentence says why.
         """
-        arguments.check_model(model)
+        model = arguments.check_model(model)
         data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
         with preserved():
             whole = self._copy({"logger": False})._assemble(model, data, None)

@@ -228,3 +228,15 @@ def test_clients_that_cannot_be_told_apart(ids, sentence):
 def test_one_client_a_round_or_all_of_them():
     with pytest.warns(UserWarning, match=r"participation=1 is one client a round. All clients are participation=1.0"):
         FederatedTrainer(participation=1)
+
+
+def test_calls_without_a_model_or_data_say_what_to_pass():
+    trainer = make_trainer(None)
+    for call in (trainer.fit, trainer.dry_run):
+        with pytest.raises(ConfigurationError, match=r"no model to train. Pass a LightningModule"):
+            call()
+    trainer.fit(Toy(), toy_data())
+    with pytest.raises(ConfigurationError, match=r"predict\(\) got a int, which gives no batches"):
+        trainer.predict(3)
+    with pytest.raises(ConfigurationError, match=r"uses the models that fit\(\) trained, and got a Toy"):
+        trainer.predict(Toy())

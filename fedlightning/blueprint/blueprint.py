@@ -111,9 +111,11 @@ class Blueprint:
         """Let a callback wrap a module; name those that had wrapped it before if that fails."""
         try:
             return callback.wrap_module(module, owner)
-        except (AttributeError, KeyError, IndexError, TypeError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
             wrapping = [other.key for other in self.callbacks if other.claims("wrap_module")]
             before = wrapping[: wrapping.index(callback.key)] if callback.key in wrapping else []
+            if isinstance(error, ValueError) and (not before or callback.key in str(error)):
+                raise  # a sentence of its own
             after = f" after {' and '.join(before)}, which changed its layers" if before else ""
             way = f" Remove one of {', '.join(wrapping)}." if before else ""
             raise ConfigurationError(

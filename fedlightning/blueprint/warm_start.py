@@ -90,7 +90,7 @@ def read_state(path: str | Path) -> dict[str, Tensor]:
             f"init_from={str(path)!r} holds neither a Lightning checkpoint nor a state_dict. Save one with "
             "torch.save(module.state_dict(), path)."
         )
-    return dict(state)
+    return {name: value for name, value in state.items() if value.numel() or "fedlightning.load" not in name}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.compat.quiet import quiet
+from fedlightning.datamodules.own_generators import kept
 from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.hooks import CallbackList, Phase
 from fedlightning.messages import Message
@@ -85,7 +86,8 @@ def _check(runner: LocalRunner, split: str, step: Callable[[LightningModule, Any
     for client, loader in islice(_loaders(runner, split), MOST_CLIENTS):
         module = runner.blueprint.build(client)
         try:
-            return step(module, loader, client)
+            with kept(loader.dataset):
+                return step(module, loader, client)
         except Exception as error:  # whatever the user's code may raise
             if first is None:
                 first = ConfigurationError(_sentence(error, module, split, client, loader, runner.callbacks))
@@ -249,9 +251,11 @@ def _logged_names(runner: LocalRunner, plain: LocalRunner) -> set[str]:
     for client, loader in islice(_loaders(runner, "train"), 1):
         module = runner.blueprint.build(client)
         module.log = partial(_listen, names, module.log)  # type: ignore[method-assign]
-        _train(plain, module, loader, client)
+        with kept(loader.dataset):
+            _train(plain, module, loader, client)
     for client, loader in islice(_loaders(runner, "val"), 1):
-        names.update(plain.scorer.score(runner.blueprint.build(client), loader, "val"))
+        with kept(loader.dataset):
+            names.update(plain.scorer.score(runner.blueprint.build(client), loader, "val"))
     return names
 
 
@@ -294,4 +298,5 @@ def shapes(loader: DataLoader[Any]) -> str:
             )
         return type(value).__name__
 
-    return of(next(iter(loader)))
+    with kept(loader.dataset):
+        return of(next(iter(loader)))

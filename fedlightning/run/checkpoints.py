@@ -33,7 +33,10 @@ class _Writer(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.left_out = []
-        torch.save(self._plain(checkpoint) | {"fedlightning": self.own}, path)
+        found = self._plain(checkpoint) | {"fedlightning": self.own}
+        if "wrapped" in self.own:  # the one place whose names load_from_checkpoint shows where they do not fit
+            found["state_dict"] = {OPEN_WITH_LOAD: torch.empty(0), **found["state_dict"]}
+        torch.save(found, path)
 
     def _plain(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         found = {}
@@ -61,13 +64,16 @@ class _Writer(CheckpointIO):
 
 
 _LEFT_OUT = object()
+OPEN_WITH_LOAD = "(this file holds a module that a federated method has wrapped: open it with fedlightning.load(path))"
+"""Name of an empty entry in the `state_dict` of a wrapped module, for who opens the file with `load_from_checkpoint`."""
 
 
 class Exporter:
     """Saves modules as Lightning saves them, so that ``MyModule.load_from_checkpoint`` opens the files.
 
     A wrapped module is another class than the user's (a dual extractor) or holds other entries (adapters put into
-    it); it is written down along, as a plain tree under ``"fedlightning"``, and :func:`load` opens it. So is a module with
+    it); it is written down along, as a plain tree under ``"fedlightning"``, and :func:`load` opens it;
+    ``load_from_checkpoint`` says so, in the list of names that do not fit. So is a module with
     hyper-parameters that are no plain values, which the file must not hold: a file with code in it is a file that runs code.
 
     Args:
@@ -164,7 +170,8 @@ def load(
 
     Args:
         path: `checkpoints/global.ckpt` or `checkpoints/clients/<id>.ckpt`.
-        module: An instance to load into, where the class cannot be made from the saved hyper-parameters.
+        module: An instance to load into, where the class cannot be made from the saved hyper-parameters. Its
+            `configure_model` is called.
         trust: Packages and modules that may be imported and whose functions may be named, as in `["my_package"]`; or
             True: the file is as trusted as a program, and files of earlier versions, which hold pickles, are opened.
         hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`.
@@ -216,12 +223,18 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
 
 
 def _filled(module: LightningModule, state: dict[str, Any]) -> LightningModule:
+    """Return the module with the weights of the file; one that builds its layers in `configure_model` builds them."""
+    module.configure_model()
+    own = module_state(module)
+    more = next((name for name in state if name not in own), None)
+    if more is not None:
+        raise UnreadableError(f"it has '{more}', which {type(module).__name__} does not have")
     for name, value in module_state(module).items():
         found = state.get(name)
         if not isinstance(found, Tensor) or found.shape != value.shape:
             has = f"has shape {tuple(found.shape)}" if isinstance(found, Tensor) else "is missing"
             raise UnreadableError(f"'{name}' of {type(module).__name__}, of shape {tuple(value.shape)}, {has} in it")
-    load_state(module, {name: value for name, value in state.items() if name in module_state(module)})
+    load_state(module, state)
     return module
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.views import samples_at
 from fedlightning.hooks import Phase
 from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
@@ -390,8 +391,8 @@ class Client:
             if not getattr(loader.sampler, "shuffle", True):
                 order = torch.arange(count)
             for start in range(0, count - size + 1 if loader.drop_last else count, size):
-                picked = [loader.dataset[int(index)] for index in order[start : start + size]]
-                yield loader.collate_fn(picked)
+                picked = order[start : start + size].tolist()
+                yield loader.collate_fn(samples_at(loader.dataset, picked))
             lap += 1
 
     def _at(self, state: Mapping[str, Tensor] | None) -> _AtState:

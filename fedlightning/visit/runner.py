@@ -19,7 +19,9 @@ from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import detached
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.own_generators import kept, readdress
 from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.views import samples_at
 from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
 from fedlightning.messages import Message
 from fedlightning.seeding import address, isolated
@@ -147,8 +149,8 @@ class LocalRunner:
         """Address the order of the batches: a function of (seed, client, visit, epoch), wherever the visit runs.
 
         Args:
-            loader: Loader with an :class:`~fedlightning.datamodules.sampling.AddressedSampler`; others stay as they
-                are.
+            loader: Loader with an :class:`~fedlightning.datamodules.sampling.AddressedSampler`; of others, generators
+                of their own are seeded.
             message: The message from the server: its visit.
             purpose: Gives the loader an order of its own, apart from that of training.
             epoch_offset: Number of the first epoch.
@@ -166,6 +168,8 @@ class LocalRunner:
                 rank=rank,
                 world_size=world_size,
             )
+        else:
+            readdress(loader, self.settings.seed, purpose, "samplers", message.client, message.visit)
 
     def start_fit(self, fit: Fit, loader: Any, offset: int = 0, rank: int = 0, world_size: int = 1) -> None:
         """Address the order of the batches of a fit.
@@ -190,10 +194,9 @@ class LocalRunner:
                 if isinstance(dataset, IterableDataset):
                     with isolated(self.settings.seed, "first batch"):
                         return self.blueprint.precision.convert_input(next(iter(loader)))
-                count = min(size, len(dataset))  # type: ignore[arg-type]
-                return self.blueprint.precision.convert_input(
-                    loader.collate_fn([dataset[index] for index in range(count)])
-                )
+                chosen = range(min(size, len(dataset)))  # type: ignore[arg-type]
+                with kept(dataset):
+                    return self.blueprint.precision.convert_input(loader.collate_fn(samples_at(dataset, chosen)))
         return None
 
     def num_batches(self, client: str) -> int:

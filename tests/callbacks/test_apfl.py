@@ -600,3 +600,13 @@ def test_resumed_is_uninterrupted(tmp_path, mix, state):
         assert a["alpha"] == b["alpha"]
         same(module_state(whole.module(client)), module_state(again.module(client)))
     same(global_state(whole), global_state(again))
+
+
+class ByClosure(Toy):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), 0.1)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="APFL moves v by a second LBFGS, whose step evaluates the loss again"):
+        federate(ByClosure(), toy_data(), [APFL()], tmp_path)

@@ -62,6 +62,17 @@ def test_all_pairs(first):
         check(first, second)
 
 
+@pytest.mark.parametrize(("a", "b"), [("HeteroFL", "FedIT"), ("FENDA", "PerFCL")])
+def test_modules_that_two_callbacks_change_are_refused_by_name(a, b):
+    sentence = check(a, b)
+    assert sentence is not None
+    assert "Remove one of" in sentence
+
+
+def test_attention_over_nothing_is_uniform():
+    assert check("HeurFedAMP", "PLayerFL") is None
+
+
 class Doubles(FedProx):
     """Scales what came before it: its place in the list matters."""
 

@@ -10,8 +10,9 @@ import torch
 import fedlightning
 
 # isort: split
-from fedlightning.callbacks import FedAvg, FedPer
+from fedlightning.callbacks import FENDA, FedAvg, FedPer
 from fedlightning.run.checkpoints import Exporter, link
+from fedlightning.run.files import UnreadableError
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy, federate, global_state, toy_data
 
@@ -37,6 +38,34 @@ def test_clients_with_a_part_of_their_own_have_files_of_their_own(tmp_path: Path
         own = torch.load(file, weights_only=False)
         assert own["fedlightning"]["client"] == client
         assert equal(own["state_dict"], module_state(trainer.client(client).module))
+
+
+class Bare(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Identity()
+
+
+class BuiltLater(Bare):
+    def configure_model(self) -> None:
+        if isinstance(self.net, torch.nn.Identity):
+            self.net = self.make(8, 0.0)
+
+
+def test_load_from_checkpoint_names_the_way_to_open_a_wrapped_module(tmp_path: Path) -> None:
+    federate(Toy(), toy_data(), [FENDA(head="net.3")], tmp_path)
+    file = next(tmp_path.rglob("clients/*.ckpt"))
+    with pytest.raises(RuntimeError, match=r"open it with fedlightning\.load"):
+        Toy.load_from_checkpoint(file)
+    assert "net.3.weight" in module_state(fedlightning.load(file))
+
+
+def test_a_module_to_load_into_builds_its_layers_and_takes_every_weight(tmp_path: Path) -> None:
+    trainer = federate(Toy(), toy_data(), [FedAvg()], tmp_path)
+    file = next(tmp_path.rglob("global.ckpt"))
+    assert equal(module_state(fedlightning.load(file, BuiltLater())), global_state(trainer))
+    with pytest.raises(UnreadableError, match=r"'net\.0\.weight', which Bare does not have"):
+        fedlightning.load(file, Bare())
 
 
 def test_a_link_replaces_what_was_there_and_works_without_links(
