@@ -27,6 +27,7 @@ from fedlightning.algorithm import (
     select,
     subtract,
 )
+from fedlightning.callbacks.shared.memberships import draw_memberships, note_memberships
 from fedlightning.callbacks.shared.server_models import refuse_global_steps
 
 
@@ -120,7 +121,8 @@ class CFL(FederatedCallback):
         yield []
         for cluster, clients in members.items():
             answers = {update.client: update for update in updates if update.client in clients and update.steps}
-            if all(client in answers for client in clients):  # else some are not heard: not in this round
+            heard = [client for client in clients if server.num_samples[client]]  # the others never have an update
+            if answers and all(client in answers for client in heard):  # else some are not heard: not in this round
                 self._split_if_due(server, cluster, before[cluster], answers)
 
     def _split_if_due(self, server: Server, cluster: str, before: State, answers: Mapping[str, Update]) -> None:
@@ -175,6 +177,15 @@ class CFL(FederatedCallback):
         order, table = list(deltas), cosines(flat(deltas))
         across = table[np.ix_([order.index(c) for c in first], [order.index(c) for c in second])]
         return math.sqrt(max(0.0, 1.0 - float(across.max())) / 2)
+
+    def on_round_end(self, server: Server) -> None:
+        """Write `clusters.csv`."""
+        members = {client: {self.cluster_of(server, client): 1.0} for client in server.clients}
+        note_memberships(server, members)
+
+    def on_federation_end(self, server: Server) -> None:
+        """Draw who belongs to which cluster."""
+        draw_memberships(server)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the client's own cluster's model."""
