@@ -59,7 +59,7 @@ class PIFL(PIFLRound):
     Deployed: `P = sum_k v_k M_k / sum_j v_j` (Eq. 2, normalised). The ledger is in `ledger.csv`, and drawn in
     `figures/ledger.png`; who trained which cluster, in `figures/clusters.png`.
 
-    `M_1` starts as the module is, so that one cluster with slots for all is FedAvg. A client without training samples
+    One cluster with slots for all is FedAvg. A client without training samples
     neither bids nor is assigned.
 
     Not given by the paper, hence ours: slots, price, tokens, `eta`, `gamma`, `Th`. Equations 7 and 8 are read so that
@@ -90,7 +90,9 @@ class PIFL(PIFLRound):
         pretrain_rounds: Rounds of FedAvg before there are clusters. Then clients are grouped by which classes their
             models do well on, by per-class F1 scores on the pooled validation data. Fewer than `max_rounds`.
         head: Path of the layer that gives the logits, for the F1 scores. `None`: the last layer.
-        init: Start of the other clusters' models without pre-training: `"random"` (default), or the deviation of noise.
+        init: Start of the other clusters' models without pre-training: the deviation of noise on the module's parameters, or
+            `"random"`. Default 0: one start for all, as pre-training gives too. The random groups of round 1 tell them
+            apart, and Eq. 2 averages their parameters, which makes sense only for models of one start.
         weighting: `"samples"` (default) or `"uniform"`, within a cluster.
 
     Raises:
@@ -124,7 +126,7 @@ class PIFL(PIFLRound):
         charge_first_round: bool = True,
         pretrain_rounds: int = 0,
         head: str | None = None,
-        init: float | Literal["random"] = "random",
+        init: float | Literal["random"] = 0.0,
         weighting: WeightingName = "samples",
     ) -> None:
         rules = {
@@ -166,7 +168,7 @@ class PIFL(PIFLRound):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
-        if self.num_clusters > 1 and not self.pretrain_rounds:
+        if self.num_clusters > 1 and not self.pretrain_rounds and self.init != 0:
             check_starts(self, setup, self.init)
         scores = self.ledger or (self.incentive and self.utility != "gradient") or self.pretrain_rounds > 0
         if scores and not setup.has_pooled("val"):

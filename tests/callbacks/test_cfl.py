@@ -67,7 +67,9 @@ def test_opposed_groups_are_split_exactly_and_each_is_fedavg_on_its_own():
 
 
 def test_the_number_of_clusters_never_falls_and_each_client_is_in_one():
-    trainer, spy = spied(Quadratic(), quadratic_data(A, B), [CFL(eps1=9.0, eps2=0.0, gap=0.0, min_size=1)], max_rounds=6)
+    trainer, spy = spied(
+        Quadratic(), quadratic_data(A, B), [CFL(eps1=9.0, eps2=0.0, gap=0.0, min_size=1)], max_rounds=6
+    )
     counts = []
     for state in spy.states:
         clusters = state["CFL"]["clusters"]
@@ -93,14 +95,15 @@ def test_two_bundles_of_updates_are_told_apart(seed):
     deltas = {str(i): {"w": row} for i, row in enumerate(rows)}
     first, second = CFL().halves(deltas)
     assert {int(c) for c in first} == best_cut(rows.numpy())
-    largest = max(
-        float(torch.cosine_similarity(rows[int(a)], rows[int(b)], dim=0)) for a in first for b in second
-    )
+    largest = max(float(torch.cosine_similarity(rows[int(a)], rows[int(b)], dim=0)) for a in first for b in second)
     assert CFL().separation(deltas, first, second) == pytest.approx(math.sqrt((1 - largest) / 2), abs=1e-12)
 
 
 def test_norms_and_cosines():
-    deltas = {"a": {"v": torch.tensor([3.0]), "w": torch.tensor([[4.0]])}, "b": {"v": torch.zeros(1), "w": torch.zeros(1, 1)}}
+    deltas = {
+        "a": {"v": torch.tensor([3.0]), "w": torch.tensor([[4.0]])},
+        "b": {"v": torch.zeros(1), "w": torch.zeros(1, 1)},
+    }
     assert CFL().norms(deltas) == (2.5, 5.0)
     assert cosines(flat(deltas)).tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
@@ -124,7 +127,9 @@ def test_when_a_cluster_is_split(options, split):
 
 def test_a_gap_that_no_pair_has_forbids_the_split():
     rows = [[5.0, 5.0, 4.0], [-5.0, -4.0, 5.0], [5.0, -4.0, 5.0]]
-    assert len(parts(federate(Quadratic(), quadratic_data(A[:3], rows), [CFL(eps1=9, eps2=0, gap=0)], max_rounds=2))) == 2
+    assert (
+        len(parts(federate(Quadratic(), quadratic_data(A[:3], rows), [CFL(eps1=9, eps2=0, gap=0)], max_rounds=2))) == 2
+    )
     callback = CFL(eps1=9, eps2=0, gap=0.99)
     assert len(parts(federate(Quadratic(), quadratic_data(A[:3], rows), [callback], max_rounds=2))) == 1
 

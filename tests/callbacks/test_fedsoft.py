@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from fedlightning.callbacks import FedPer, FedProx, FedSoft, Local
 from fedlightning.callbacks.fedsoft import shares, weighted_sum
 from fedlightning.tensors import module_state
-from tests.callbacks.common import descend
 from tests.callbacks.common import batches as batches_of
+from tests.callbacks.common import descend
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, differs, federate, quadratic_data, same, spied, toy_data
 
@@ -125,7 +125,7 @@ def test_local_training_is_plain_training_with_the_pull():
 def test_a_step_of_the_whole_pull_ends_at_the_mean_of_the_centres():
     """(c) With lr lam U = 1 one step puts w at the u-weighted mean of the centres, minus the step of the loss."""
     lr = 0.1
-    trainer, spy = spied(Quadratic(lr), quadratic_data(A, B), [FedSoft(2, lam=1 / lr / 1.0, sigma=0.0, init=0.3)])
+    _trainer, spy = spied(Quadratic(lr), quadratic_data(A, B), [FedSoft(2, lam=1 / lr / 1.0, sigma=0.0, init=0.3)])
     centres = next(m for m in spy.messages if m.tag == "estimate").extras["FedSoft"]["centres"]
     for client, update in spy.of_round(0).items():
         share = spy.states[0]["FedSoft"]["shares"][client]
@@ -136,7 +136,7 @@ def test_a_step_of_the_whole_pull_ends_at_the_mean_of_the_centres():
 
 def test_without_a_pull_clients_train_alone():
     module, data = Toy("adam", dropout=0.2), toy_data()
-    ours, spy = spied(module, data, [FedSoft(2, lam=0.0)], max_rounds=3)
+    ours, _spy = spied(module, data, [FedSoft(2, lam=0.0)], max_rounds=3)
     alone = federate(module, data, [Local()], max_rounds=3, optimizer_state="reset")
     for client in ("0", "1", "2"):
         same(module_state(ours.module(client)), module_state(alone.module(client)))

@@ -94,7 +94,7 @@ def test_the_pull_is_the_gradient_of_the_distance():
 
 
 def test_a_late_client_is_looked_for_and_does_not_move_the_centre():
-    trainer, spy = spied(Quadratic(), quadratic_data(A, B), [FeSEM(2)], max_rounds=6, participation=3)
+    _trainer, spy = spied(Quadratic(), quadratic_data(A, B), [FeSEM(2)], max_rounds=6, participation=3)
     seen = set()
     for number in range(6):
         came = set(spy.of_round(number))

@@ -23,11 +23,7 @@ CASES = {
     "PIFL dealt": Case(PIFL(utility="gradient", incentive=False, **LOSS), skip=NO_PLAIN_FORM),
 }
 STATE = ("balances", "best", "contribution", "evaluations", "groups", "importance", "ledger", "taken_part", "tokens")
-KEPT = {
-    "PIFL": Kept(
-        "PIFL", server=STATE, models=("global", "cluster 1", "cluster 2"), options={"monitor": "val_acc"}
-    )
-}
+KEPT = {"PIFL": Kept("PIFL", server=STATE, models=("global", "cluster 1", "cluster 2"), options={"monitor": "val_acc"})}
 
 
 def pifl(**options):
@@ -92,7 +88,7 @@ def test_without_incentives_clients_are_dealt_at_random():
 
 
 def test_slots_balances_and_conservation_in_every_round():
-    trainer, spy = spied(Toy(), toy_data([8] * 7), [pifl(num_clusters=3, tokens=6.0)], max_rounds=6, participation=6)
+    _trainer, spy = spied(Toy(), toy_data([8] * 7), [pifl(num_clusters=3, tokens=6.0)], max_rounds=6, participation=6)
     for number, state in enumerate(spy.states):
         jobs = trained(spy, number)
         assert len(jobs) == len(set(jobs)), "a client twice in a cluster"
@@ -114,9 +110,7 @@ def test_performance_slots_go_to_bidders_by_contribution_then_participation():
         before = spy.states[number - 1]["PIFL"]
         for cluster in ("cluster 1", "cluster 2"):
             worth, counts = before["contribution"][cluster], before["taken_part"][cluster]
-            order = sorted(
-                trainer.server.clients, key=lambda c: (-worth.get(c, (0, 0))[0], counts.get(c, 0), int(c))
-            )
+            order = sorted(trainer.server.clients, key=lambda c: (-worth.get(c, (0, 0))[0], counts.get(c, 0), int(c)))
             assert {client for client, model in trained(spy, number) if model == cluster} == set(order[:2])
 
 
@@ -169,9 +163,7 @@ def accuracy(state, data, players):
 @pytest.mark.parametrize("utility", ["local", "pooled"])
 def test_contributions_are_shapley_values_of_the_rounds_models(utility):
     data = toy_data([24, 40, 16])
-    trainer, spy = spied(
-        Toy(), data, [pifl(num_clusters=1, performance_slots=None, utility=utility)], max_rounds=1
-    )
+    trainer, spy = spied(Toy(), data, [pifl(num_clusters=1, performance_slots=None, utility=utility)], max_rounds=1)
     sent = {update.client: update for update in spy.updates if update.state}
     players = sorted(sent)
     worth = {frozenset(): accuracy(module_state(spy_start(spy)), data, players)}
@@ -326,7 +318,9 @@ def test_a_resumed_run_is_the_same_to_the_last_token(tmp_path):
         assert own(whole)[key] == own(again)[key], key
     for key, model in whole.server.models.items():
         same(model, again.server.models[key])
-    files = [(trainer.run.path / name).read_text() for trainer in (whole, again) for name in ("ledger.csv", "clusters.csv")]
+    files = [
+        (trainer.run.path / name).read_text() for trainer in (whole, again) for name in ("ledger.csv", "clusters.csv")
+    ]
     assert files[:2] == files[2:]
     with (whole.run.path / "ledger.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(own(whole)["ledger"])

@@ -91,7 +91,7 @@ def test_a_best_of_zero_is_no_division_by_zero():
 
 def test_nobody_pays_what_he_does_not_have():
     ledger = Ledger({"a": 0.5}, {"one": 0.0})
-    with pytest.raises(ValueError, match="'a' has 0.5 tokens and cannot pay 1.0"):
+    with pytest.raises(ValueError, match=r"'a' has 0\.5 tokens and cannot pay 1\.0"):
         ledger.pay("a", "one", 1.0)
 
 
