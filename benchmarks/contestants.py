@@ -31,7 +31,7 @@ def fedlightning(work: Work, rounds: int, **options: Any) -> Times:
     Args:
         work: Federation to train.
         rounds: Number of rounds.
-        options: Arguments of the trainer, such as `engine`, `workers` or `local_loop`.
+        options: Arguments of the trainer, such as `engine`, `workers` or `local_loop`; `loaders` for plain loaders.
     """
     from benchmarks.engines import train
 
@@ -166,6 +166,10 @@ CONTESTANTS: dict[str, Callable[[Work, int], Times]] = {
     "fedlightning (trainer loop)": lambda work, rounds: fedlightning(work, rounds, local_loop="trainer"),
     "fedlightning (2 processes)": lambda work, rounds: fedlightning(work, rounds, engine="processes", workers=2),
     "fedlightning (vectorized)": lambda work, rounds: fedlightning(work, rounds, engine="vectorized"),
+    "fedlightning (from loaders)": lambda work, rounds: fedlightning(work, rounds, loaders=True),
+    "fedlightning (vectorized from loaders)": lambda work, rounds: fedlightning(
+        work, rounds, loaders=True, engine="vectorized"
+    ),
     "pfl": pfl,
     "flower (2 ray actors)": flower,
 }

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fedlightning  # noqa: F401  before lightning
 
@@ -72,12 +73,21 @@ class Clock(FederatedCallback):
         self.times.append(time.perf_counter())
 
 
-def train(work: Work, rounds: int, **options: Any) -> tuple[list[float], FederatedTrainer]:
+def plain_loaders(work: Work) -> dict[str, DataLoader[Any]]:
+    """Return the clients of the work as somebody would write them down: a loader over tensors for each."""
+    return {
+        str(index): DataLoader(TensorDataset(x, y), batch_size=work.batch, shuffle=True)
+        for index, (x, y) in enumerate(work.data())
+    }
+
+
+def train(work: Work, rounds: int, loaders: bool = False, **options: Any) -> tuple[list[float], FederatedTrainer]:
     """Train with FedAvg, without evaluation, files or a progress bar.
 
     Args:
         work: Federation whose network is made by a function that can be imported.
         rounds: Number of rounds.
+        loaders: Whether the data come as one plain loader a client, not as a data module.
         options: Arguments of the trainer, such as `engine`.
 
     Returns:
@@ -97,7 +107,10 @@ def train(work: Work, rounds: int, **options: Any) -> tuple[list[float], Federat
             accelerator="cpu",
             **{"default_root_dir": folder} | options,
         )
-        trainer.fit(Module(work.make, work.lr), Data(work))
+        if loaders:
+            trainer.fit(Module(work.make, work.lr), train_dataloaders=plain_loaders(work))
+        else:
+            trainer.fit(Module(work.make, work.lr), Data(work))
     return list(Clock.times), trainer
 
 

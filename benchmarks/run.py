@@ -1,20 +1,24 @@
 """Every contestant on the same work, in turn, as ratios to the bare loop: `make bench`.
 
-    python -m benchmarks.run [--works mlp,cnn] [--contestants "bare loop,pfl"] [--repeats 5] [--rounds 3] [--out FILE]
+    python -m benchmarks.run [--works mlp,cnn] [--contestants "bare loop,pfl"] [--repeats 5] [--rounds 3] [--minutes 9]
+        [--out FILE]
 
 Each measurement is a process of its own with one torch thread. The contestants take turns, so that a machine that
-slows down slows all of them. Ratios are taken within a turn, and their median over turns is shown. Frameworks that are
-not installed are left out (`pip install pfl "flwr[simulation]"`).
+slows down slows all of them. Turns end early when the minutes are over; two are always made. Ratios are taken within a
+turn, and their median over turns is shown. Frameworks that are not installed are left out (`pip install pfl
+"flwr[simulation]"`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ TARGETS = {
     ("cnn", "fedlightning (2 processes)"): 0.56,
     ("mlp", "fedlightning"): 1.05,
     ("mlp", "fedlightning (vectorized)"): 0.40,
+    ("mlp", "fedlightning (from loaders)"): 1.15,
     ("logistic", "fedlightning (vectorized)"): 0.12,
 }
 """Target ratios; `docs/performance.md` says what limits those that are not reached."""
@@ -52,10 +57,15 @@ def measure(contestant: str, work: str, rounds: int) -> dict[str, Any]:
     return found
 
 
-def compare(work: str, contestants: list[str], rounds: int, repeats: int, show: Console) -> list[dict[str, Any]]:
-    """Return one row a contestant: medians over the turns."""
+def compare(
+    work: str, contestants: list[str], rounds: int, repeats: int, show: Console, seconds: float = math.inf
+) -> list[dict[str, Any]]:
+    """Return one row a contestant: medians over the turns, which end when another one would take more than `seconds`."""
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
+    started = time.monotonic()
     for turn in range(repeats):
+        if turn >= 2 and (time.monotonic() - started) * (turn + 1) / turn > seconds:
+            break
         for name in contestants:
             known = turns[name]
             if known and ("missing" in known[0] or "error" in known[0]):
@@ -118,17 +128,19 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def main() -> None:
     """Measure and print, and write JSON if `--out` is given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--works", default="mlp,cnn,logistic,sampled,unequal")
+    parser.add_argument("--works", default="mlp,cnn,logistic", help=f"of {', '.join(WORKS)}")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that warms up")
+    parser.add_argument("--minutes", type=float, default=9, help="for all works together")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = [name for name in CONTESTANTS if name in options.contestants.split(",") or name == BARE]
     console = Console(width=None if Console().is_terminal else 120)
     rows: list[dict[str, Any]] = []
-    for work in options.works.split(","):
-        rows += compare(work, names, options.rounds, options.repeats, console)
+    works = options.works.split(",")
+    for work in works:
+        rows += compare(work, names, options.rounds, options.repeats, console, 60 * options.minutes / len(works))
     console.print(table(rows))
     if options.out is not None:
         options.out.write_text(json.dumps({"results": rows}, indent=1))

@@ -1,19 +1,21 @@
 """Local training alone, by visit and by step, as ratios to the bare loop: `python -m benchmarks.visit`.
 
-    python -m benchmarks.visit [--works mlp,cnn] [--loops fast,trainer] [--repeats 9] [--rounds 2]
+    python -m benchmarks.visit [--works mlp,cnn] [--loops fast,trainer] [--repeats 9] [--rounds 2] [--minutes 2]
 
 Contestants take turns in one process with one torch thread, so that a machine that slows down slows all of them. CPU time
 is measured, so that other processes on the machine do not count. The first round of each contestant is not counted.
-Visits are trained with one and with two epochs: what the second epoch adds is the cost of its steps.
+Visits are trained with one and with two epochs: what the second epoch adds is the cost of its steps. Large networks are
+measured with fewer clients (`CLIENTS`), and turns end when the minutes are over; three are always counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -104,11 +106,28 @@ def own_visits(work: Work, local_loop: str) -> Callable[[int], None]:
     return run
 
 
-def measure(runs: dict[str, Callable[[int], None]], work: Work, repeats: int, rounds: int) -> dict[str, Cost]:
-    """Return the cost of each contestant: medians over `repeats` turns of `rounds` rounds each."""
+CLIENTS = {"cnn": 2, "cnn100": 2}
+"""Work -> clients that are visited in a round, where a visit is long enough to be measured with few."""
+
+
+def measure(
+    runs: dict[str, Callable[[int], None]], work: Work, repeats: int, rounds: int, seconds: float = math.inf
+) -> dict[str, Cost]:
+    """Return the cost of each contestant: medians over at most `repeats` turns of `rounds` rounds each.
+
+    Args:
+        runs: Functions that visit every client for a number of epochs.
+        work: Their work.
+        repeats: Number of turns, beside one that is not counted.
+        rounds: Rounds of a turn.
+        seconds: Wall-clock time after which no turn begins, once three are counted.
+    """
     visits = len(work.sizes) * rounds
     taken: dict[tuple[str, int], list[float]] = {}
+    started = time.monotonic()
     for turn in range(repeats + 1):
+        if turn > 3 and time.monotonic() - started > seconds:
+            break
         for name, run in runs.items():
             for epochs in (1, 2):
                 start = time.process_time()
@@ -135,13 +154,21 @@ def main() -> None:
     parser.add_argument("--loops", default="fast,trainer")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=2, help="for all works together")
     given = parser.parse_args()
     torch.set_num_threads(1)
     table = Table("work", "loop", "visit [ms]", "ratio", "step [ms]", "ratio", "beside steps [ms]", "above bare [ms]")
-    for name in given.works.split(","):
-        work = WORKS[name]
+    works = given.works.split(",")
+    for name in works:
+        work = replace(WORKS[name], sizes=WORKS[name].sizes[: CLIENTS.get(name)])
         steps = work.steps // len(work.sizes)
-        costs = measure(contestants(work, given.loops.split(",")), work, given.repeats, given.rounds)
+        costs = measure(
+            contestants(work, given.loops.split(",")),
+            work,
+            given.repeats,
+            given.rounds,
+            60 * given.minutes / len(works),
+        )
         bare = costs["bare"]
         for loop, cost in costs.items():
             table.add_row(

@@ -48,6 +48,7 @@ from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
 from fedlightning.callbacks.pi_fl import PIFL
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
+from fedlightning.callbacks.private_lr import PrivateLR
 from fedlightning.callbacks.scaffold import SCAFFOLD
 from fedlightning.compat.renamed import present_class
 
@@ -105,6 +106,7 @@ __all__ = [
     "PIFL",
     "PLayerFL",
     "PLayerFLRandom",
+    "PrivateLR",
     "SCAFFOLD",
     "Sensitivity",
 ]

@@ -73,6 +73,10 @@ class APFL(FederatedCallback):
     ) -> None:
         if not 0.0 <= alpha <= 1.0:
             raise ValueError(f"APFL got alpha={alpha}; a share of the local model must be in [0, 1].")
+        if alpha_lr is not None and alpha_lr < 0:
+            raise ValueError(f"APFL got alpha_lr={alpha_lr}; the learning rate of the share must be at least 0.")
+        if alpha_decay < 0:
+            raise ValueError(f"APFL got alpha_decay={alpha_decay}; it must be at least 0.")
         if mix not in ("params", "logits"):
             raise ValueError(f"APFL got mix={mix!r}. Use 'params' (any module) or 'logits' (steps that call self(x)).")
         if personal_model is not None and mix != "logits":

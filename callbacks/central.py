@@ -25,10 +25,11 @@ class Central(FederatedCallback):
         """Refuse algorithms that act on clients: there are none.
 
         Raises:
-            ValueError: If another callback decides what is shared or deploys a model per client.
+            ValueError: If another callback decides what is shared, deploys a model per client, or works on what several
+                clients send.
         """
-        roles = ("shared_names", "personal_module")
-        others = [callback.key for callback in setup.callbacks if any(map(callback.claims, roles))]
+        acts = ("shared_names", "personal_module", "global_module", "on_reduced", "reduce", "server_step")
+        others = [other.key for other in setup.callbacks if other.merges or any(map(other.claims, acts))]
         if others:
             raise ValueError(
                 f"Central trains one model on pooled data, so {others[0]} has no clients to act on. Run them one by one."

@@ -70,6 +70,8 @@ class FedALA(FederatedCallback):
         tensor([1., 2., 3.])
     """
 
+    merges = True
+
     def __init__(
         self,
         num_layers: int = 1,
@@ -98,8 +100,13 @@ class FedALA(FederatedCallback):
         """Refuse more layers than there are, and top layers without a trainable parameter.
 
         Raises:
-            ValueError: If nothing in the top layers can be merged.
+            ValueError: If nothing in the top layers can be merged, or the module optimizes manually.
         """
+        if not setup.module.automatic_optimization:
+            raise ValueError(
+                f"FedALA learns W from the loss that training_step returns, but {type(setup.template).__name__} optimizes "
+                "manually. Use automatic optimization, or FLIU."
+            )
         if not self._merged(setup.module):
             raise ValueError(
                 f"FedALA merges the last {self.num_layers} layer(s) of {type(setup.template).__name__}, "

@@ -103,6 +103,7 @@ class FedAMP(ClientModels):
         self.sigma = sigma
         self.alpha_decay = alpha_decay
         self.start = start
+        self.merges = start == "own"
 
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on a global model, and weights that could be negative.

@@ -47,7 +47,7 @@ class FedSGD(FederatedCallback):
     * Down: ``w^t``. Up: ``w_i``. State: none.
     * Deployed: the global model ``w``.
 
-    Set ``local_steps=1`` and a batch size that holds a client's whole training set.
+    Set ``local_steps=1`` and a batch size that holds a client's whole training set; anything else is refused.
 
     Args:
         weighting: ``"samples"`` (the paper's ``p_i``, default), ``"uniform"`` or ``"log"``.
@@ -64,16 +64,34 @@ class FedSGD(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse more than one local step, and warn of optimizers that rescale the gradient.
+        """Refuse all but one step on a client's whole training set; warn of optimizers that rescale the gradient.
 
         Raises:
-            ValueError: If the trainer's ``local_steps`` is not 1.
+            ValueError: If the trainer's ``local_steps`` is not 1, a client has several batches or accumulates them, or
+                another callback splits the visit into several fits.
         """
         if setup.local_steps != 1:
             raise ValueError(
                 f"FedSGD takes one step per round, but local_steps={setup.local_steps} and local_epochs="
                 f"{setup.local_epochs}. Set local_steps=1 and a batch size of at least {max(setup.num_samples.values())}."
             )
+        several = {client: count for client in setup.clients if (count := setup.num_batches(client)) > 1}
+        if several:
+            client, count = next(iter(several.items()))
+            raise ValueError(
+                f"FedSGD takes the gradient over a client's whole training set, but that of client '{client}' comes in "
+                f"{count} batches, of which one step would see the first. Set a batch size of at least "
+                f"{max(setup.num_samples.values())}, or use FedAvg with local_steps=1."
+            )
+        window = setup.trainer_arguments.get("accumulate_grad_batches") or 1
+        if window != 1:
+            raise ValueError(
+                f"FedSGD takes one step on one batch, but accumulate_grad_batches={window} would divide its gradient by "
+                f"{window}. Leave it out."
+            )
+        fits = next((other for other in setup.callbacks if other.claims("local_phases")), None)
+        if fits is not None:
+            raise ValueError(f"FedSGD takes one step per round, but {fits.key} fits several times. Remove one of them.")
         names = [type(optimizer).__name__ for optimizer in setup.optimizers if type(optimizer).__name__ != "SGD"]
         if names:
             setup.warn(

@@ -72,6 +72,8 @@ class FedFomo(ClientModels):
         [0.75, 0.25, 0.0]
     """
 
+    merges = True
+
     def __init__(
         self,
         num_models: int = 5,
@@ -100,6 +102,11 @@ class FedFomo(ClientModels):
             ValueError: If a callback changes one global model.
         """
         super().check(setup)
+        if not setup.module.automatic_optimization:
+            raise ValueError(
+                f"{self.key} compares models by the loss that training_step returns, but {type(setup.template).__name__} "
+                "optimizes manually. Use automatic optimization."
+            )
         anchored = [other.key for other in setup.callbacks if other.claims("correct_gradient")]
         if anchored:
             setup.warn(

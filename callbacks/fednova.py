@@ -37,7 +37,8 @@ class FedNova(FederatedCallback):
     * Client: local training, which says ``d_i = (w^t - w_i) / A_i``.
     * Server, on trainable parameters: ``w^{t+1} = w^t - (sum_i p_i A_i) sum_i p_i d_i``. Buffers are averaged.
     * Down: ``w^t``, and FedProx's ``mu`` where FedProx is in the list. Up: ``w_i`` and ``A_i``.
-    * State: each client's last ``A_i``.
+    * State: each client's last ``A_i``. Where optimizers go on (``optimizer_state="keep"``), so does the count: the
+      momentum ``c`` that a visit begins with is kept too.
     * Deployed: the global model ``w``.
 
     ``A_i`` is counted along with the steps that really happen (:func:`count_step`): ``c <- rho c + 1 - mu A``,
@@ -70,7 +71,7 @@ class FedNova(FederatedCallback):
 
         Raises:
             ValueError: If the module optimizes manually or has groups of differing momentum, or another callback
-                combines the updates.
+                combines the updates or makes training start elsewhere than from ``w^t``.
         """
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
@@ -78,6 +79,12 @@ class FedNova(FederatedCallback):
         other = next((callback for callback in setup.callbacks if callback.claims("reduce")), None)
         if other is not None:
             raise ValueError(f"FedNova averages normalised changes, but {other.key} combines the updates. Remove one.")
+        merging = next((callback for callback in setup.callbacks if callback.merges), None)
+        if merging is not None:
+            raise ValueError(
+                f"FedNova normalises w_i - w^t, the sum of a client's steps, but under {merging.key} training starts "
+                "elsewhere than from w^t. Remove one of them."
+            )
         for optimizer in setup.optimizers:
             if type(optimizer).__name__ != "SGD":
                 setup.warn(
@@ -107,17 +114,20 @@ class FedNova(FederatedCallback):
 
     # -- client: count A_i -----------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting steps. Momentum starts anew with the optimizer."""
+        """Start counting steps. Momentum starts anew with the optimizer, or goes on with it."""
         client = self.client
         if client.phase.federated:
-            counter = client.scratch.setdefault(self.key, {"a": 0.0})
-            counter["c"] = None
+            counter = client.scratch.setdefault(self.key, {"a": 0.0, "kept": {}})
+            kept = client.state.get(self.key, {}).get("c", {}) if client.keeps_optimizers else {}
+            counter["c"] = kept.get(client.phase.name)
             counter["hook"] = trainer.optimizers[0].register_step_post_hook(lambda opt, *_: self._stepped(client, opt))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop counting steps."""
         if self.client.phase.federated:
-            self.client.scratch[self.key].pop("hook").remove()
+            counter = self.client.scratch[self.key]
+            counter.pop("hook").remove()
+            counter["kept"][self.client.phase.name] = counter["c"]
 
     def _stepped(self, client: Client, optimizer: Optimizer) -> None:
         """Count a step that really happened, if anything that travels took part in it."""
@@ -132,7 +142,8 @@ class FedNova(FederatedCallback):
     def on_send(self, client: Client, update: Update) -> None:
         """Send ``A_i``. It is kept too, since a plan may collect the update later."""
         if client.steps:
-            client.state[self.key] = {"a": client.scratch[self.key]["a"]}
+            counter = client.scratch[self.key]
+            client.state[self.key] = {"a": counter["a"]} | ({"c": counter["kept"]} if client.keeps_optimizers else {})
         if update.state and self.key in client.state:
             update.extras[self.key] = {"a": client.state[self.key]["a"]}
 

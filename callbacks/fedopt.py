@@ -64,6 +64,8 @@ class FedOpt(FederatedCallback):
                 raise ValueError(f"{self.key} got {name}={value}; a decay must be in [0, 1).")
         if server_lr <= 0 or tau <= 0:
             raise ValueError(f"{self.key} got server_lr={server_lr} and tau={tau}; both must be positive.")
+        if v_init is not None and v_init < 0:
+            raise ValueError(f"{self.key} got v_init={v_init}; a second moment must be at least 0.")
         self.server_lr = server_lr
         self.beta1 = beta1
         self.beta2 = beta2

@@ -24,6 +24,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.prototypes import ClassMeans, fill_head, pack, unpack
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
+from fedlightning.callbacks.shared.server_models import refuse_without_a_model
 from fedlightning.wrappers import FeatureTap
 
 
@@ -102,8 +103,10 @@ class FedProto(FederatedCallback):
 
         Raises:
             ValueError: If a batch has no labels, ``head`` is not there or not called exactly once a step, or it is no
-                linear layer with bias where ``predictor="nearest"``.
+                linear layer with bias where ``predictor="nearest"``. Also if another callback works on a model that
+                travels: here none does.
         """
+        refuse_without_a_model(self, setup)
         if features_at_start(setup, self.feature_taps, self.key):
             labels_of(setup.first_batch(), self.key)
         path = head_path(setup.module, self.head)

@@ -12,6 +12,7 @@ from torch import nn
 
 from fedlightning.algorithm import FederatedCallback, Server, WeightingName
 from fedlightning.callbacks.shared.representations import head_path
+from fedlightning.wrappers.adapters import adapter_names
 from fedlightning.wrappers.dual import DualExtractor, dual_by_head, global_names
 from fedlightning.wrappers.mixing import user_class
 
@@ -83,7 +84,8 @@ class FENDA(FederatedCallback):
         """Add the private extractor and widen the head.
 
         Raises:
-            ValueError: If there is no such head, or nothing outside it to share. The sentence lists what there is.
+            ValueError: If there is no such head, or nothing outside it to share, or the module has adapters. The
+                sentence lists what there is.
         """
         if self.head is None:
             given = {name: getattr(self, name) for name in DEFAULTS}
@@ -100,6 +102,12 @@ class FENDA(FederatedCallback):
                     f"that makes predictions (linear layers here: {leaves}), or build the model from a DualExtractor."
                 )
             return module
+        if adapter_names(module):
+            raise ValueError(
+                f"{self.key}(head={self.head!r}) doubles a network and widens its head, but another callback has put "
+                "adapters into it, which would not fit. Build the model from a DualExtractor and leave head out, or remove "
+                f"{self.key} or the adapters."
+            )
         return dual_by_head(
             module,
             head_path(module, self.head),

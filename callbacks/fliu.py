@@ -52,6 +52,8 @@ class FLIU(FederatedCallback):
         [0.9, 0.75, 0.5, 0.25, 0.1]
     """
 
+    merges = True
+
     def __init__(self, gamma: float | Literal["adaptive"] = "adaptive", weighting: WeightingName = "uniform") -> None:
         if gamma != "adaptive" and not (isinstance(gamma, int | float) and 0.0 <= gamma <= 1.0):
             raise ValueError(f"FLIU got gamma={gamma!r}. Use a number in [0, 1] or 'adaptive'.")

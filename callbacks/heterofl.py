@@ -127,6 +127,11 @@ class HeteroFL(FederatedCallback):
         Raises:
             ValueError: With the reason and another way.
         """
+        if not setup.module.automatic_optimization:
+            raise ValueError(
+                f"HeteroFL tries a training step of every sub-model, but {type(setup.template).__name__} optimizes manually. "
+                "Use automatic optimization, or FedAvg."
+            )
         missing = [c for c in setup.clients if isinstance(self.rates, dict) and c not in self.rates]
         if missing:
             raise ValueError(f"HeteroFL got no rate for client '{missing[0]}'. Give a list, or one for each client.")

@@ -45,6 +45,8 @@ class HeurpFedLA(pFedLA):
         [1, 0]
     """
 
+    merges = True
+
     def __init__(
         self,
         keep_layers: int = 1,

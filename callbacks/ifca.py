@@ -78,6 +78,8 @@ class IFCA(FederatedCallback):
         1
     """
 
+    rank = -1  # the centre is chosen before others work on it
+
     def __init__(
         self,
         num_clusters: int = 2,
@@ -115,6 +117,11 @@ class IFCA(FederatedCallback):
         Raises:
             ValueError: If a callback changes one global model, or the module cannot be initialised anew.
         """
+        if not setup.module.automatic_optimization and (self.num_clusters > 1 or self.option == 1):
+            raise ValueError(
+                f"{self.key} compares models by the loss that training_step returns, but {type(setup.template).__name__} "
+                "optimizes manually. Use automatic optimization."
+            )
         if self.num_clusters == 1:
             return
         refuse_global_steps(self, setup)

@@ -20,6 +20,7 @@ from fedlightning.algorithm import (
     interpolate,
     select,
 )
+from fedlightning.callbacks.fedavg import FedSGD
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr
 
 
@@ -64,6 +65,8 @@ class L2GD(FederatedCallback):
         0.45
     """
 
+    merges = True
+
     def __init__(self, lam: float = 1.0, p: float = 0.1, weighting: WeightingName = "uniform") -> None:
         if lam < 0:
             raise ValueError(f"L2GD got lam={lam}; a penalty cannot be negative. Use 0 for training alone.")
@@ -77,8 +80,19 @@ class L2GD(FederatedCallback):
         """Refuse epochs and a step past the mean; warn where steps are not plain SGD's.
 
         Raises:
-            ValueError: If the trainer counts epochs, or ``theta > 1``.
+            ValueError: If the trainer counts epochs, ``theta > 1``, another callback makes the global model something
+                else than the mean of the clients' models, or corrects their gradients towards the mean.
         """
+        for other in setup.callbacks:
+            if any(other.claims(name) for name in ("server_step", "on_reduced", "reduce")):
+                raise ValueError(
+                    f"L2GD pulls the clients towards xbar, the mean of their models, but {other.key} makes the server's "
+                    "model something else. Remove one of them."
+                )
+            if isinstance(other, FedSGD):
+                raise ValueError(
+                    "FedSGD takes one step per round, but L2GD's coin decides how many. Remove one of them."
+                )
         if setup.local_steps is None:
             raise ValueError(
                 f"L2GD decides by a coin how many steps a round has, but the trainer counts local_epochs="

@@ -43,6 +43,8 @@ class AdaptsAtEnd(KeepsModel):
                 f"{self.key} got epochs={epochs} and lr_factor={lr_factor}. Use epochs from 0 (0: the global model is "
                 "deployed) and a positive factor."
             )
+        if num_layers < 1:
+            raise ValueError(f"{self.key} got num_layers={num_layers}. The head has 1 layer or more.")
         if part not in ("all", "head", "body"):
             raise ValueError(f"{self.key} got part={part!r}. Use 'all', 'head' (the base is frozen) or 'body'.")
         self.epochs, self.part, self.head, self.num_layers, self.lr_factor = epochs, part, head, num_layers, lr_factor

@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedlightning.algorithm import FederatedCallback, Server, WeightingName, as_names, expand
+from fedlightning.wrappers import DualByHeadMixin
 from fedlightning.wrappers.adapters import adapter_names, add_adapters
 
 
@@ -78,8 +79,14 @@ class FedIT(FederatedCallback):
 
         Raises:
             ImportError: If peft is not installed.
-            ValueError: If there is no such layer, or none at all.
+            ValueError: If there is no such layer, or none at all, or FENDA has doubled the network.
         """
+        if isinstance(module, DualByHeadMixin):
+            raise ValueError(
+                f"{self.key} puts adapters into a network, which FENDA's head=... has doubled already: the copy and the "
+                f"wider head would not fit them. Build the model from a DualExtractor and leave head out, or remove "
+                f"{self.key} or FENDA."
+            )
         return add_adapters(
             module,
             r=self.r,

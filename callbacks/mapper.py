@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
     Client,
-    GradientContext,
     Phase,
     Setup,
     Stage,
@@ -152,14 +151,19 @@ class MAPPER(KeepsModel):
             for parameter, fixed in visit.pairs:
                 parameter.mul_(visit.share).add_(fixed, alpha=1.0 - visit.share)
 
-    def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Apply the chain rule: `lam grad f` for `h_l`, `(1 - lam) grad f` for `h_c`."""
-        share = self.client.scratch[self.key].share
-        return gradient if share == 1.0 else share * gradient
-
+    @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Move the parameters back: the optimizer steps from the half that trains."""
-        self.client.scratch[self.key].restore()
+        """Move the parameters back, since the optimizer steps from the half that trains, and apply the chain rule.
+
+        The gradient is `lam grad f` for `h_l`, `(1 - lam) grad f` for `h_c`. Corrections of other callbacks come after
+        this, wherever they stand in the list: what they add is a gradient with respect to `h_c` already.
+        """
+        visit = self.client.scratch[self.key]
+        visit.restore()
+        if visit.share != 1.0:
+            for parameter in {id(p): p for group in optimizer.param_groups for p in group["params"]}.values():
+                if parameter.grad is not None:
+                    parameter.grad = visit.share * parameter.grad
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Move the parameters back also after a batch without a step (accumulated gradients)."""

@@ -17,6 +17,7 @@ from fedlightning.algorithm import (
     head_names,
     ordered_layers,
 )
+from fedlightning.callbacks.shared.server_models import refuse_without_a_model
 
 
 class FedPer(FederatedCallback):
@@ -174,6 +175,14 @@ class Local(FederatedCallback):
     """
 
     optimizer_state = "keep"
+
+    def check(self, setup: Setup) -> None:
+        """Refuse callbacks that work on a model that travels.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        refuse_without_a_model(self, setup)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return nothing."""

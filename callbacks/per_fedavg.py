@@ -94,14 +94,22 @@ class PerFedAvg(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization; warn where the outer step is not plain SGD.
+        """Refuse manual optimization and too few digits; warn where the outer step is not plain SGD.
 
         Raises:
-            ValueError: If the module optimizes manually.
+            ValueError: If the module optimizes manually, or the Hessian-free variant meets parameters in half precision.
         """
         if not setup.module.automatic_optimization:
             name = type(setup.template).__name__
             raise ValueError(f"PerFedAvg replaces the gradient of the step, but {name} optimizes manually. Use Ditto.")
+        precision = str(setup.trainer_arguments.get("precision") or "")
+        half = precision in ("16-true", "bf16-true")
+        half |= any(p.requires_grad and p.element_size() < 4 for p in setup.module.parameters())
+        if self.variant == "HF" and self.alpha and half:
+            raise ValueError(
+                f"PerFedAvg(variant='HF') takes the difference of two gradients {2 * self.delta:g} apart, which parameters "
+                "in half precision cannot resolve. Use precision='bf16-mixed' or '16-mixed', or variant='exact' or 'FO'."
+            )
         for optimizer in setup.optimizers:
             if type(optimizer).__name__ != "SGD":
                 setup.warn(f"PerFedAvg's outer step is SGD's; {type(optimizer).__name__} rescales the meta-gradient.")
@@ -154,7 +162,7 @@ class PerFedAvg(FederatedCallback):
             gradients = []
             for sign in (1.0, -1.0):  # the same dropout on both sides
                 w = self._shifted(r, sign * self.delta)
-                gradients.append(client.batch_gradient(batch, repeat=sign < 0)[1])
+                gradients.append(client.batch_gradient(batch, repeat=sign < 0, full_precision=True)[1])
                 load_state(client.module, w)
             product = {name: (plus - gradients[1][name]) / (2 * self.delta) for name, plus in gradients[0].items()}
         overflow = client.loss_scale != 1.0 and not all(bool(torch.isfinite(value).all()) for value in product.values())

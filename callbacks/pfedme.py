@@ -138,25 +138,39 @@ class pFedMe(FederatedCallback):
             theta = self.client.copy_module()
             theta.trainer = trainer
             self.client.scratch[self.key] = theta
+            self.client.scratch[f"{self.key} window"] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Let ``theta`` train on this batch. Where gradients are accumulated it waits for the batches of the step."""
+        if self.client.phase.federated:
+            window: list[Any] = self.client.scratch[f"{self.key} window"]
+            window.append(batch)
+            if trainer.accumulate_grad_batches == 1:
+                self._inner_steps(pl_module, window)
 
     @torch.no_grad()
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Take K proximal gradient steps of ``theta`` on this batch, which its running statistics see once."""
-        if not self.client.phase.federated:
-            return
+    def _inner_steps(self, pl_module: LightningModule, window: list[Any]) -> None:
+        """Take K proximal gradient steps of ``theta`` on the batches of one step, which its running statistics see once."""
         theta, w = self.client.scratch[self.key], dict(pl_module.named_parameters())
         parameters = dict(theta.named_parameters())
         for step in range(self.inner_steps):
-            _, gradients = self.client.batch_gradient(batch, theta, update_buffers=step == self.inner_steps - 1)
-            for name, gradient in gradients.items():
+            last = step == self.inner_steps - 1
+            found = [self.client.batch_gradient(batch, theta, update_buffers=last)[1] for batch in window]
+            for name in found[0]:
+                gradient = (
+                    sum(gradients[name] for gradients in found) / len(found) if len(found) > 1 else found[0][name]
+                )
                 pull = self.lam * (parameters[name] - w[name])
                 parameters[name].sub_(gradient + pull, alpha=self.personal_lr)
+        window.clear()
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Set the gradient of ``w_i`` to that of the envelope, ``lam (w_i - theta)``."""
         if not self.client.phase.federated:
             return
+        if window := self.client.scratch[f"{self.key} window"]:
+            self._inner_steps(pl_module, window)
         theta = dict(self.client.scratch[self.key].named_parameters())
         for name, parameter in pl_module.named_parameters():
             if parameter.requires_grad:

@@ -76,6 +76,9 @@ class PLayerFL(FederatedCallback):
         2
     """
 
+    rank = -1  # gradients are measured before others replace or correct them
+    infinite_arguments = ("threshold",)
+
     def __init__(
         self,
         threshold: float = 1.05,

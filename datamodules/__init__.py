@@ -8,7 +8,7 @@ In order of importance:
   `LabelQuantitySkewPartitioner` and `PathologicalPartitioner`: skewed. `NaturalPartitioner`: by hospital, user or
   scanner.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
-  `CIFAR10DataModule` and `HeartDiseaseDataModule`.
+  `CIFAR10DataModule` and `HeartDiseaseDataModule`. `TabularFederatedDataModule`: your own CSV file.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
 * `describe` and `plot_partition`: the samples of each client as a table and as a picture.
 * Bases for your own: `ArrayFederatedDataModule`, `ImageFederatedDataModule`, `IndexedFederatedDataModule`,
@@ -40,6 +40,7 @@ from fedlightning.datamodules.skew import (
     LabelSkewPartitioner,
     QuantitySkewPartitioner,
 )
+from fedlightning.datamodules.tabular import TabularFederatedDataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "QuantitySkewPartitioner",
     "SharePlan",
     "Split",
+    "TabularFederatedDataModule",
     "describe",
     "plot_partition",
 ]

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.federate import federate
+from fedlightning.datamodules.federate import federate, suited
+from fedlightning.datamodules.labels import as_classes, encode, read_keys
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.skew import DirichletPartitioner
 from fedlightning.datamodules.views import ArrayDataset
@@ -20,7 +21,10 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
     """Base of data modules over arrays; subclasses implement `load`.
 
     Training and test samples are divided by the same plan. Validation samples are cut from each client's training
-    samples, stratified by label.
+    samples, stratified by label if the targets are classes.
+
+    Targets may be classes or measurements. Where they are continuous, as in a regression, there are no class counts,
+    and partitioners that divide by label are refused; IID, quantity-skewed and natural partitions work.
 
     Args:
         partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
@@ -71,21 +75,43 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test
         self.val_seed = val_seed
+        self._divides = self.partitioner
 
     @abstractmethod
     def load(self) -> tuple[ArrayDataset, ArrayDataset]:
-        """Return the training and the test samples; `y` holds classes 0, 1, ... as int64 of shape `(samples,)`."""
+        """Return the training and the test samples.
+
+        `y` holds classes 0, 1, ... as int64 of shape `(samples,)`, or continuous targets as floats of any shape
+        `(samples, ...)`.
+        """
+
+    def labels(self, split: str, dataset: ArrayDataset) -> np.ndarray | None:
+        """Return each sample's class, int64 `(samples,)`, or `None` if the targets are continuous.
+
+        Whole numbers are classes. Floats are classes if they are whole numbers and few
+        (`fedlightning.datamodules.labels.read_keys`); override this method where that is not so.
+
+        Args:
+            split: `"train"` or `"test"`.
+            dataset: The samples of that split.
+        """
+        return as_classes(dataset.y)
 
     def groups(self, split: str, dataset: ArrayDataset) -> np.ndarray:
-        """Return each sample's group for a natural partition.
+        """Return each sample's group for a natural partition: what `NaturalPartitioner(groups=...)` gives.
+
+        With a function `dataset -> array` there, samples can be grouped by a feature: `lambda data: data.x[:, 0] > 0`.
 
         Args:
             split: `"train"` or `"test"`.
             dataset: The samples of that split.
 
         Raises:
-            ValueError: If the data set has no groups, as here.
+            ValueError: If the data set has no groups and the partitioner brings none.
         """
+        given = getattr(self.partitioner, "groups", None)
+        if given is not None and (found := read_keys(dataset, split, given)) is not None:
+            return found
         raise ValueError(
             f"{type(self).__name__} has no natural groups; use a partitioner that divides by label or by size, such as "
             "DirichletPartitioner."
@@ -97,20 +123,23 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
             "train": self._some(train, self.max_train, "train"),
             "test": self._some(test, self.max_test, "test"),
         }
-        labels: dict[str, np.ndarray | None] = {split: data.y.numpy() for split, data in datasets.items()}
-        if self.partitioner.needs == "groups":
+        labels = encode({split: self.labels(split, data) for split, data in datasets.items()})
+        if any(found is None for found in labels.values()):  # a few whole numbers in one part alone make no classes
+            labels = dict.fromkeys(labels)
+        self._divides = suited(self.partitioner, labels, type(self).__name__)
+        if self._divides.needs == "groups":
             keys: dict[str, object] = {split: self.groups(split, data) for split, data in datasets.items()}
-        elif self.partitioner.needs == "labels":
+        elif self._divides.needs == "labels":
             keys = dict(labels)
         else:
             keys = {split: len(data) for split, data in datasets.items()}
         return federate(
-            self.partitioner, dict(datasets), labels, keys, self.seed, self.val_fraction, val_seed=self.val_seed
+            self._divides, dict(datasets), labels, keys, self.seed, self.val_fraction, val_seed=self.val_seed
         )
 
     @property
     def partition_name(self) -> str:
-        return self.partitioner.describe()
+        return self._divides.describe()
 
     def _some(self, dataset: ArrayDataset, limit: int | None, split: str) -> ArrayDataset:
         if limit is None or limit >= len(dataset):

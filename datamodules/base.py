@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from lightning import LightningDataModule
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, Indices, collate_rows
@@ -130,6 +130,8 @@ class Split:
         labels: Class (0, 1, ...) of every sample of `dataset`, int64 of shape `(samples,)`, or `None`.
         loader: Keyword arguments of this split's `DataLoader`.
         shuffle: Whether training batches are drawn in a new order every epoch.
+        sampler: Function that makes the sampler, or batch sampler, of a client's training batches from the client's
+            dataset. `None`: an `AddressedSampler`.
 
     Example:
         >>> import torch
@@ -145,6 +147,7 @@ class Split:
     labels: np.ndarray | None = None
     loader: dict[str, Any] = field(default_factory=dict)
     shuffle: bool = True
+    sampler: Callable[[Dataset[Any]], Any] | None = None
 
 
 class IndexedFederatedDataModule(FederatedDataModule):
@@ -161,7 +164,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         collate_fn: Makes a batch of a list of samples. `None` is `default_collate`, with a fast path for tensors.
 
     Raises:
-        ValueError: If `batch_size` is below 1.
+        ValueError: If `batch_size` is below 1 or `num_workers` below 0.
 
     Example:
         >>> import torch
@@ -188,6 +191,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         super().__init__()
         if batch_size < 1:
             raise ValueError(f"{type(self).__name__} got batch_size={batch_size}; use 1 or more.")
+        if num_workers < 0:
+            raise ValueError(
+                f"{type(self).__name__} got num_workers={num_workers}; use 0 (no worker processes) or more."
+            )
         self.batch_size, self.seed, self.num_workers = int(batch_size), int(seed), int(num_workers)
         self.pin_memory, self.drop_last, self.collate_fn = pin_memory, drop_last, collate_fn
         self._client_ids: list[str] | None = None
@@ -286,12 +293,31 @@ class IndexedFederatedDataModule(FederatedDataModule):
             "collate_fn": self.collate_fn,
         } | source.loader
         options["collate_fn"] = options["collate_fn"] or collate_rows
+        if training and source.sampler is not None:
+            return self._sampled(source, client, indices, options)
         # Evaluation needs no permutation, but its workers' seeds must not come from the global generator either.
         view = IndexView(source.dataset, indices)
         if not training:
             return DataLoader(view, generator=generator(self.seed, "workers", client, split), **options)
         sampler = AddressedSampler(len(indices), client, shuffle=source.shuffle, seed=self.seed)
         return DataLoader(view, sampler=sampler, generator=sampler.generator, **options)
+
+    def _sampled(self, source: Split, client: str, indices: Indices, options: dict[str, Any]) -> DataLoader[Any]:
+        """Return a training loader whose sampler the user makes. It draws from the global generator of the visit."""
+        view, seeds = IndexView(source.dataset, indices), generator(self.seed, "workers", client, "train")
+        assert source.sampler is not None
+        if not len(view):
+            return DataLoader(view, batch_size=1)
+        made = source.sampler(view)
+        if not (hasattr(made, "__iter__") and hasattr(made, "__len__")):
+            raise ValueError(
+                f"The sampler made for client {client!r} is a {type(made).__name__} without __iter__ or __len__; return a "
+                "torch.utils.data.Sampler over the client's dataset."
+            )
+        if isinstance(made, BatchSampler) or hasattr(made, "batch_size"):
+            options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
+            return DataLoader(view, batch_sampler=made, generator=seeds, **options)
+        return DataLoader(view, sampler=made, generator=seeds, **options)
 
     @staticmethod
     def _check_split(split: str) -> None:

@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.error import URLError
 
+LARGEST = 2**30
+"""Bytes after which a download is broken off: more than any file of the data sets here has."""
 
-def fetch(urls: Sequence[str], destination: Path, md5: str) -> Path:
+
+def fetch(urls: Sequence[str], destination: Path, sha256: str, largest: int = LARGEST) -> Path:
     """Download a file to `destination`, from the first of `urls` that has it intact.
 
     The file appears under its name only when it is complete and its checksum fits. An interrupted download leaves
@@ -20,7 +23,8 @@ def fetch(urls: Sequence[str], destination: Path, md5: str) -> Path:
     Args:
         urls: Mirrors, tried in order.
         destination: Path to write; its folder is made.
-        md5: Checksum that the publisher states, in hexadecimal. It guards against accidents.
+        sha256: SHA-256 of the file, in hexadecimal.
+        largest: Bytes after which a download is broken off.
 
     Returns:
         `destination`.
@@ -29,13 +33,15 @@ def fetch(urls: Sequence[str], destination: Path, md5: str) -> Path:
         OSError: If no mirror gave the right file. The message says what each one did.
 
     Example:
+        >>> import hashlib
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
         >>> from fedlightning.datamodules.download import fetch
         >>> with TemporaryDirectory() as folder:
         ...     mirror, destination = Path(folder, "mirror.txt"), Path(folder, "raw", "data.txt")
         ...     _ = mirror.write_bytes(b"x")
-        ...     fetch([mirror.as_uri()], destination, md5="9dd4e461268c8034f5c8564e155c67a6").read_bytes()
+        ...     checksum = hashlib.sha256(b"x").hexdigest()
+        ...     fetch([mirror.as_uri()], destination, sha256=checksum).read_bytes()
         b'x'
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
@@ -43,16 +49,19 @@ def fetch(urls: Sequence[str], destination: Path, md5: str) -> Path:
     for url in urls:
         handle, name = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.")
         try:
-            digest = hashlib.md5(usedforsecurity=False)
+            digest, size = hashlib.sha256(), 0
             with os.fdopen(handle, "wb") as file, urllib.request.urlopen(url, timeout=60) as response:
                 while chunk := response.read(1 << 20):
+                    size += len(chunk)
+                    if size > largest:
+                        raise OSError(f"more than the {largest} bytes that it may have")
                     digest.update(chunk)
                     file.write(chunk)
-            if digest.hexdigest() == md5:
+            if digest.hexdigest() == sha256:
                 os.chmod(name, 0o644)
                 os.replace(name, destination)
                 return destination
-            problems.append(f"{url}: md5 {digest.hexdigest()} instead of {md5}")
+            problems.append(f"{url}: SHA-256 {digest.hexdigest()} instead of {sha256}")
         except (URLError, OSError) as error:
             problems.append(f"{url}: {error}")
         finally:

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import Split
 from fedlightning.datamodules.partition import Partitioner, cut
 from fedlightning.datamodules.views import Indices
 from fedlightning.seeding import generator
+
+
+def suited(partitioner: Partitioner, labels: Mapping[str, np.ndarray | None], owner: str) -> Partitioner:
+    """Return a partitioner that can divide samples with or without class labels.
+
+    Args:
+        partitioner: The one that the user chose.
+        labels: Classes of every split, or `None` where there are none.
+        owner: Name of the data, for messages.
+
+    Returns:
+        `partitioner`, or, where it deals out classes and there are none, the one that cuts at random (with a warning).
+
+    Raises:
+        ValueError: If it divides by label and there are no labels.
+
+    Example:
+        >>> from fedlightning.datamodules import DirichletPartitioner
+        >>> from fedlightning.datamodules.federate import suited
+        >>> suited(DirichletPartitioner(3, 0.5), {"train": None}, "Prices")
+        Traceback (most recent call last):
+        ValueError: DirichletPartitioner divides samples by label, and the train data of Prices have no class labels...
+    """
+    lacking = next((split for split, found in labels.items() if found is None), None)
+    if partitioner.needs != "labels" or lacking is None:
+        return partitioner
+    name, other = type(partitioner).__name__, partitioner.without_labels()
+    if other is None:
+        raise ValueError(
+            f"{name} divides samples by label, and the {lacking} data of {owner} have no class labels (none were found, "
+            "or the targets are continuous); pass labels=... to Partitioned (an array, or a function dataset -> array), "
+            "or divide by something else: IIDPartitioner, QuantitySkewPartitioner or NaturalPartitioner."
+        )
+    rank_zero_warn(
+        f"The {lacking} data of {owner} have no class labels, so {name} cuts them at random instead of class by class. "
+        f"{name}(stratified=False) does so without this warning.",
+        category=UserWarning,
+    )
+    return other
 
 
 def federate(

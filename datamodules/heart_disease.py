@@ -21,6 +21,7 @@ _DROPPED = (10, 11, 12)  # slope, ca, thal: missing for most patients outside of
 _CATEGORIES = {2: (1, 2, 3, 4), 6: (0, 1, 2)}  # cp and restecg; the first level is dropped
 _NUMERIC = (0, 1, 3, 4, 5, 7, 8, 9)
 _TRAIN_SHARE = 0.66
+_LARGEST = 2**20
 
 
 class HeartDiseaseDataModule(IndexedFederatedDataModule):
@@ -142,7 +143,15 @@ def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray]:
         ((1, 13), array([1]))
     """
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    if path.stat().st_size > _LARGEST:
+        raise ValueError(
+            f"{path} has more than {_LARGEST} bytes, a real one less than 20000; it is no processed UCI file."
+        )
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text ({error}); it is no processed UCI file.") from error
+    for number, line in enumerate(text.splitlines(), start=1):
         cells = [cell.strip() for cell in line.split(",")]
         if cells == [""]:
             continue

@@ -56,7 +56,7 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         batch_size: Number of samples in a batch.
         val_fraction: Share of every client's training samples for validation, in [0, 1).
         seed: Seed of the partition and of the validation cut.
-        download: Download missing files from the publisher, checked by md5.
+        download: Download missing files from the publisher, checked by SHA-256.
         normalize: Subtract the training set's mean and divide by its standard deviation, by channel. Otherwise pixels
             are in [0, 1].
         num_workers: Worker processes of every loader; 0 is fastest unless the model waits for data.
@@ -135,6 +135,9 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
 class _IdxDataModule(ImageFederatedDataModule):
     """Data sets in MNIST's format: a file of images and a file of labels for each part."""
 
+    most: tuple[int, int]
+    """Samples of the training and of the test part; a file that claims more is refused before it is read."""
+
     @abstractmethod
     def _names(self, train: bool) -> list[str]:
         """Return the names of the two files of one part, without `.gz`."""
@@ -155,7 +158,8 @@ class _IdxDataModule(ImageFederatedDataModule):
         images, labels = self._path(names[0]), self._path(names[1])
         if images is None or labels is None:
             raise missing(self, names, self.root, self.folders)
-        return read_idx(images, 3), read_idx(labels, 1)
+        most = self.most[0 if train else 1]
+        return read_idx(images, 3, most=(most, 28, 28)), read_idx(labels, 1, most=(most,))
 
 
 class MNISTDataModule(_IdxDataModule):
@@ -174,12 +178,13 @@ class MNISTDataModule(_IdxDataModule):
     name = "MNIST"
     classes = 10
     mean, std = (0.1307,), (0.3081,)
+    most = (60_000, 10_000)
     mirrors: tuple[str, ...] = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
     checksums = {
-        "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-        "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
-        "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
-        "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
+        "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
     }
 
     def prepare_data(self) -> None:
@@ -217,10 +222,10 @@ class FashionMNISTDataModule(MNISTDataModule):
     mean, std = (0.2860,), (0.3530,)
     mirrors = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",)
     checksums = {
-        "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-        "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
-        "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
-        "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
+        "train-images-idx3-ubyte": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        "train-labels-idx1-ubyte": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        "t10k-images-idx3-ubyte": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        "t10k-labels-idx1-ubyte": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
     }
 
 
@@ -238,7 +243,7 @@ class EMNISTDataModule(_IdxDataModule):
         batch_size: Number of samples in a batch.
         val_fraction: Share of every client's training samples for validation, in [0, 1).
         seed: Seed of the partition and of the validation cut.
-        download: Download missing files, checked by md5: 0.5 GB, of which only the chosen split is kept.
+        download: Download missing files, checked by SHA-256: 0.5 GB, of which only the chosen split is kept.
         normalize: Subtract the mean of the training images and divide by their standard deviation.
         num_workers: Worker processes of every loader; 0 is fastest unless the model waits for data.
         pin_memory: Copy batches into page-locked memory (for a GPU).
@@ -258,8 +263,9 @@ class EMNISTDataModule(_IdxDataModule):
 
     name = "EMNIST"
     mean, std = (0.1751,), (0.3332,)
+    most = (697_932, 116_323)  # of byclass, the largest split
     url = "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip"
-    checksum = "58c8d27c78d21e728a6bc7b3cc06412e"
+    checksum = "fb9bb67e33772a9cc0b895e4ecf36d2cf35be8b709693c3564cea2a019fcda8e"
     split_classes = {"balanced": 47, "byclass": 62, "bymerge": 47, "letters": 26, "digits": 10, "mnist": 10}
 
     def __init__(
@@ -338,7 +344,7 @@ class CIFAR10DataModule(ImageFederatedDataModule):
     classes = 10
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     url = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
-    checksum = "c58f30108f718f92721af3b95e74349a"
+    checksum = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
     _files = ("cifar-10-batches-py", "cifar-10-python.tar.gz")
 
     @property

@@ -13,10 +13,15 @@ from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 _ATTRIBUTES = ("targets", "labels")
 _KEYS = ("label", "labels", "y", "target", "targets")
+MOST_FLOAT_CLASSES = 100
+"""Float targets with more different values than this are measurements, even if all of them are whole numbers."""
 
 
 def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -> np.ndarray | None:
     """Return one key (a class label or a group) for each sample of a map-style dataset.
+
+    Float targets are classes if they are whole numbers and have at most `MOST_FLOAT_CLASSES` different values;
+    otherwise they are continuous, and no labels.
 
     Tried in this order: `source`; the attributes `targets` and `labels`; the last tensor of a `TensorDataset`; each of
     these through `Subset` and `ConcatDataset`; and, if `walk`, one pass over the samples, taking `sample[-1]` of a
@@ -26,7 +31,7 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
         dataset: Map-style dataset.
         split: Its name, for messages, and the key into `source` if that is a mapping.
         source: An array `(samples,)`; a function `dataset -> array`; a mapping from split to one of these; or the name
-            of an attribute of the dataset, or of an item of its samples.
+            of an attribute of the dataset, or of an item of its samples. `False` says that there are no labels.
         walk: Whether a pass over all samples is worth its time.
 
     Returns:
@@ -42,6 +47,8 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
         >>> read_keys([{"path": "a.png", "site": "Rome"}], split="train", source="site")
         array(['Rome'], dtype='<U4')
     """
+    if source is False:
+        return None
     if isinstance(source, Mapping):
         if split not in source:
             raise ValueError(f"The labels given have no entry for the {split} data; give one under {split!r}.")
@@ -57,7 +64,7 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
             )
         return found
     if source is not None:
-        found = _array(source(dataset) if callable(source) else source)
+        found = as_classes(source(dataset) if callable(source) else source)
         if found is None or len(found) != len(dataset):
             shape = "no array" if found is None else f"{len(found)} values"
             raise ValueError(
@@ -69,8 +76,18 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
     return _walk(dataset, _KEYS, positional=True) if found is None and walk else found
 
 
-def _array(values: Any) -> np.ndarray | None:
-    """Return whole numbers, truth values or strings of shape `(n,)` or `(n, 1)` as an array, else `None`."""
+def as_classes(values: Any) -> np.ndarray | None:
+    """Return whole numbers, truth values or strings of shape `(n,)` or `(n, 1)` as an array, else `None`.
+
+    Args:
+        values: A tensor, an array or a list. Floats are classes under the condition that `read_keys` names.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules.labels import as_classes
+        >>> as_classes(torch.tensor([[1.0], [0.0]])), as_classes(torch.tensor([0.5, 1.0]))
+        (array([1, 0]), None)
+    """
     if isinstance(values, torch.Tensor):
         values = values.detach().cpu().numpy()
     try:
@@ -82,8 +99,9 @@ def _array(values: Any) -> np.ndarray | None:
     if array.ndim != 1 or array.dtype.kind not in "iubfUS":
         return None
     if array.dtype.kind == "f":
-        whole = array.astype(np.int64)
-        return whole if (whole == array).all() else None
+        with np.errstate(invalid="ignore"):  # NaN
+            whole = array.astype(np.int64)
+        return whole if (whole == array).all() and len(np.unique(whole)) <= MOST_FLOAT_CLASSES else None
     return array.astype(np.int64) if array.dtype.kind in "iub" else array
 
 
@@ -100,11 +118,11 @@ def _known(dataset: Any, attributes: tuple[str, ...]) -> np.ndarray | None:
         value = getattr(dataset, name, None)
         if value is None or callable(value):
             continue
-        array = _array(value)
+        array = as_classes(value)
         if array is not None and len(array) == len(dataset):
             return array
     if attributes is _ATTRIBUTES and isinstance(dataset, TensorDataset | ArrayDataset):
-        return _array(dataset.tensors[-1] if isinstance(dataset, TensorDataset) else dataset.y)
+        return as_classes(dataset.tensors[-1] if isinstance(dataset, TensorDataset) else dataset.y)
     return None
 
 
@@ -127,7 +145,7 @@ def _walk(dataset: Any, keys: tuple[str, ...], positional: bool) -> np.ndarray |
                 return None
             value = value.item()
         values.append(value)
-    return _array(values)
+    return as_classes(values)
 
 
 def encode(keys: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray | None]:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import ConcatDataset, DataLoader
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, IterableDataset, RandomSampler
 
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
+from fedlightning.datamodules.partitioned import loader_options
 from fedlightning.datamodules.sampling import AddressedSampler
 
 
 class LoaderDataModule(FederatedDataModule):
     """A data module over ready-made loaders; each client's batches come as its own loader gives them.
+
+    Any torch `DataLoader` will do, with any sampler or batch sampler. Samplers draw from torch's global generator, which
+    has an address (seed, round, client, phase, epoch) in every visit, so the order is the same under every engine and in
+    a resumed run. A generator of the loader's own would go on from visit to visit: a loader that shuffles by one gets
+    an `AddressedSampler` instead, whose address the generator's seed is part of. Data in memory (`TensorDataset`,
+    `ArrayDataset`, and `Subset` and `ConcatDataset` of them) are read a batch at a time.
 
     Args:
         train: A loader per client id. Its keys are the clients.
@@ -20,7 +28,8 @@ class LoaderDataModule(FederatedDataModule):
         test: A loader per client id; clients may be missing.
 
     Raises:
-        ValueError: If there is no client, or a validation or test loader of a client without a training loader.
+        ValueError: If there is no client, a validation or test loader of a client without a training loader, or
+            something that is no single loader with a known number of samples.
 
     Example:
         >>> import torch
@@ -37,9 +46,13 @@ class LoaderDataModule(FederatedDataModule):
     ) -> None:
         super().__init__()
         self._loaders = {
-            split: {str(client): loader for client, loader in (given or {}).items()}
+            split: {
+                str(client): _addressed(_checked(loader, str(client), split), str(client), split)
+                for client, loader in (given or {}).items()
+            }
             for split, given in zip(SPLITS, (train, val, test), strict=True)
         }
+        self._unions: dict[str, Any] = {}
         if not self._loaders["train"]:
             raise ValueError("train_dataloaders is empty. Give one loader per client: {'a': loader_a, 'b': loader_b}.")
         for split in ("val", "test"):
@@ -64,12 +77,23 @@ class LoaderDataModule(FederatedDataModule):
         It has the first loader's batch size and collate function.
         """
         loaders = [
-            self._loaders[split][client] for client in in_order(self.client_ids) if client in self._loaders[split]
+            loader for client in in_order(self.client_ids) if (loader := self._loaders[split].get(client)) is not None
         ]
         if not loaders:
             return None
-        union: ConcatDataset[Any] = ConcatDataset([loader.dataset for loader in loaders])
+        if split not in self._unions:
+            datasets = [loader.dataset for loader in loaders]
+            streams = [isinstance(dataset, IterableDataset) for dataset in datasets]
+            if any(streams) and not all(streams):
+                raise ValueError(
+                    f"Some of the clients' {split} loaders read an IterableDataset and others do not, so they have no "
+                    "union. Make all of them map-style datasets, or do without pooled data."
+                )
+            self._unions[split] = ChainDataset(datasets) if any(streams) else ConcatDataset(datasets)
+        union = self._unions[split]
         first = loaders[0]
+        if isinstance(union, IterableDataset):
+            return DataLoader(union, batch_size=first.batch_size or 1, collate_fn=first.collate_fn)
         sampler = AddressedSampler(len(union), "pooled", shuffle=split == "train")
         return DataLoader(
             union,
@@ -83,3 +107,44 @@ class LoaderDataModule(FederatedDataModule):
         """Return the length of the client's dataset."""
         loader = self._loaders[split].get(client)
         return 0 if loader is None else len(loader.dataset)
+
+
+def _checked(loader: Any, client: str, split: str) -> Any:
+    """Return a loader, or raise ValueError if it is not one whose samples can be counted."""
+    if loader is None:  # the client has no samples there
+        return None
+    what = f"{split}_dataloaders[{client!r}]"
+    if not isinstance(loader, DataLoader):
+        several = isinstance(loader, CombinedLoader | Mapping | list | tuple)
+        raise ValueError(
+            f"{what} is a {type(loader).__name__}{' of several loaders' if several else ''}. A client has one torch "
+            + (
+                "DataLoader for each split: join the datasets (torch.utils.data.ConcatDataset, or a dataset whose samples "
+                "are pairs), since a client's samples are its weight and its scores are those of one set."
+                if several
+                else "DataLoader for each split: DataLoader(dataset, batch_size=...)."
+            )
+        )
+    try:
+        len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(
+            f"{what} reads a {type(loader.dataset).__name__}, which does not say how many samples it has, and a client's "
+            "samples are its weight. Give it __len__ (the samples of an epoch)."
+        ) from error
+    return loader
+
+
+def _addressed(loader: Any, client: str, split: str) -> Any:
+    """Return the loader, with an order by address if it shuffles by a generator of its own."""
+    sampler = getattr(loader, "sampler", None)
+    if type(loader) is not DataLoader or type(sampler) is not RandomSampler or sampler.generator is None:
+        return loader
+    try:
+        options, _ = loader_options(loader, split, type(loader.dataset).__name__)
+    except ValueError:  # with replacement, or batches of its own
+        return loader
+    options["collate_fn"] = loader.collate_fn
+    size = len(sampler.data_source)
+    order = AddressedSampler(size, f"{client}, generator {sampler.generator.initial_seed()}")
+    return DataLoader(loader.dataset, sampler=order, generator=order.generator, **options)

@@ -150,6 +150,14 @@ class Partitioner(ABC):
         plain = {name: value for name, value in options.items() if isinstance(value, bool | int | float | str)}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
 
+    def without_labels(self) -> Partitioner | None:
+        """Return the partitioner that takes the place of this one where samples have no labels.
+
+        Returns:
+            One that divides by size alone, or `None` if there is none, as here.
+        """
+        return None
+
     @abstractmethod
     def plan(self, labels: Any, generator: torch.Generator) -> Plan:
         """Fix every client's share of every class.

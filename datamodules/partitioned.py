@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.federate import federate
+from fedlightning.datamodules.federate import federate, suited
 from fedlightning.datamodules.labels import encode, read_keys
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.partitioners import NaturalPartitioner
@@ -46,10 +46,14 @@ class Partitioned(IndexedFederatedDataModule):
         test_fraction: Share of a client's samples for testing if there is no test loader; 0 means no test split.
         labels: An array, a function `dataset -> array`, a mapping from split to one of these, or the name of an
             attribute or item. `None` searches as `fedlightning.datamodules.labels.read_keys` describes; a pass over all
-            samples is only made if the partitioner needs labels.
+            samples is only made if the partitioner needs labels. `False` says that there are none (a regression).
         seed: Seed of every random choice.
         batch_size: Batch size of every loader. `None` keeps each loader's own.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
+        sampler: Function that makes the sampler (or batch sampler) of a client's training batches from the client's
+            dataset: `lambda data: WeightedRandomSampler(weights_of(data), len(data))`. It takes the place of the
+            wrapped loader's own, which knows nothing of clients. Samplers draw from torch's global generator, which has
+            an address in every visit.
 
     Raises:
         ValueError: At `setup`, if the loaders cannot be divided or labels are missing.
@@ -76,12 +80,19 @@ class Partitioned(IndexedFederatedDataModule):
         seed: int = 0,
         batch_size: int | None = None,
         val_seed: int | None = None,
+        sampler: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(batch_size=1 if batch_size is None else batch_size, seed=seed)
+        for value, kind in ((datamodule, "LightningDataModule"), (partitioner, "Partitioner")):
+            if isinstance(value, type | str | int):
+                given = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+                raise ValueError(f"Partitioned got {given} for its {kind}. Pass an instance.")
         check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction)
         self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self._override, self.val_seed = batch_size, val_seed
+        self._divides = partitioner
+        self.sampler = sampler
         for hook in _BATCH_HOOKS:
             # Only where the wrapped module has its own: Lightning prefers the data module's hook to the model's.
             if getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook):
@@ -145,7 +156,7 @@ class Partitioned(IndexedFederatedDataModule):
 
     @property
     def partition_name(self) -> str:
-        return self.partitioner.describe()
+        return self._divides.describe()
 
     def prepare_data(self) -> None:
         """Call the wrapped module's `prepare_data`."""
@@ -179,11 +190,13 @@ class Partitioned(IndexedFederatedDataModule):
         loaders = {split: loader for split, loader in found.items() if loader is not None}
         options, shuffles = {}, {}
         for split, loader in loaders.items():
-            options[split], shuffles[split] = loader_options(loader, split, owner)
+            options[split], shuffles[split] = loader_options(
+                loader, split, owner, any_order=split == "train" and self.sampler is not None
+            )
         datasets = {split: loader.dataset for split, loader in loaders.items()}
         labels, keys = self._keys(datasets)
         ids, splits = federate(
-            self.partitioner,
+            self._divides,
             datasets,
             labels,
             keys,
@@ -194,7 +207,7 @@ class Partitioned(IndexedFederatedDataModule):
         )
         for name, made in splits.items():
             made.loader = dict(options.get(name, options["train"] | {"drop_last": False}))
-            made.shuffle = shuffles["train"]
+            made.shuffle, made.sampler = shuffles["train"], self.sampler
             if self._override is not None:
                 made.loader["batch_size"] = self._override
         self.batch_size = splits["train"].loader["batch_size"]
@@ -217,16 +230,11 @@ class Partitioned(IndexedFederatedDataModule):
         labels = encode(
             {split: read_keys(data, split, self.labels, walk=needs == "labels") for split, data in datasets.items()}
         )
+        self._divides = suited(self.partitioner, labels, type(self.datamodule).__name__)
+        needs = self._divides.needs
         if needs == "nothing":
             return labels, {split: len(data) for split, data in datasets.items()}
         if needs == "labels":
-            for split, found in labels.items():
-                if found is None:
-                    raise ValueError(
-                        f"{type(self.partitioner).__name__} divides samples by label, and the {split} data of "
-                        f"{type(self.datamodule).__name__} shows none; pass labels= (an array, or a function "
-                        "dataset -> array), or use a partitioner that needs none: IIDPartitioner(stratified=False)."
-                    )
             return labels, dict(labels)
         natural = self.partitioner
         source: Any = "groups"
@@ -235,13 +243,14 @@ class Partitioned(IndexedFederatedDataModule):
         return labels, {split: read_keys(data, split, source) for split, data in datasets.items()}
 
 
-def loader_options(loader: Any, split: str, owner: str) -> tuple[dict[str, Any], bool]:
+def loader_options(loader: Any, split: str, owner: str, any_order: bool = False) -> tuple[dict[str, Any], bool]:
     """Return the arguments that a `DataLoader` was made with, and whether it shuffles.
 
     Args:
         loader: The loader.
         split: Its split, for messages.
         owner: Name of the data module, for messages.
+        any_order: Whether a sampler of the loader's own may be passed over, since another one is made.
 
     Raises:
         ValueError: If the loader cannot be divided among clients (several loaders, an iterable dataset, a sampler of
@@ -255,31 +264,34 @@ def loader_options(loader: Any, split: str, owner: str) -> tuple[dict[str, Any],
         (4, True)
     """
     what = f"{owner}'s {split} loader"
+    hint = "pass sampler= to Partitioned, which makes one for each client"
     if not isinstance(loader, DataLoader):
         raise ValueError(
-            f"{what} is a {type(loader).__name__}; Partitioned divides one torch DataLoader for each split: return one."
+            f"{what} is a {type(loader).__name__}; Partitioned divides one torch DataLoader for each split: return one, "
+            "over a ConcatDataset or a dataset of pairs if there are several."
         )
     if isinstance(loader.dataset, IterableDataset):
         raise ValueError(
             f"{what} reads an IterableDataset, whose samples have no index and cannot be divided among clients; use a "
             "map-style dataset (with __len__ and __getitem__), or write a FederatedDataModule with one loader a client."
         )
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+    own_batches = type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None
+    if own_batches and not (any_order and loader.batch_sampler is not None):
         raise ValueError(
             f"{what} makes batches by {type(loader.batch_sampler or loader.sampler).__name__}, which knows nothing of "
-            "clients; use batch_size=... and shuffle=... instead of batch_sampler=... or batch_size=None."
+            f"clients; use batch_size=... and shuffle=... instead of batch_sampler=... or batch_size=None, or {hint}."
         )
     sampler = loader.sampler
     plain = type(sampler) is SequentialSampler or (
         type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
     )
-    if not plain:
+    if not plain and not any_order:
         raise ValueError(
             f"{what} draws samples by {type(sampler).__name__}, which knows nothing of clients; use shuffle=True or "
-            "shuffle=False without a sampler (weight the loss instead of the sampling)."
+            f"shuffle=False without a sampler (weight the loss instead of the sampling), or {hint}."
         )
     options = {
-        "batch_size": loader.batch_size,
+        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1,
         "num_workers": loader.num_workers,
         # The default collate function has a fast path here; None chooses it.
         "collate_fn": None if loader.collate_fn is default_collate else loader.collate_fn,

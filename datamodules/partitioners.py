@@ -26,7 +26,8 @@ class IIDPartitioner(Partitioner):
     Args:
         num_clients: Number of clients.
         stratified: `True` deals every class evenly: counts per class and sizes of two clients differ by at most one.
-            `False` cuts a random permutation into equal parts; labels are neither needed nor used.
+            `False` cuts a random permutation into equal parts; labels are neither needed nor used. Data modules do the
+            same, with a warning, where samples have no class labels.
 
     Raises:
         ValueError: If `num_clients` is not a whole number of at least 1.
@@ -44,6 +45,9 @@ class IIDPartitioner(Partitioner):
     def __init__(self, num_clients: int, stratified: bool = True) -> None:
         self.num_clients, self.stratified = check_num_clients(self, num_clients), stratified
         self.needs = "labels" if stratified else "nothing"
+
+    def without_labels(self) -> IIDPartitioner:
+        return IIDPartitioner(self.num_clients, stratified=False)
 
     def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
         classes, counts = self._tally(labels, self.num_clients)

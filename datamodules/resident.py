@@ -9,18 +9,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
+from fedlightning.datamodules.in_memory import is_plain, rows_of, tensors_of
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
 
+WHOLE_ORDER = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that draw the order of an epoch when its first sample is asked for, and nothing later."""
 
-def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | None:
+
+def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | SampledBatches | None:
     """Return the batches of `loader` made by indexing, or `None` if only the loader itself can make them.
 
-    The loader must be a plain `DataLoader` over whole tensors in memory, without workers, with this package's collate
-    function, in the order of an `AddressedSampler` or in the data's own, and with a generator of its own (a loader
-    without one draws a number from torch's global generator in every epoch).
+    The loader must be a plain `DataLoader` over whole tensors in memory (`in_memory.rows_of`), without workers and with
+    this package's collate function or torch's. Its samplers may be any: they are asked for their indices as the loader
+    asks them.
 
     Args:
         loader: Any loader.
@@ -38,21 +51,26 @@ def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | Non
         >>> all(torch.equal(a, b) for [a], [b] in zip(loader, resident_batches(loader, torch.device("cpu"))))
         True
     """
-    if type(loader) is not DataLoader or loader.num_workers or loader.collate_fn is not collate_rows:
+    if type(loader) is not DataLoader or loader.num_workers:
         return None
     view = loader.dataset
-    if type(view) is not IndexView or not view.whole or loader.generator is None:
+    if loader.collate_fn not in (collate_rows, default_collate):
         return None
     if loader.pin_memory and device.type == "cpu":
         return None
-    if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
+    if loader.batch_sampler is None or not isinstance(view, Dataset) or (found := rows_of(view)) is None:
         return None
-    if type(loader.sampler) not in (AddressedSampler, SequentialSampler) or len(view) == 0:
+    if len(view) == 0 or not (type(view) is IndexView or all(map(is_plain, tensors_of(found[0])))):  # type: ignore[arg-type]
         return None
     sampler = loader.sampler
-    if isinstance(sampler, AddressedSampler) and (sampler.size != len(view) or sampler.world_size != 1):
+    plain = type(loader.batch_sampler) is BatchSampler and type(sampler) in (AddressedSampler, SequentialSampler)
+    # With a batch sampler of the user's, the loader's own sampler means nothing, and batch_size is None.
+    plain = plain and loader.batch_size is not None and len(sampler) == len(view)  # type: ignore[arg-type]
+    if not plain or loader.generator is None:
+        return None if isinstance(sampler, AddressedSampler) else SampledBatches(loader, device, found)
+    if isinstance(sampler, AddressedSampler) and sampler.world_size != 1:
         return None
-    return ResidentBatches(loader, device)
+    return ResidentBatches(loader, device, found)
 
 
 class ResidentBatches:
@@ -62,6 +80,7 @@ class ResidentBatches:
         loader: A loader that `resident_batches` accepts.
         device: Device of the batches. Data without a transform are kept there. Transforms run where the data are, so
             that their results do not change by a bit.
+        rows: The loader's dataset as `rows_of` returns it. `None` asks there.
 
     Example:
         >>> import torch
@@ -74,19 +93,24 @@ class ResidentBatches:
         torch.Size([32, 1, 8, 8])
     """
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], device: torch.device, rows: tuple[Any, Tensor | None] | None = None
+    ) -> None:
         self._loader, self._device = loader, device
+        found = rows or rows_of(loader.dataset)
+        assert found is not None
+        self.source, held = found
+        self.indices = torch.arange(len(self.source)) if held is None else held
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         """Yield the batches of one epoch in the loader's order, each as the list of tensors that the loader gives."""
         loader = self._loader
-        view, size = loader.dataset, loader.batch_size
-        assert isinstance(view, IndexView) and size is not None
-        rows = view.indices
+        size, rows = loader.batch_size, self.indices
+        assert size is not None
         if type(loader.sampler) is AddressedSampler:
             rows = rows[loader.sampler.permutation()]
         count, rest = divmod(rows.shape[0], size)
-        source, device = view.dataset, self._device
+        source, device = self.source, self._device
         if device.type != "cpu":
             rows = rows.to(device)
         batch_of = partial(rows_on_device, source, device) if device.type != "cpu" else gather(source)
@@ -94,6 +118,78 @@ class ResidentBatches:
             yield batch_of(chosen)
         if rest and not loader.drop_last:
             yield batch_of(rows[count * size :])
+
+
+class SampledBatches:
+    """The batches of a loader in memory whose samplers draw from global generators or are somebody's own.
+
+    They are the loader's, and the same numbers are drawn from the same generators at the same times.
+
+    Args:
+        loader: A loader that `resident_batches` accepts.
+        device: Device of the batches, as for `ResidentBatches`.
+        rows: The loader's dataset as `rows_of` returns it.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> from fedlightning.datamodules.resident import resident_batches
+        >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=4, shuffle=True)
+        >>> found = []
+        >>> for batches in (loader, resident_batches(loader, torch.device("cpu"))):
+        ...     _ = torch.manual_seed(0)
+        ...     found.append([x.tolist() for [x] in batches])
+        >>> found[0] == found[1]
+        True
+    """
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device, rows: tuple[Any, Tensor | None]) -> None:
+        self._loader, self._device = loader, device
+        self.source, self.indices = rows
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        """Return the batches of one epoch. As with the loader, the workers' seed is drawn now and the order later."""
+        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[Tensor]]:
+        device, held = self._device, self.indices
+        batch_of = gather(self.source) if device.type == "cpu" else partial(rows_on_device, self.source, device)
+        for chosen in self._positions():
+            rows = chosen if held is None else held[chosen]
+            yield batch_of(rows if device.type == "cpu" else rows.to(device))
+
+    def _positions(self) -> Iterator[Tensor]:
+        """Yield the samples of every batch, as positions in the loader's dataset."""
+        loader = self._loader
+        if loader.batch_size is None or type(loader.sampler) not in WHOLE_ORDER:
+            for positions in loader.batch_sampler:  # type: ignore[union-attr]
+                yield torch.as_tensor(positions, dtype=torch.int64)
+            return
+        size = loader.batch_size
+        assert size is not None
+        order = whole_order(loader.sampler)
+        whole = len(order) // size * size
+        yield from order[:whole].split(size) if whole else ()
+        if whole < len(order) and not loader.drop_last:
+            yield order[whole:]
+
+
+def whole_order(sampler: Any) -> Tensor:
+    """Return all that a sampler yields in an epoch, int64 `(samples,)`.
+
+    Args:
+        sampler: One of `WHOLE_ORDER`.
+
+    Example:
+        >>> from torch.utils.data import SequentialSampler
+        >>> from fedlightning.datamodules.resident import whole_order
+        >>> whole_order(SequentialSampler(range(3)))
+        tensor([0, 1, 2])
+    """
+    if type(sampler) is SequentialSampler:
+        return torch.arange(len(sampler))
+    return torch.tensor(list(sampler), dtype=torch.int64)
 
 
 def gather(source: Any) -> Callable[[Tensor], list[Tensor]]:
@@ -109,7 +205,7 @@ def gather(source: Any) -> Callable[[Tensor], list[Tensor]]:
         >>> gather(TensorDataset(torch.arange(10)))(torch.tensor([7, 2]))
         [tensor([7, 2])]
     """
-    parts = parts_of(source)
+    parts = tensors_of(source)
     by_index: Callable[[Tensor], list[Tensor]] = (
         source.rows if isinstance(source, ArrayDataset) else lambda chosen: [part[chosen] for part in parts]
     )
@@ -144,7 +240,7 @@ def rows_on_device(source: Any, device: torch.device, chosen: Tensor) -> list[Te
     """
     if isinstance(source, ArrayDataset) and source.transform is not None:
         return [part.to(device) for part in source.rows(chosen.cpu())]
-    return [on_device(source, index, part, device)[chosen] for index, part in enumerate(parts_of(source))]
+    return [on_device(source, index, part, device)[chosen] for index, part in enumerate(tensors_of(source))]
 
 
 _COPIES: weakref.WeakKeyDictionary[Any, dict[Any, tuple[Any, Tensor]]] = weakref.WeakKeyDictionary()
@@ -175,34 +271,3 @@ def on_device(source: Any, index: int, part: Tensor, device: torch.device) -> Te
     if found is None or found[0] != made_of:
         found = copies[index, device] = (made_of, part.to(device))
     return found[1]
-
-
-def parts_of(source: Any) -> tuple[Tensor, ...]:
-    """Return the tensors whose rows are the samples of `source`.
-
-    Args:
-        source: An `ArrayDataset` or `TensorDataset`.
-
-    Example:
-        >>> import torch
-        >>> from fedlightning.datamodules import ArrayDataset
-        >>> from fedlightning.datamodules.resident import parts_of
-        >>> [tuple(part.shape) for part in parts_of(ArrayDataset(torch.zeros(5, 2), torch.zeros(5)))]
-        [(5, 2), (5,)]
-    """
-    return (source.x, source.y) if isinstance(source, ArrayDataset) else source.tensors
-
-
-def is_plain(part: Tensor) -> bool:
-    """Return True if rows of `part` can be copied one by one with the values and strides that indexing gives.
-
-    Args:
-        part: A tensor of samples.
-
-    Example:
-        >>> import torch
-        >>> from fedlightning.datamodules.resident import is_plain
-        >>> is_plain(torch.zeros(3, 2)), is_plain(torch.zeros(3, 2).T)
-        (True, False)
-    """
-    return type(part) is Tensor and part.layout == torch.strided and part.is_contiguous() and not part.requires_grad

@@ -154,7 +154,8 @@ class QuantitySkewPartitioner(Partitioner):
         min_samples: Samples of the smallest client; the others share the rest in proportion. Two batches and one sample
             of every class make sense. `None` is the larger of 10 and the number of classes, or half of the mean size if
             that is less.
-        stratified: `False` fills the sizes at random; labels are neither needed nor used.
+        stratified: `False` fills the sizes at random; labels are neither needed nor used. Data modules do the same,
+            with a warning, where samples have no class labels.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -177,6 +178,9 @@ class QuantitySkewPartitioner(Partitioner):
         self.alpha, self.stratified = float(alpha), stratified
         self.min_samples = _check_min_samples(self, min_samples)
         self.needs = "labels" if stratified else "nothing"
+
+    def without_labels(self) -> QuantitySkewPartitioner:
+        return QuantitySkewPartitioner(self.num_clients, self.alpha, self.min_samples, stratified=False)
 
     def plan(self, labels: Any, generator: torch.Generator) -> SharePlan:
         classes, counts = self._tally(labels, self.num_clients)

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    ProgressBar,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor
+from torch.utils.data import Dataset
 
-from fedlightning.blueprint.trainer_arguments import FORWARDED
+from fedlightning.blueprint.module_check import check_module
+from fedlightning.blueprint.trainer_arguments import FORWARDED, check_forwarded
+from fedlightning.compat.pytorch_lightning import adapt
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.failures import FailurePolicy
-from fedlightning.hooks import POOLED
+from fedlightning.hooks import POOLED, FederatedCallback
 from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.tasks import LOCAL
 
@@ -55,30 +67,38 @@ def check(given: Mapping[str, Any]) -> None:
             f"local_epochs={given['local_epochs']} and local_steps={given['local_steps']} are both set. "
             "A visit is counted in epochs or in steps: remove one of them."
         )
-    for name in ("max_rounds", "local_epochs", "local_steps", "accumulate_grad_batches"):
+    for name in ("max_rounds", "local_epochs", "local_steps"):
         value = given[name]
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if (value is not None or name == "max_rounds") and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
             raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
     for name in ("evaluate_every", "save_state"):
-        if not isinstance(given[name], int) or given[name] < 0:
+        if not isinstance(given[name], int) or isinstance(given[name], bool) or given[name] < 0:
             raise ConfigurationError(f"{name}={given[name]!r} must be a whole number; 0 switches it off.")
+    _check_kinds(given)
     memory = given["client_memory_gb"]
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float) or memory < 0):
+    known_type = isinstance(memory, int | float) and not isinstance(memory, bool)
+    if memory is not None and not (known_type and 0 <= memory < math.inf):
         raise ConfigurationError(
             f"client_memory_gb={memory!r} must be a number of gigabytes; 0 keeps all but one on disk."
         )
     share = given["participation"]
     known_type = isinstance(share, int | float) and not isinstance(share, bool)
-    if not known_type or share <= 0 or (isinstance(share, float) and share > 1.0):
+    if not known_type or not share > 0 or (isinstance(share, float) and share > 1.0):
         raise ConfigurationError(
             f"participation={share!r} must be a share in (0, 1] (a float) or a number of clients (an int of at least 1)."
         )
     if known_type and isinstance(share, int) and share == 1:
         warn("participation=1 is one client a round. All clients are participation=1.0.")
-    if not isinstance(given["lr_decay"], int | float) or not 0.0 < given["lr_decay"] <= 10.0:
+    if (
+        not isinstance(given["lr_decay"], int | float)
+        or isinstance(given["lr_decay"], bool)
+        or not 0.0 < given["lr_decay"] <= 10.0
+    ):
         raise ConfigurationError(f"lr_decay={given['lr_decay']!r} must be a positive factor per round, such as 0.99.")
     for name, allowed in CHOICES.items():
-        if given[name] not in allowed:
+        if not isinstance(given[name], str | None) or given[name] not in allowed:
             raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
     check_engine(given)
     check_failures(given)
@@ -87,15 +107,131 @@ def check(given: Mapping[str, Any]) -> None:
         ("evaluate_data", (LOCAL, POOLED)),
         ("test_data", (LOCAL, POOLED, "clients")),
     ):
+        if isinstance(given[name], str) or not isinstance(given[name], Iterable | None):
+            raise ConfigurationError(
+                f"{name}={given[name]!r} must be a list, as in {name}=[{known[0]!r}]. Known: {list(known)}."
+            )
         unknown = [value for value in given[name] or () if value not in known]
         if unknown:
             raise ConfigurationError(f"{name} holds {unknown[0]!r}. Known: {list(known)}.")
+    check_forwarded(given)
+    adapt(given["callbacks"], given["logger"])
     items = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
+    if isinstance(items, str | Mapping | type) or not isinstance(items, Iterable):
+        raise ConfigurationError(
+            f"callbacks={items!r} must be a list of callbacks, as in callbacks=[FedProx(mu=0.1)]. Pass instances, not "
+            "classes or names."
+        )
     for item in items:
         if not isinstance(item, Callback):
             raise ConfigurationError(
                 f"callbacks holds {item!r}, which is not a callback. Pass instances of callbacks, not classes or names."
             )
+        if isinstance(item, FederatedCallback):
+            _check_numbers(item)
+        if isinstance(item, BatchSizeFinder):
+            raise ConfigurationError(
+                f"{type(item).__name__} would search a batch size in every visit of every client. Set batch_size in the data."
+            )
+    check_logs(given, items)
+
+
+def check_keeping(callbacks: Iterable[Callback], optimizer_state: str) -> None:
+    """Refuse averages of weights that would go on from visit to visit: they bring a client's old weights back.
+
+    Raises:
+        ConfigurationError: Naming the callback.
+    """
+    for item in callbacks:
+        if optimizer_state == "keep" and isinstance(item, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigurationError(
+                f"{type(item).__name__} averages the weights of one fit, but optimizer_state='keep' makes one fit of all "
+                "visits, between which the server's model replaces the weights. Use optimizer_state='reset', or leave it out."
+            )
+
+
+def ordinary_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the Lightning callbacks that run inside clients: all but progress bars, of which a visit has none."""
+    kept: list[Callback] = []
+    for item in callbacks:
+        if isinstance(item, ProgressBar):
+            warn(f"{type(item).__name__} is left out: one display shows rounds and clients (enable_progress_bar).")
+        elif not isinstance(item, FederatedCallback):
+            kept.append(item)
+    return kept
+
+
+def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+    """Refuse logs of clients that have nowhere to go; warn of callbacks that only log, without logs.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    asked = given["log_clients"]
+    if not isinstance(asked, bool | list | tuple):
+        raise ConfigurationError(f"log_clients={asked!r} must be true, false or a list of clients.")
+    if asked and not given["logger"]:
+        raise ConfigurationError(
+            f"log_clients={asked!r}, but logger={given['logger']!r}: there is no logger to write to. Use logger=True."
+        )
+    if asked and given["engine"] == "vectorized":
+        raise ConfigurationError(
+            f"log_clients={asked!r}, but engine='vectorized' trains clients as one stack, whose steps are not logged. Use "
+            "engine='sequential' or 'processes'."
+        )
+    loud = [type(item).__name__ for item in callbacks if isinstance(item, LearningRateMonitor | DeviceStatsMonitor)]
+    if loud and not asked:
+        warn(f"{loud[0]} logs inside clients, and their logs are off. log_clients=True writes them to the loggers.")
+
+
+def logged_clients(asked: bool | Iterable[str | int], data: FederatedDataModule) -> bool | list[str]:
+    """Return `log_clients` with the clients by name.
+
+    Raises:
+        ConfigurationError: If there is no such client.
+    """
+    if isinstance(asked, bool):
+        return asked
+    names = [str(client) for client in asked]
+    unknown = [name for name in names if name not in data.client_ids]
+    if unknown:
+        raise ConfigurationError(
+            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
+        )
+    return names
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    """Refuse names, folders and switches that are of another kind.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    if not isinstance(given["seed"], int) or isinstance(given["seed"], bool):
+        raise ConfigurationError(f"seed={given['seed']!r} must be a whole number.")
+    if not isinstance(given["default_root_dir"], str | Path):
+        raise ConfigurationError(f"default_root_dir={given['default_root_dir']!r} must be the path of a folder.")
+    for name in ("enable_progress_bar", "fast_dev_run", "sanity_check"):
+        if not isinstance(given[name], bool | None):
+            raise ConfigurationError(f"{name}={given[name]!r} must be True or False.")
+    if not isinstance(given["logger"], bool | None | Logger | Iterable) or isinstance(given["logger"], str | Mapping):
+        raise ConfigurationError(
+            f"logger={given['logger']!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
+        )
+
+
+def _check_numbers(callback: FederatedCallback) -> None:
+    """Refuse NaN among a callback's arguments, and infinity where it does not say that it can be.
+
+    Raises:
+        ConfigurationError: Naming the argument.
+    """
+    for name, value in callback.hyperparameters().items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(number, float) or math.isfinite(number):
+                continue
+            if math.isnan(number) or name not in callback.infinite_arguments:
+                raise ConfigurationError(f"{callback.key} has {name}={value}; it must be finite.")
 
 
 def check_place(name: Any, version: Any) -> None:
@@ -192,17 +328,31 @@ def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta |
     """Return `max_time`, given in any of Lightning's three forms.
 
     Raises:
-        ConfigurationError: For a string that is not "DD:HH:MM:SS".
+        ConfigurationError: For what is no time, or none that passes.
     """
-    if value is None or isinstance(value, timedelta):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, timedelta):
+        return _not_negative(value, value)
     if isinstance(value, Mapping):
-        return timedelta(**value)
+        try:
+            found = timedelta(**value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigurationError(
+                f"max_time={dict(value)!r} is not a time ({error}). Use {{'hours': 1}}."
+            ) from error
+        return _not_negative(found, value)
     parts = value.split(":") if isinstance(value, str) else []
     if len(parts) != 4 or not all(part.isdigit() for part in parts):
         raise ConfigurationError(f"max_time={value!r} is not of the form 'DD:HH:MM:SS'. One hour is '00:01:00:00'.")
     days, hours, minutes, seconds = map(int, parts)
-    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    return _not_negative(timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds), value)
+
+
+def _not_negative(time: timedelta, given: Any) -> timedelta:
+    if time < timedelta(0) or given == {}:
+        raise ConfigurationError(f"max_time={given!r} is no time. One hour is '00:01:00:00'.")
+    return time
 
 
 def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, Any]:
@@ -219,12 +369,14 @@ def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, 
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is not a LightningModule instance.
+    """Refuse what is not a LightningModule instance. One of `pytorch_lightning` is made one of `lightning.pytorch`.
 
     Raises:
         ConfigurationError: With a sentence.
     """
+    adapt(model)
     if isinstance(model, LightningModule):
+        check_module(model)
         return
     if isinstance(model, type) and issubclass(model, LightningModule):
         raise ConfigurationError(f"fit() got the class {model.__name__}, not an instance. Pass {model.__name__}(...).")
@@ -244,12 +396,20 @@ def federated_data(
     Raises:
         ConfigurationError: If there is none, or one that does not know clients.
     """
+    adapt(datamodule, getattr(datamodule, "datamodule", None))
     if datamodule is not None and train is not None:
         raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
+    if datamodule is not None and (val is not None or test is not None):
+        name = "val_dataloaders" if val is not None else "test_dataloaders"
+        raise ConfigurationError(f"fit() got a datamodule and {name}. The datamodule has its own: leave {name} out.")
     if train is not None:
         for name, loaders in (("train", train), ("val", val), ("test", test)):
+            _check_loaders(f"{name}_dataloaders", loaders)
             _check_ids(f"{name}_dataloaders", list(loaders or ()))
-        return LoaderDataModule(train, val, test)
+        try:
+            return LoaderDataModule(train, val, test)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
     if datamodule is None:
         raise ConfigurationError(
             "fit() got no data. Pass datamodule=Partitioned(MyDataModule(), IIDPartitioner(10)), a federated data module, "
@@ -261,6 +421,29 @@ def federated_data(
             "Wrap it: Partitioned(datamodule, DirichletPartitioner(num_clients=10, alpha=0.5))."
         )
     return datamodule
+
+
+def _check_loaders(owner: str, loaders: Any) -> None:
+    """Refuse what is no mapping of clients to loaders, and what no client can iterate again and again.
+
+    Raises:
+        ConfigurationError: Naming the client.
+    """
+    if loaders is not None and not isinstance(loaders, Mapping):
+        raise ConfigurationError(
+            f"{owner} is a {type(loaders).__name__}. Pass one loader per client, by name: "
+            f"{owner}={{'site 1': DataLoader(...)}}."
+        )
+    for client, loader in (loaders or {}).items():
+        if isinstance(loader, Iterator):
+            raise ConfigurationError(
+                f"{owner}[{client!r}] is a {type(loader).__name__}, which ends after one epoch. Pass a DataLoader."
+            )
+        if loader is None or isinstance(loader, Tensor | Dataset | str):
+            raise ConfigurationError(
+                f"{owner}[{client!r}] is a {type(loader).__name__}, which has no batches. "
+                "Pass DataLoader(dataset, batch_size=...)."
+            )
 
 
 def _check_ids(owner: str, ids: Iterable[Any]) -> None:

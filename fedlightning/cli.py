@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from fedlightning.commands import COMMANDS
+from fedlightning.compat.pytorch_lightning import use_lightning_if_possible
 
 HELP = f"""usage: fedlightning COMMAND [OPTIONS]
 
@@ -30,6 +31,7 @@ examples:
   fedlightning test --run runs/quickstart/version_0 --checkpoint best_local
   fedlightning compare configs/heart_disease/*.yaml --seeds 5 --out runs/heart
   fedlightning algorithms fenda
+  fedlightning configs copy quickstart
 
 Exit codes: 0 success, 1 a crash or failed runs, 2 bad input (one sentence says what is wrong), 130 interrupted,
 128 and the signal's number after another signal (143 for SIGTERM).
@@ -57,6 +59,9 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"fedlightning {__version__}")
         return 0
     command, rest = words[0], words[1:]
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # classes in the current folder; last, so that nothing installed is shadowed
+    use_lightning_if_possible()
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # they are about Lightning's own calls
     with _short_warnings():
         try:
@@ -102,6 +107,10 @@ def _find(command: str) -> Callable[[list[str]], int]:
         from fedlightning.commands.algorithms import algorithms
 
         return algorithms
+    if command == "configs":
+        from fedlightning.commands.configs import configs
+
+        return configs
     if command == "completion":
         from fedlightning.commands.completion import completion
 

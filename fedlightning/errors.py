@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
+
+INSIDE = ("fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", "contextlib")
+"""Packages whose lines do not help to find an error in the user's code."""
 
 
 class ConfigurationError(ValueError):
@@ -19,3 +23,16 @@ class ControlFlow(BaseException):
 def warn(text: str) -> None:
     """Warn the user of something that does not stop the run."""
     warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def users_line(error: BaseException) -> str:
+    """Return the innermost line of the user's own code in a traceback, as "file.py, line 3, in forward"; or nothing."""
+    found = ""
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        package = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in INSIDE and "site-packages" not in code.co_filename:
+            found = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
+        trace = trace.tb_next
+    return found

@@ -79,6 +79,21 @@ class Message:
         return tree_bytes(self.state) + tree_bytes(self.extras)
 
 
+@dataclass(frozen=True)
+class ClientLog:
+    """Something that was logged inside a client's training, on its way to the run's loggers.
+
+    Attributes:
+        values: By name, what was logged.
+        step: The client's optimizer step, counted over all its visits.
+        method: `"metrics"` for numbers; else the method of a TensorBoard writer to call with (name, value, step).
+    """
+
+    values: dict[str, Any]
+    step: int
+    method: str = "metrics"
+
+
 @dataclass
 class Update:
     """Client to server, the answer to one message.
@@ -97,6 +112,7 @@ class Update:
         model: Key of the server's model that it updates.
         origin: Key of the server's model that the visit was sent; the scores of the visit go under it.
         tag: The message's label.
+        logs: What was logged in training, if the client's logs are kept.
         gaps: Evaluations that failed: (stage, data, split, reason).
         error: The reason why this client contributes nothing (no samples, NaN ...); `None` if all went well.
         cause: The exception behind it, for debugging.
@@ -113,6 +129,7 @@ class Update:
     metrics: dict[str, float] = field(default_factory=dict)
     evaluations: list[tuple[str, str, str, str, float, int]] = field(default_factory=list)
     gaps: list[tuple[str, str, str, str]] = field(default_factory=list)
+    logs: list[ClientLog] = field(default_factory=list)
     model: str = GLOBAL
     origin: str = GLOBAL
     tag: str = ""

@@ -74,6 +74,27 @@ def seed_all(*parts: object) -> None:
 
 
 @contextmanager
+def preserved() -> Iterator[None]:
+    """Restore every global generator after a block.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.seeding import preserved
+        >>> with preserved():
+        ...     inside = torch.rand(3)
+        >>> bool((torch.rand(3) == inside).all())
+        True
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(enabled=True):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextmanager
 def isolated(*parts: object) -> Iterator[None]:
     """Run a block under `seed_all(*parts)` and restore every global generator afterwards.
 
@@ -89,11 +110,6 @@ def isolated(*parts: object) -> Iterator[None]:
         >>> bool((torch.get_rng_state() == before).all())
         True
     """
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(enabled=True):
+    with preserved():
         seed_all(*parts)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+        yield

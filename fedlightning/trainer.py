@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
@@ -18,10 +19,16 @@ from lightning.pytorch.strategies import Strategy
 
 from fedlightning import arguments
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.blueprint.trainer_arguments import check_devices
+from fedlightning.blueprint.warm_start import warm_started
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
+from fedlightning.errors import ConfigurationError
+from fedlightning.federation.dry_run import SMALL, FewClients, distinct_clients, rehearse
+from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module
@@ -35,6 +42,7 @@ from fedlightning.run.recorder import Recorder
 from fedlightning.run.signals import StopRequest, of_first_rank, requeue, stop_requests
 from fedlightning.scoring.results import Row, summarise
 from fedlightning.scoring.tasks import LOCAL
+from fedlightning.seeding import preserved
 from fedlightning.visit.runner import LocalRunner
 
 
@@ -83,6 +91,8 @@ class FederatedTrainer:
             where it applies, else trainer, and one line says why.
         client_memory_gb: Gigabytes of client records (personal models, states) kept in memory between visits; the least
             recently visited clients beyond that lie on disk. Default: a quarter of the machine's memory.
+        init_from: Checkpoint (of Lightning or of this package) or `state_dict` file whose weights the federation begins
+            with, instead of the module's own.
         on_client_error: What becomes of a client that fails (raises, has a NaN, loses its worker process, takes too long).
             "skip": it is left out of the round, with a warning; "retry": it is tried again first, with the same random
             numbers; "stop": it ends the run.
@@ -99,12 +109,17 @@ class FederatedTrainer:
         test_data: Data that `test` and `validate` score on (default local and pooled); "clients" adds every client's model
             on every other client's data, the cross-client matrix. Empty: no test, not even of stage L2.
         logger: Lightning loggers; True: CSV files in the run's folder. Round means go to them.
+        log_clients: What modules and callbacks log inside clients (`self.log`, `self.logger`, `LearningRateMonitor`) goes to
+            the loggers as `client/<id>/<name>`, at steps counted over the client's visits: `True` for every client, or
+            a list of clients. Such clients train with Lightning's Trainer, not the fast loop. Default: none.
         name: Name of the experiment: the run lies in default_root_dir/NAME/version_N.
         version: Fixed folder name instead of version_N.
         default_root_dir: Folder of all runs.
         save_state: Rounds between saves of the complete state of the federation, to resume from; 0: never.
         enable_progress_bar: Show rounds and clients.
         fast_dev_run: One round, one batch per client and evaluation, nothing written.
+        sanity_check: Before round 1, try one batch of every step that the run will use on a copy of the module, so that an
+            error of a later step shows at once. Results do not depend on it.
         max_time: Stop at the next round boundary after this time ("DD:HH:MM:SS", timedelta or dict of its arguments).
         accelerator: As in `lightning.pytorch.Trainer`, for each client's training; so are all that follow.
         strategy: As in Trainer.
@@ -169,6 +184,7 @@ class FederatedTrainer:
         clients_per_stack: int | None = None,
         local_loop: Literal["auto", "trainer", "fast"] = "auto",
         client_memory_gb: float | None = None,
+        init_from: str | Path | None = None,
         on_client_error: Literal["skip", "retry", "stop"] = "skip",
         client_retries: int | None = None,
         min_clients: int | float = 1,
@@ -178,12 +194,14 @@ class FederatedTrainer:
         evaluate_data: list[Literal["local", "pooled"]] | None = None,
         test_data: list[Literal["local", "pooled", "clients"]] | None = None,
         logger: Logger | Iterable[Logger] | bool | None = True,
+        log_clients: bool | list[str | int] = False,
         name: str = "federation",
         version: str | None = None,
         default_root_dir: str | Path = "runs",
         save_state: int = 1,
         enable_progress_bar: bool = True,
         fast_dev_run: bool = False,
+        sanity_check: bool = True,
         max_time: str | timedelta | dict[str, int] | None = None,
         accelerator: str | Accelerator = "auto",
         strategy: str | Strategy = "auto",
@@ -221,7 +239,7 @@ class FederatedTrainer:
         self.arguments = given
         everything = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
         self.callbacks = CallbackList([item for item in everything if isinstance(item, FederatedCallback)])
-        self.ordinary_callbacks = [item for item in everything if not isinstance(item, FederatedCallback)]
+        self.ordinary_callbacks = arguments.ordinary_callbacks(everything)
         self.fast_dev_run = bool(fast_dev_run)
         self.max_rounds = 1 if fast_dev_run else max_rounds
         self.stages = tuple(stages if stages is not None else ("G", "L1", "L2"))
@@ -353,6 +371,50 @@ class FederatedTrainer:
                 if is_writer():
                     requeue(request, federation.rounds_done, self.max_rounds)
 
+    def dry_run(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        *,
+        train_dataloaders: Mapping[str, Any] | None = None,
+        val_dataloaders: Mapping[str, Any] | None = None,
+        test_dataloaders: Mapping[str, Any] | None = None,
+    ) -> DryRun:
+        """Rehearse the run: check everything, try one batch of every step for clients that differ, and say what will happen.
+
+        It works on copies: no file is written, this trainer stays as it is, and so do the global random generators. The
+        data module is set up, as `fit` would.
+
+        Args:
+            model: As in :meth:`fit`; so are all that follow.
+            datamodule: As in `fit`.
+            train_dataloaders: As in `fit`.
+            val_dataloaders: As in `fit`.
+            test_dataloaders: As in `fit`.
+
+        Returns:
+            Clients and their sizes, bytes and estimated time of a round, memory, and what every callback will do.
+
+        Raises:
+            ValueError: If module, data and callbacks cannot work together; a sentence says why.
+        """
+        arguments.check_model(model)
+        data = arguments.federated_data(datamodule, train_dataloaders, val_dataloaders, test_dataloaders)
+        with preserved():
+            whole = self._copy({"logger": False})._assemble(model, data, None)
+            with closing(whole.engine):
+                whole.check()
+                steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
+                few = FewClients(data, distinct_clients(data))
+                small = self._copy(SMALL | steps)._assemble(model, few, None)
+                return rehearse(whole, small, self.max_rounds)
+
+    def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
+        """Return a trainer with copies of the callbacks and some other arguments."""
+        given = {**self.arguments, **changes}
+        given["callbacks"] = copy.deepcopy(given["callbacks"])
+        return FederatedTrainer(**given)
+
     def restore(
         self, model: LightningModule, datamodule: LightningDataModule, run: str | Path, trust_old_state: bool = False
     ) -> None:
@@ -373,6 +435,8 @@ class FederatedTrainer:
 
     def _find_run(self, resume: str | Path | None) -> tuple[RunFolder | None, bool]:
         """Return the folder to write into, and whether a new run begins there."""
+        if not isinstance(resume, str | Path | None):
+            raise ConfigurationError(f"resume={resume!r} must be 'last', 'auto' or the folder of a run.")
         a, auto = self.arguments, str(resume) == AUTO
         if auto:
             resume = find_resumable(a["default_root_dir"], a["name"], a["version"])
@@ -407,9 +471,12 @@ class FederatedTrainer:
             lr_decay=a["lr_decay"],
             trainer_arguments=arguments.local_trainer(a, run),
             callbacks=self.ordinary_callbacks,
-            logger=False,
+            log_clients=arguments.logged_clients(a["log_clients"], data),
             local_loop=a["local_loop"],
         )
+        check_devices(settings.trainer_arguments)
+        model = warm_started(model, a["init_from"])
+        arguments.check_keeping(self.ordinary_callbacks, settings.optimizer_state)
         blueprint = Blueprint(model, self.callbacks, settings)
         runner = LocalRunner(blueprint, data)
         memory = a["client_memory_gb"]
@@ -436,6 +503,7 @@ class FederatedTrainer:
             test_data=tuple(a["test_data"] if a["test_data"] is not None else (LOCAL, POOLED)),
             evaluate_every=a["evaluate_every"],
             save_every=a["save_state"],
+            sanity_check=bool(a["sanity_check"]),
             fingerprint=lambda: fingerprint(a, self.callbacks.callbacks, self.ordinary_callbacks, model, data),
         )
         return self.federation
@@ -485,7 +553,7 @@ class FederatedTrainer:
                 accelerator=self.arguments["accelerator"],
                 devices=1,
                 precision=self.arguments["precision"],
-                logger=False,
+                logger=ClientLogger(),
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,

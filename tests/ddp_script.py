@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
-from fedlightning.callbacks import FLIU, SCAFFOLD, FedProx, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks import FENDA, FLIU, SCAFFOLD, FedProx, GlobalCheckpoint, LocalCheckpoint
 from tests.helpers import Toy, make_trainer, toy_data
 
 RUNS = {
     "scaffold": [SCAFFOLD(), FedProx(0.1), LocalCheckpoint(), GlobalCheckpoint()],
     "keep": [FLIU(gamma=0.5)],
     "fails": [],
+    "fenda": [FENDA(head="net.3")],
 }
 
 

@@ -44,10 +44,29 @@ ARGUMENTS = [
     ({"callbacks": ["fedprox"]}, "callbacks holds 'fedprox', which is not a callback"),
     ({"max_time": "1h"}, "max_time='1h' is not of the form 'DD:HH:MM:SS'"),
     ({"max_time": 3600}, "max_time=3600 is not of the form"),
+    ({"max_time": {"hour": 1}}, "max_time={'hour': 1} is not a time"),
+    ({"max_time": {"seconds": -1}}, "max_time={'seconds': -1} is no time"),
+    ({"max_rounds": None}, "max_rounds=None must be a whole number"),
+    ({"participation": float("nan")}, "participation=nan must be a share"),
+    ({"seed": None}, "seed=None must be a whole number"),
+    ({"name": None}, "name=None must be the name of a folder"),
+    ({"version": 3}, "version=3 must be the name of one folder"),
+    ({"default_root_dir": None}, "default_root_dir=None must be the path"),
+    ({"engine": ["sequential"]}, r"engine=\['sequential'\] is unknown"),
+    ({"stages": "G"}, r"stages='G' must be a list, as in stages=\['G'\]"),
+    ({"logger": "csv"}, "logger='csv' is no logger"),
+    ({"fast_dev_run": "yes"}, "fast_dev_run='yes' must be True or False"),
+    ({"callbacks": "fedprox"}, "callbacks='fedprox' must be a list of callbacks"),
+    ({"callbacks": FedProx}, "callbacks=<class .* must be a list of callbacks"),
+    ({"callbacks": [FedAdam(server_lr=float("nan"))]}, "FedAdam has server_lr=nan; it must be finite"),
+    ({"num_nodes": 2}, "num_nodes=2, but this process was not started on several machines"),
+    ({"limit_val_batches": -1}, "limit_val_batches=-1 must be a number of batches"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), ARGUMENTS, ids=[str(next(iter(a.items()))) for a, _ in ARGUMENTS])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"), ARGUMENTS, ids=[f"{number}-{next(iter(a))}" for number, (a, _) in enumerate(ARGUMENTS)]
+)
 def test_arguments(arguments, sentence):
     with pytest.raises(ConfigurationError, match=sentence):
         FederatedTrainer(**arguments)
@@ -73,6 +92,16 @@ DATA = [
     ({"datamodule": Plain()}, r"Plain does not know which client has which samples. Wrap it: Partitioned\("),
     ({}, r"fit\(\) got no data. Pass datamodule=Partitioned"),
     ({"datamodule": toy_data(), "train_dataloaders": {"a": LOADER}}, "a datamodule and train_dataloaders. Pass one"),
+    (
+        {"datamodule": toy_data(), "val_dataloaders": {"a": LOADER}},
+        "a datamodule and val_dataloaders. The datamodule has",
+    ),
+    ({"train_dataloaders": [LOADER]}, "train_dataloaders is a list. Pass one loader per client, by name"),
+    ({"train_dataloaders": {"a": iter(LOADER)}}, r"train_dataloaders\['a'\] is a .*, which ends after one epoch"),
+    (
+        {"train_dataloaders": {"a": LOADER.dataset}},
+        r"train_dataloaders\['a'\] is a TensorDataset, which has no batches",
+    ),
     ({"train_dataloaders": {}}, "train_dataloaders is empty. Give one loader per client"),
     (
         {"train_dataloaders": {"a": LOADER}, "val_dataloaders": {"b": LOADER}},

@@ -21,7 +21,7 @@ from fedlightning.testing import check_algorithm
 from tools.registry import generated
 
 ROOT = Path(__file__).parents[1]
-NOT_ALGORITHMS = {"LocalCheckpoint", "GlobalCheckpoint", "LayerDiagnostics"}
+NOT_ALGORITHMS = {"LocalCheckpoint", "PrivateLR", "GlobalCheckpoint", "LayerDiagnostics"}
 
 
 @pytest.mark.parametrize("row", ALGORITHMS, ids=lambda row: row.name)

@@ -476,3 +476,51 @@ def test_the_console_script(here: Path, monkeypatch: pytest.MonkeyPatch) -> None
     bad = call("fit", *SMALL, "--trainer.local_steps=2")
     assert bad.returncode == 2
     assert bad.stderr.count("\n") == 1
+
+
+# -- the current folder, shipped configurations, dry runs --------------------------------------------------------------
+def test_modules_in_the_current_folder_are_found_last(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Appended to the path: a folder called `callbacks` there must not shadow what is installed."""
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry not in ("", str(here))])
+    (here / "my_nets.py").write_text("from fedlightning.models import MLP\nclass Mine(MLP): pass\n")
+    (here / "lightning.py").write_text("raise ImportError('shadowed')\n")
+    net = [
+        "--model.net=my_nets.Mine",
+        "--model.net.in_features=64",
+        "--model.net.hidden=[4]",
+        "--model.net.num_classes=10",
+    ]
+    assert main(["fit", *SMALL, *net, "--dry-run"]) == 0
+    assert sys.path[-1] == str(here)
+    assert "Nothing was written" in capsys.readouterr().out
+    assert not (here / "runs").exists()
+
+
+def test_a_dry_run_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *SMALL, "--dry-run=json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rounds"] == 1 and len(found["clients"]) == 3
+    assert "accuracy" in found["metrics"]
+
+
+def test_shipped_configurations_are_listed_and_copied(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["configs"]) == 0
+    listed = capsys.readouterr().out
+    assert "\nalgorithms/fenda " in listed and "\nquickstart " in listed
+    assert main(["configs", "copy", "quickstart", "models"]) == 0
+    assert (here / "configs/quickstart.yaml").read_text() == Path(QUICKSTART).read_text()
+    assert len(list((here / "configs/models").iterdir())) == len(list(Path(QUICKSTART).parent.glob("models/*.yaml")))
+    assert main(["configs", "copy", "quickstart"]) == 2
+    assert "configs/quickstart.yaml is there already" in capsys.readouterr().err
+    assert main(["configs", "copy", "quikstart"]) == 2
+    assert "There is no configuration 'quikstart'. Did you mean quickstart?" in capsys.readouterr().err
+
+
+def test_compare_checks_its_metric_before_the_first_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", str(QUICKSTART), "--seeds", "1", "--baselines", "none", "--metric", "acuracy", "--out", "out"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "--metric is 'acuracy'" in said and "Did you mean accuracy" in said
+    assert not (here / "out").exists()

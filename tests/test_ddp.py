@@ -38,12 +38,12 @@ def runs(tmp_path_factory):
     return {
         (devices, name, rank): torch.load(root / f"{devices}-{name}-{rank}.pt", weights_only=False)
         for devices in (1, 2)
-        for name in ("scaffold", "keep", "fails")
+        for name in ("scaffold", "keep", "fails", "fenda")
         for rank in range(devices)
     }
 
 
-@pytest.mark.parametrize("name", ["scaffold", "keep", "fails"])
+@pytest.mark.parametrize("name", ["scaffold", "keep", "fails", "fenda"])
 def test_two_processes_are_one_with_the_doubled_batch(runs, name):
     one, two = runs[1, name, 0], runs[2, name, 0]
     close(one["model"], two["model"], atol=1e-5)
@@ -58,7 +58,7 @@ def test_two_processes_are_one_with_the_doubled_batch(runs, name):
         close(one["state"]["SCAFFOLD"]["c"], two["state"]["SCAFFOLD"]["c"], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["scaffold", "keep", "fails"])
+@pytest.mark.parametrize("name", ["scaffold", "keep", "fails", "fenda"])
 def test_both_processes_agree(runs, name):
     first, second = runs[2, name, 0], runs[2, name, 1]
     close(first["model"], second["model"], atol=0, rtol=0)
@@ -68,7 +68,7 @@ def test_both_processes_agree(runs, name):
 
 
 def test_the_second_process_writes_nothing(runs):
-    for name in ("scaffold", "keep", "fails"):
+    for name in ("scaffold", "keep", "fails", "fenda"):
         assert runs[2, name, 1]["written"] == []
         assert runs[2, name, 0]["written"]
 

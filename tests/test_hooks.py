@@ -331,9 +331,7 @@ class Wrong(FederatedCallback):
 
 
 def test_a_callback_that_breaks_a_visit_is_named_with_its_client():
-    with pytest.raises(
-        FederationError, match=r"client '0' failed: ValueError: .*'net.0.bias' has shape \(1,\).*2 more"
-    ):
+    with pytest.raises(FederationError, match=r"'net.0.bias' has shape \(1,\).*All 3 clients failed with this error"):
         federate(Toy(), toy_data(), [Wrong("receive")])
 
 

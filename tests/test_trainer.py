@@ -222,7 +222,9 @@ def test_a_failing_visit_leaves_the_record_as_it_was():
 def test_if_nobody_can_contribute_it_ends_in_a_sentence(tmp_path):
     Breaks.how = "nan"
     trainer = make_trainer(tmp_path)
-    with pytest.raises(FederationError, match=r"Round 1: no client could contribute; client '0' failed.*NaN.*\(1 more"):
+    with pytest.raises(
+        FederationError, match=r"^FloatingPointError: .*NaN.* All 2 clients failed with this error in round 1: no"
+    ):
         trainer.fit(Breaks(), datamodule=toy_data([7, 7]))
     assert isinstance(trainer.server.model, dict)
     Breaks.how = "raise"
@@ -310,7 +312,7 @@ def test_a_round_holds_a_constant_number_of_models(monkeypatch, state, tmp_path)
 # -- modules that nobody here wrote ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("callback", [FedProx(), SCAFFOLD(), FedAdam(), FLIU()], ids=lambda c: c.key)
+@pytest.mark.parametrize("callback", [FedProx(), SCAFFOLD(option=1), FedAdam(), FLIU()], ids=lambda c: c.key)
 @pytest.mark.parametrize("kind", [BoringModel, DemoModel])
 def test_lightnings_own_demo_modules(kind, callback, tmp_path):
     module = kind()

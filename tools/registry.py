@@ -16,6 +16,7 @@ EXPORTS = ROOT / "callbacks" / "__init__.py"
 README = ROOT / "README.md"
 OTHERS = {
     "GlobalCheckpoint": "checkpoints",
+    "PrivateLR": "private_lr",
     "LocalCheckpoint": "checkpoints",
     "GradientVariance": "diagnostics.gradient_variance",
     "HessianTrace": "diagnostics.hessian_trace",

@@ -81,8 +81,14 @@ def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]
     """Return what ``taps`` catch on a first batch, in a copy of the module; nothing without data.
 
     Raises:
-        ValueError: If a tap's submodule is not there, or a step does not call it exactly once.
+        ValueError: If a tap's submodule is not there, or a step does not call it as often as it must, or the module
+            optimizes manually.
     """
+    if not setup.module.automatic_optimization:
+        raise ValueError(
+            f"{owner} adds a term to the loss that training_step returns, but {type(setup.template).__name__} optimizes "
+            "manually. Use automatic optimization."
+        )
     batch = setup.first_batch()
     if batch is None:
         return {}

@@ -86,6 +86,21 @@ def refuse_global_steps(callback: FederatedCallback, setup: Setup) -> None:
             )
 
 
+def refuse_without_a_model(callback: FederatedCallback, setup: Setup) -> None:
+    """Refuse callbacks that work on the model that travels, beside one that lets none travel.
+
+    Raises:
+        ValueError: If there is one. The sentence names the two callbacks.
+    """
+    works = ("server_step", "on_reduced", "reduce", "correct_gradient")
+    for other in setup.callbacks:
+        if other is not callback and other.takes_part and (other.merges or any(map(other.claims, works))):
+            raise ValueError(
+                f"{callback.key} lets no model travel, so {other.key} has nothing to work on. Remove {callback.key} or "
+                f"{other.key}."
+            )
+
+
 def another_start(module: LightningModule, init: float | Literal["random"], *address: object) -> State:
     """Return the state of ``module`` initialised anew, or with noise on its parameters. Frozen entries stay.
 

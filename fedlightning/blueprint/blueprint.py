@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -15,7 +15,8 @@ from fedlightning.blueprint.copier import Copier
 from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import detached
-from fedlightning.hooks import CallbackList
+from fedlightning.errors import ConfigurationError
+from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, module_state
 
@@ -76,6 +77,13 @@ class Blueprint:
             self.precision.convert_module(module)
         return module
 
+    def without_callbacks(self, ordinary: list[Callback]) -> Blueprint:
+        """Return a blueprint of the same template and settings whose fits only have the given Lightning callbacks."""
+        made = Blueprint(self.template, CallbackList([]), replace(self.settings, callbacks=ordinary))
+        if getattr(self.precision, "scaler", None) is None:  # a gradient scaler's state must not move
+            made._trainer, made.losses = self.trainer, self.losses
+        return made
+
     # -- modules -----------------------------------------------------------------------------------------------------
     @property
     def copier(self) -> Copier:
@@ -96,8 +104,22 @@ class Blueprint:
             if self._is_wrapped:
                 module.configure_model()
                 for callback in self.callbacks:
-                    module = callback.wrap_module(module, owner)
+                    module = self._wrapped(module, callback, owner)
         return self.convert(module)
+
+    def _wrapped(self, module: LightningModule, callback: FederatedCallback, owner: str) -> LightningModule:
+        """Let a callback wrap a module; name those that had wrapped it before if that fails."""
+        try:
+            return callback.wrap_module(module, owner)
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            wrapping = [other.key for other in self.callbacks if other.claims("wrap_module")]
+            before = wrapping[: wrapping.index(callback.key)] if callback.key in wrapping else []
+            after = f" after {' and '.join(before)}, which changed its layers" if before else ""
+            way = f" Remove one of {', '.join(wrapping)}." if before else ""
+            raise ConfigurationError(
+                f"{callback.key} cannot wrap {type(self.template).__name__}{after}: {type(error).__name__}: "
+                f"{' '.join(str(error).split()).rstrip('.')}.{way}"
+            ) from error
 
     def build_around(self, entries: State) -> LightningModule:
         """Build a module around given entries in one go; for clients whose module no callback takes part in building."""

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.compat.quiet import quiet
 
 DROPPED = ("strategy", "devices", "num_nodes", "sync_batchnorm", "profiler", "max_epochs", "max_steps")
@@ -28,7 +29,7 @@ def make_evaluator(arguments: Mapping[str, Any], losses: StepLosses) -> Trainer:
         return Trainer(
             **kept | {"use_distributed_sampler": False},
             devices=1,
-            logger=False,
+            logger=ClientLogger(arguments.get("default_root_dir")),  # `self.logger` works in evaluation steps, too
             callbacks=[losses],
             enable_checkpointing=False,
             enable_progress_bar=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -26,11 +27,24 @@ def optimizers_of(module: LightningModule) -> list[Optimizer]:
             configured = copy.deepcopy(module).configure_optimizers()
     except RuntimeError:
         return []
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_optimizers fails: {' '.join(str(error).split()).rstrip('.')} "
+            f"({type(error).__name__})."
+        ) from error
     if configured is None:
         raise ConfigurationError(
             f"{type(module).__name__}.configure_optimizers returns nothing, so nothing would train. Return an optimizer."
         )
-    return optimizers_in(configured)
+    found = optimizers_in(configured)
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            for name, value in group.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} of {type(module).__name__} has {name}={value}; it must be finite."
+                    )
+    return found
 
 
 def optimizers_in(value: Any) -> list[Optimizer]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from lightning.pytorch import Callback
 
@@ -22,7 +24,7 @@ class LocalSettings:
         lr_decay: Factor on every learning rate per round.
         trainer_arguments: Arguments of `lightning.pytorch.Trainer`, forwarded as they are.
         callbacks: Ordinary Lightning callbacks; each visit works on copies with the client's own state.
-        logger: Logger of the clients' Trainers.
+        log_clients: Clients whose own logs are kept for the run's loggers; `True`: all.
         local_loop: `"fast"`, `"trainer"`, or `"auto"`: fast where it applies.
     """
 
@@ -34,8 +36,17 @@ class LocalSettings:
     lr_decay: float = 1.0
     trainer_arguments: dict[str, Any] = field(default_factory=dict)
     callbacks: list[Callback] = field(default_factory=list)
-    logger: Any = False
+    log_clients: bool | list[str] = False
     local_loop: Literal["auto", "trainer", "fast"] = "auto"
+
+    def folder_of(self, client: str) -> str | None:
+        """Return the folder for what is written inside a client's training; `None` if the run writes nothing."""
+        root = self.trainer_arguments.get("default_root_dir")
+        return None if root is None else str(Path(root) / "clients" / quote(client, safe=""))
+
+    def logs(self, client: str) -> bool:
+        """Return True if the logs of a client are kept."""
+        return self.log_clients if isinstance(self.log_clients, bool) else client in self.log_clients
 
     @property
     def unit(self) -> Literal["epochs", "steps"]:

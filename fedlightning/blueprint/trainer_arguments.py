@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import os
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+from lightning.fabric.plugins.environments.lsf import LSFEnvironment
+from lightning.fabric.plugins.environments.mpi import MPIEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import Trainer
+
+from fedlightning.compat.quiet import quiet
+from fedlightning.errors import ConfigurationError
+
+CLUSTERS = (SLURMEnvironment, TorchElasticEnvironment, LSFEnvironment, MPIEnvironment)
+"""What tells the processes of several machines about each other."""
+
 FORWARDED = (
     "accelerator",
     "strategy",
@@ -30,3 +49,99 @@ FORWARDED = (
     "reload_dataloaders_every_n_epochs",
 )
 """Passed on as the user gave them. `default_root_dir` is set, too, but from the folder of the run."""
+
+
+def check_forwarded(given: Mapping[str, Any]) -> None:
+    """Refuse values of Lightning's arguments that cannot work, also those that it takes without a word.
+
+    Args:
+        given: The trainer's arguments.
+
+    Raises:
+        ConfigurationError: Naming the argument.
+    """
+    for name, least in (
+        ("accumulate_grad_batches", 1),
+        ("num_nodes", 1),
+        ("check_val_every_n_epoch", 1),
+        ("log_every_n_steps", 0),
+        ("reload_dataloaders_every_n_epochs", 0),
+    ):
+        value = given[name]
+        if value is not None and (not _is_whole(value) or value < least):
+            raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
+    for name in (*(f"limit_{split}_batches" for split in ("train", "val", "test", "predict")), "overfit_batches"):
+        value = given[name]
+        if value is not None and not (_is_whole(value) and value >= 0) and not _is_share(value):
+            raise ConfigurationError(
+                f"{name}={value!r} must be a number of batches (an int) or a share in [0, 1] (a float)."
+            )
+    interval = given["val_check_interval"]
+    if (_is_whole(interval) and interval < 1) or (isinstance(interval, float) and not 0.0 < interval <= 1.0):
+        raise ConfigurationError(
+            f"val_check_interval={interval!r} must be a number of batches of at least 1 (an int) or a share of an epoch in "
+            "(0, 1] (a float)."
+        )
+    clip = given["gradient_clip_val"]
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 <= clip < math.inf):
+        raise ConfigurationError(
+            f"gradient_clip_val={clip!r} must be a finite number of at least 0; None does not clip."
+        )
+    if given["gradient_clip_algorithm"] not in (None, "norm", "value"):
+        raise ConfigurationError(
+            f"gradient_clip_algorithm={given['gradient_clip_algorithm']!r} is unknown. Choose 'norm' or 'value'."
+        )
+    if (given["num_nodes"] or 1) > 1 and not in_cluster(given["plugins"]):
+        raise ConfigurationError(
+            f"num_nodes={given['num_nodes']}, but this process was not started on several machines, and would wait for the "
+            "others for ever. Start it with srun or torchrun, set MASTER_ADDR and NODE_RANK, or leave num_nodes out."
+        )
+
+
+def in_cluster(plugins: Any = None) -> bool:
+    """Return True if this process knows of other machines, as Lightning finds out: from a launcher's variables."""
+    plugins = plugins if isinstance(plugins, list | tuple) else [plugins]
+    if any(hasattr(plugin, "main_address") and hasattr(plugin, "global_rank") for plugin in plugins):
+        return True
+    if {"MASTER_ADDR", "NODE_RANK"} <= os.environ.keys() or {"MASTER_ADDR", "GROUP_RANK"} <= os.environ.keys():
+        return True
+    return any(cluster.detect() for cluster in CLUSTERS)
+
+
+def check_devices(arguments: Mapping[str, Any]) -> None:
+    """Refuse devices, a strategy or plugins that this machine does not have, by making the Trainer that a client would have.
+
+    Args:
+        arguments: What the clients' Trainers are made with.
+
+    Raises:
+        ConfigurationError: With Lightning's reason.
+    """
+    named = ("accelerator", "devices", "strategy", "num_nodes", "precision", "plugins", "profiler")
+    if all(arguments.get(name) in (None, "auto", 1, "cpu") for name in named):
+        return
+    try:
+        with quiet():
+            Trainer(
+                **{name: copy.deepcopy(arguments[name]) for name in arguments if name != "default_root_dir"},
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+    except Exception as error:
+        text = " ".join(str(error).split())
+        given = {name: arguments[name] for name in named if arguments.get(name) not in (None, "auto", 1)}
+        values = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ConfigurationError(
+            f"{values or 'The Trainer arguments'}: no client can train with that; {text.rstrip('.')} "
+            f"({type(error).__name__})."
+        ) from error
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, float) and 0.0 <= value <= 1.0

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from fedlightning.catalogue import baselines, clusters, from_others, global_models, own_model, shared_part
 from fedlightning.catalogue.algorithm import FAMILIES, Algorithm, Option
 from fedlightning.catalogue.installed import installed_rows, plain
+from fedlightning.compat.renamed import old_names, present_names
 
 if TYPE_CHECKING:
     from fedlightning.hooks import FederatedCallback
@@ -117,6 +118,7 @@ def create(name: str, **options: Any) -> FederatedCallback:
     row = find(name)
     cls = row.load()
     known = inspect.signature(cls).parameters
+    options = present_names(row.name, old_names(cls), options)
     unknown = [option for option in options if option not in known]
     if unknown:
         have = f"It has {', '.join(known)}." if known else "It has no options."

@@ -10,6 +10,7 @@ COMMANDS = {
     "report": "Compare finished runs: tables, figures and one HTML page.",
     "partition": "Show the samples of each client: a table, a picture and a CSV file.",
     "algorithms": "List the algorithms, or explain one.",
+    "configs": "List the configurations that come with the package, or copy them.",
     "completion": "Print a script that completes commands and options in bash or zsh.",
 }
 """Command -> what it does."""

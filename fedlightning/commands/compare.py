@@ -27,7 +27,7 @@ from fedlightning.commands.terminal import console, shown
 from fedlightning.experiments.baselines import AUTO, notes
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.execute import Task
-from fedlightning.experiments.first_result import FirstResult, check_metric
+from fedlightning.experiments.first_result import FirstResult, check_known, check_metric
 from fedlightning.experiments.plan import Plan, Request, make_plan
 from fedlightning.experiments.study_file import StudyFile, only_one
 
@@ -95,12 +95,23 @@ def compare(words: Sequence[str], main: Main) -> int:
     seeds, jobs = parse_seeds(options.seeds), check_jobs(options.jobs)
     names = [name.strip() for name in options.baselines.split(",") if name.strip()]
     names = {"auto": list(AUTO), "none": []}.get(options.baselines, names)
-    request = Request(options.configs, CLI, options.config, options.override, passed, options.vary, names)
+    request = Request(
+        options.configs,
+        CLI,
+        options.config,
+        options.override,
+        passed,
+        options.vary,
+        names,
+        metrics=not options.no_report,
+    )
     screen = console()
     plan: Plan = call(make_plan, request)
     out: Path = options.out or default_out([method.name for method in plan.methods if not method.baseline])
     study = StudyFile(out)
     tasks = study.plan(plan.methods, seeds, plan.vary, options.redo)
+    if tasks:
+        check_known(options.metric, plan.metrics)
     show_plan(screen, plan, seeds, jobs, tasks, out)
     if options.dry_run:
         show_commands(tasks, screen)

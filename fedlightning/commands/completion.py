@@ -43,7 +43,7 @@ def completion(words: Sequence[str]) -> int:
 def script(shell: str) -> str:
     """Return the completion script of `shell`, with the options of all parsers."""
     from fedlightning.catalogue import list_algorithms
-    from fedlightning.commands import COMMANDS, compare, report, sweep
+    from fedlightning.commands import COMMANDS, compare, configs, report, sweep
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
     from fedlightning.config.names import class_names
@@ -53,6 +53,7 @@ def script(shell: str) -> str:
     choices = {
         "algorithms": list_algorithms(),
         "completion": ["bash", "zsh"],
+        "configs": ["list", "copy", "--to", "--force", *configs.names()],
         "compare": [*compare.parser().option_strings(), *passed_on, *class_names()],
         "sweep": [*sweep.parser().option_strings(), *passed_on, *class_names()],
         "report": report.parser().option_strings(),

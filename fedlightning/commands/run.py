@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from fedlightning.commands.partition import PartitionCommand
 from fedlightning.commands.terminal import console, shown
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
+from fedlightning.errors import ConfigurationError
 from fedlightning.run.files import is_writer, writing
 from fedlightning.study.failures import failures_line
 from fedlightning.study.table import print_results
@@ -26,7 +28,8 @@ def run(command: str, words: Sequence[str]) -> int:
         command: Name of the command, which is a method of its class.
         words: Words that follow it on the command line.
     """
-    words = with_run_config(command, list(words))
+    dry = {"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true", "--dry-run=json": "--dry_run=json"}
+    words = with_run_config(command, [dry.get(word, word) for word in words])
     cli = cli_class(command)(command, words)
     getattr(cli, command)(**cli.options())
     return 0
@@ -47,6 +50,7 @@ class Commands(FederatedCLI):
         resume: str | None = None,
         test_after_fit: bool = True,
         allow_config_change: bool = False,
+        dry_run: bool | Literal["json"] = False,
         trust_old_state: bool = False,
     ) -> None:
         """Train a federation, test it and show the results.
@@ -60,9 +64,14 @@ class Commands(FederatedCLI):
                 config.yaml is then read unless --config is given.
             test_after_fit: Score all models on test data at the end, if there are any.
             allow_config_change: Resume although the configuration has changed; summary.json lists the changes.
+            dry_run: Train nothing: check everything, try one batch of every step, and print what the run would do. Also
+                --dry-run and --dry-run=json.
             trust_old_state: Resume a run of an earlier version although reading its state runs what its files hold; only
                 for your own runs.
         """
+        if dry_run:
+            self._rehearse(as_json=dry_run == "json")
+            return
         screen = console()
         try:
             self.trainer.fit(
@@ -75,7 +84,7 @@ class Commands(FederatedCLI):
         except Exception as error:
             if explain(error) is not None:
                 leave_nothing(self.trainer)
-            raise
+            raise self._with_path(error) from error.__cause__
         results = self.trainer.results
         stopped = self.trainer.stopped_by
         has_tests = any(self.datamodule.num_samples(client, "test") for client in self.datamodule.client_ids)
@@ -148,6 +157,21 @@ class Commands(FederatedCLI):
             torch.save(batches, out)
         shape = f" of shape {tuple(batches.shape)}" if isinstance(batches, torch.Tensor) else ""
         console().print(f"Predictions{shape}: {out}", soft_wrap=True, highlight=False)
+
+    def _with_path(self, error: Exception) -> Exception:
+        """Return an error about an argument of the trainer with the full path of its key; others as they are."""
+        named = isinstance(error, ConfigurationError) and str(error).partition("=")[0] in self.trainer.arguments
+        return InputError(f"trainer.{error}") if named else error
+
+    def _rehearse(self, as_json: bool) -> None:
+        try:
+            found = self.trainer.dry_run(self.model, self.datamodule)
+        except ConfigurationError as error:
+            raise self._with_path(error) from error.__cause__
+        if is_writer():
+            print(json.dumps(found.as_dict(), indent=2) if as_json else found)
+        if found.problems:
+            raise InputError(f"{len(found.problems)} clients failed in the dry run; the first: {found.problems[0]}.")
 
     def _evaluate(self, run: str, checkpoint: str, split: Literal["val", "test"], trust_old_state: bool) -> None:
         folder = find_run(run)

@@ -7,8 +7,11 @@ import difflib
 import errno
 import linecache
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
+from typing import Any
+
+from fedlightning.errors import ConfigurationError, users_line
 
 _TYPES = {
     "int": "a whole number",
@@ -38,7 +41,11 @@ def explain(error: BaseException) -> str | None:
         return parse_sentence(str(error))
     cause = error.__cause__
     if any(kind.__name__ == "FederationError" for kind in type(error).__mro__):
-        return _one_line(error) if cause is None or explain(cause) is not None else None
+        of_all = "failed with this error in round 1" in str(error)
+        known = cause is None or explain(cause) is not None or (of_all and not users_line(cause))
+        return _one_line(error) if known else None
+    if isinstance(error, ConfigurationError) and cause is not None and users_line(cause):
+        return None  # the user's own code has failed: the traceback says where
     if isinstance(
         error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
     ):
@@ -55,6 +62,50 @@ def root_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None and _raised_in(error).startswith("jsonargparse"):
         error = error.__cause__
     return error
+
+
+def constructor_sentence(error: BaseException, config: Mapping[str, Any]) -> str:
+    """Return the sentence for an error that a constructor raised, with the place of its class in the configuration.
+
+    Args:
+        error: The error.
+        config: Sections `trainer`, `model` and `data`, as plain mappings.
+    """
+    places = [
+        (path, name)
+        for section in ("trainer", "model", "data")
+        for path, name in _classes(config.get(section), section)
+    ]
+    place, owner = "", ""
+    trace = error.__traceback__
+    while trace is not None:  # the innermost constructor of a class that the configuration names
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "__init__" and "self" in frame.f_locals:
+            kinds = {kind.__name__ for kind in type(frame.f_locals["self"]).__mro__}
+            found = [(path, name) for path, name in places if name in kinds]
+            place, owner = found[0] if found else (place, owner)
+        trace = trace.tb_next
+    said = (
+        _one_line(error)
+        if isinstance(error, ValueError) and _on_purpose(error)
+        else f"{type(error).__name__}: {_one_line(error)}"
+    )
+    if owner and owner not in said:
+        said = f"{owner} cannot be made: {said}"
+    where = f"{place}: " if place and not said.startswith(place) else ""
+    return f"{where}{said.rstrip('.')}."
+
+
+def _classes(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the path and the name of every class in a configuration."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("class_path"), str):
+            yield path, value["class_path"].rpartition(".")[2]
+        for key, item in value.items():
+            yield from _classes(item, path if key in ("init_args", "dict_kwargs") else f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _classes(item, f"{path}[{index}]")
 
 
 def _raised_in(error: BaseException) -> str:
@@ -171,6 +222,9 @@ def _wrong_class(where: str, found: re.Match[str], text: str) -> str:
 
 def _unexpected(where: str, found: re.Match[str], text: str) -> str:
     classes = re.findall(r"class_path '([\w.]+)'", text)
+    classes = [
+        path for path in classes if path != "lightning.Callback"
+    ] or classes  # tried for an option of a list, too
     owner = classes[-1].rpartition(".")[2] if classes else where
     key = found[1]
     if key == "seed_everything":
@@ -214,7 +268,8 @@ def _wrong_value(where: str, text: str) -> str:
     lines = [line.strip(" -") for line in text.splitlines()]
     noise = (
         "Parser key", "Does not validate", "Subtypes:", "Errors:", "Given value", "Problem with given",
-        "Expected a path but", "Expected a <class 'NoneType'>",
+        "Expected a path but", "Expected a <class 'NoneType'>", "Subclass types expect", "a class path (str)",
+        "a dict with", "a dict without",
     )  # fmt: skip
     useful = list(dict.fromkeys(line for line in lines if line and not line.startswith(noise)))
     if not useful:

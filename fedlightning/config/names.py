@@ -59,5 +59,15 @@ def trainer_options() -> list[str]:
 def option_names() -> list[str]:
     """Return all options of `fit`, for suggestions."""
     trainer = [f"--trainer.{name}" for name in trainer_options()]
-    own = ("config", "resume", "test_after_fit", "allow_config_change", "run", "checkpoint", "out", "print_config")
+    own = (
+        "config",
+        "resume",
+        "test_after_fit",
+        "allow_config_change",
+        "dry_run",
+        "run",
+        "checkpoint",
+        "out",
+        "print_config",
+    )
     return [*(f"--{name}" for name in own), *trainer]

@@ -9,15 +9,18 @@ from yaml import YAMLError
 
 import fedlightning.callbacks
 from fedlightning.compat.renamed import old_names, present_class, present_names
+from fedlightning.config.values import refuse_expansion
 
 
 def read_old_names() -> None:
-    """Let jsonargparse's YAML loader replace old names as it reads."""
+    """Let jsonargparse's YAML loader replace old names as it reads, and refuse aliases without end."""
     load = get_loader("yaml")
     if not getattr(load, "reads_old_names", False):
 
         def loading(text: str) -> Any:
-            return with_present_names(load(text))
+            found = load(text)
+            refuse_expansion(found)
+            return with_present_names(found)
 
         loading.reads_old_names = True  # type: ignore[attr-defined]
         set_loader("yaml", loading, exceptions=(YAMLError,))

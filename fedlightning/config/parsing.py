@@ -7,11 +7,13 @@ import re
 import textwrap
 from argparse import SUPPRESS, Action
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fedlightning import __version__
 
 # isort: split
+import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning import seed_everything
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -19,9 +21,12 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from fedlightning.arguments import REPLACED
 from fedlightning.blueprint.trainer_arguments import FORWARDED
-from fedlightning.config.errors import InputError, root_cause
+from fedlightning.compat.hyperparameters import Maker
+from fedlightning.config.errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.names import class_names
 from fedlightning.config.old_names import read_old_names
+from fedlightning.config.values import check_values
+from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.trainer import FederatedTrainer
 
 TITLES = {
@@ -106,36 +111,56 @@ class FederatedCLI(LightningCLI):
         self.add_options(parser, self.command)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, without Lightning's warning about being called from Python."""
+        """Parse, without Lightning's warning about being called from Python, and check the values."""
         self.config = parser.parse_args(args)
+        check_values(self.config.as_dict(), FederatedTrainer)
 
     def _set_seed(self) -> None:
         """Do nothing: the seed is set in :meth:`before_instantiate_classes`."""
 
     # -- the objects -----------------------------------------------------------------------------------------------
     def before_instantiate_classes(self) -> None:
-        """Set the seed, so that the same configuration gives the same first weights."""
+        """Set the seed, so that the same configuration gives the same first weights.
+
+        Raises:
+            InputError: If the seed is out of range.
+        """
+        if not 0 <= self.config.trainer.seed < 2**32:
+            raise InputError(f"trainer.seed={self.config.trainer.seed} must be a whole number from 0 to 4294967295.")
         seed_everything(self.config.trainer.seed, workers=False, verbose=False)
+        dumped: dict[str, Any] = {}
+
+        def section(key: str) -> Any:
+            if not dumped:
+                dumped.update(plain_values(self.parser, self.config))
+            return dumped.get(key)
+
+        # In the place of Lightning's, which give the hyper-parameters of a wrapper to what is inside it too.
+        self.parser.add_instantiator(Maker(partial(section, "model")), LightningModule)
+        self.parser.add_instantiator(Maker(partial(section, "data")), LightningDataModule)
 
     def instantiate_classes(self) -> None:
         """Make the objects.
 
         Raises:
-            InputError: If a constructor refuses a value, with its sentence.
+            InputError: If a constructor refuses a value or fails, with the place in the configuration. What a user's own
+                constructor raises stays as it is, unless it is a ValueError.
         """
         try:
             super().instantiate_classes()
         except Exception as error:
             root = root_cause(error)
-            if isinstance(root, ValueError):
-                raise InputError(str(root)) from root
-            if root is not error:
+            if isinstance(root, OSError) or (users_line(root) and not isinstance(root, ValueError)):
                 raise root from None
-            raise
+            raise InputError(constructor_sentence(root, self.config.as_dict())) from root
 
     def instantiate_trainer(self, **kwargs: Any) -> FederatedTrainer:  # type: ignore[override]
         """Return the trainer, which checks its arguments and writes nothing yet."""
-        trainer = FederatedTrainer(**{**self.config_init.trainer, **kwargs})
+        try:
+            trainer = FederatedTrainer(**{**self.config_init.trainer, **kwargs})
+        except ConfigurationError as error:
+            named = str(error).partition("=")[0] in self.config.trainer
+            raise InputError(f"trainer.{error}" if named else f"trainer: {error}") from error
         trainer.config = self.run_config()
         return trainer
 
@@ -152,6 +177,13 @@ class FederatedCLI(LightningCLI):
         """Return the values of the command's own options."""
         names = [name for name in inspect.signature(getattr(self, self.command)).parameters if name != "self"]
         return {name: self.config_init.get(name) for name in names}
+
+
+def plain_values(parser: LightningArgumentParser, config: Any) -> dict[str, Any]:
+    """Return a configuration as plain values, in the form in which LightningCLI keeps hyper-parameters."""
+    text = parser.dump(config, skip_link_targets=False, skip_none=False, format="yaml")
+    values: dict[str, Any] = yaml.safe_load(text)
+    return values
 
 
 class Formatter(DefaultHelpFormatter):
@@ -176,7 +208,7 @@ def tidy_help(parser: LightningArgumentParser) -> None:
             key = action.dest.partition(".")[0]
             if key in TITLES:
                 group.title = TITLES[key]
-            elif action.dest in ("resume", "run", "out", "split", "test_after_fit", "allow_config_change"):
+            elif action.dest in ("resume", "run", "out", "split", "test_after_fit", "allow_config_change", "dry_run"):
                 group.title = "this command"
             name = action.dest.removeprefix("trainer.")
             if name in REPLACED:

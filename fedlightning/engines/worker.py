@@ -20,6 +20,7 @@ import torch
 import torch._dynamo  # the first optimizer of a process imports it, for a second or two
 
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.compat.pytorch_lightning import adapt, use_lightning_if_possible
 from fedlightning.engines.arena import Arena, pack, unpack
 from fedlightning.run.signals import ignore_stop_requests
 from fedlightning.visit.runner import LocalRunner
@@ -95,6 +96,7 @@ def work(connection: Connection, environment: Mapping[str, str]) -> None:
     ignore_stop_requests()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)
+    use_lightning_if_possible(asked=False)
     torch.set_num_threads(1)
     try:
         inbox, outbox, common = (Arena(recv_handle(connection)) for _ in range(3))
@@ -109,6 +111,11 @@ def work(connection: Connection, environment: Mapping[str, str]) -> None:
     try:
         switches, parts = unpack(header, setup, copy=False)
         switches.apply()
+        with warnings.catch_warnings():  # the main process has said it
+            warnings.simplefilter("ignore")
+            adapt(
+                parts["template"], parts["settings"].callbacks, parts["data"], getattr(parts["data"], "datamodule", 0)
+            )
         runner = LocalRunner(Blueprint(**{name: part for name, part in parts.items() if name != "data"}), parts["data"])
     except BaseException as error:
         connection.send_bytes(pack(Reply(error=error), outbox))

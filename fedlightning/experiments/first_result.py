@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fedlightning.config.errors import InputError, suggestion
@@ -59,4 +59,24 @@ def check_metric(folder: Path, metric: str) -> None:
         raise InputError(
             f"--metric is '{metric}', and the run in {folder} has no such score on test data. It has {', '.join(known)}. "
             f"{f'{hint} ' if hint else ''}Finished runs are kept: the same command with another --metric goes on from there."
+        )
+
+
+def check_known(metric: str, known: Sequence[str]) -> None:
+    """Check a metric before the first run.
+
+    Args:
+        metric: Name of the metric, with or without `test_`.
+        known: Scores that the runs will have; empty if that is not known.
+
+    Raises:
+        InputError: If they will not have it.
+    """
+    from fedlightning.scoring.metrics import bare
+
+    if known and bare(metric) not in known:
+        hint = suggestion(bare(metric), known)
+        raise InputError(
+            f"--metric is '{metric}', and the runs will have no such score on test data. They will have "
+            f"{', '.join(known)}.{f' {hint}' if hint else ''} No run was made."
         )

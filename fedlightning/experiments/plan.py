@@ -41,6 +41,7 @@ class Request:
         vary: Keys that are set to the seed beside `trainer.seed`. `None` takes the seed of the validation split, if the
             data have one.
         baselines: Names of algorithms to add, unless they are there already.
+        metrics: Whether to find out, in a dry run of the first method, which scores there will be.
         matrix: Whether runs are tested with every client's model on every client's data.
     """
 
@@ -52,6 +53,7 @@ class Request:
     vary: list[str] | None = None
     baselines: list[str] = field(default_factory=lambda: list(AUTO))
     matrix: bool = True
+    metrics: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,13 @@ class Plan:
         methods: Methods in the order given, with added baselines last.
         vary: Name of a method -> keys that are set to the seed.
         gpus: Number of GPUs.
+        metrics: Scores on test data of the first method; empty if nobody asked, or if it cannot be found out.
     """
 
     methods: list[Method]
     vary: dict[str, list[str]]
     gpus: int = 0
+    metrics: list[str] = field(default_factory=list)
 
 
 def make_plans(requests: Sequence[Request]) -> list[Plan]:
@@ -111,7 +115,7 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
         name = unique(algorithm.lower(), {method.name.lower() for method in methods})
         config, number, vary[name] = reader.read_config(f"baseline {name}", baseline_config(first.config, algorithm))
         methods.append(Method(name, first.configs, config, True, number, defaults))
-    return Plan(methods, vary, torch.cuda.device_count())
+    return Plan(methods, vary, torch.cuda.device_count(), reader.metrics or [])
 
 
 @dataclass
@@ -120,6 +124,7 @@ class _Reader:
 
     request: Request
     clients: dict[str, int]
+    metrics: list[str] | None = None
 
     def read(self, name: str, files: Sequence[str], options: Sequence[str]) -> tuple[Config, int, list[str]]:
         """Return the complete configuration, the number of clients, and the keys that vary with the seed."""
@@ -153,6 +158,8 @@ class _Reader:
             arguments[_DATA_SEED] = 0
             vary = [*vary, f"data.init_args.{_DATA_SEED}"]
         clients = self._count(cli.datamodule, config["data"])
+        if self.request.metrics and self.metrics is None:
+            self.metrics = _metrics(cli)
         if config["trainer"].get("test_data") is None and self.request.matrix and clients <= MATRIX_CLIENTS:
             config["trainer"]["test_data"] = [LOCAL, POOLED, "clients"]
         return config, clients, vary
@@ -170,3 +177,12 @@ class _Reader:
                 data.setup("fit")
             self.clients[key] = len(data.client_ids)
         return self.clients[key]
+
+
+def _metrics(cli: Any) -> list[str]:
+    """Return the names of the scores that a run will have on test data; empty if a dry run fails, as the run will."""
+    try:
+        metrics: list[str] = cli.trainer.dry_run(cli.model, cli.datamodule).metrics
+    except Exception:  # the run itself tells, and does not stop the others
+        return []
+    return metrics

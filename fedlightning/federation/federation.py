@@ -15,6 +15,7 @@ from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
 from fedlightning.federation.loops.synchronous import messages, run_round
+from fedlightning.federation.sanity import check_steps
 from fedlightning.federation.server import Scores, Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
@@ -47,6 +48,7 @@ class Federation:
         evaluate_every: Rounds between evaluations; 0: never.
         save_every: Rounds between saved states; 0: never.
         fingerprint: Gives what must not change when the run is resumed.
+        sanity_check: Whether :meth:`check` tries one batch of every step.
         changes: What has changed all the same, because the user allowed it.
         rounds_done: Finished rounds.
         rounds_saved: Rounds of the newest saved state.
@@ -65,6 +67,7 @@ class Federation:
     evaluate_every: int
     save_every: int
     fingerprint: Callable[[], dict[str, Any]] = dict
+    sanity_check: bool = True
     changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
     rounds_saved: int = 0
@@ -185,6 +188,9 @@ class Federation:
             local_epochs=blueprint.settings.local_epochs,
             local_steps=blueprint.settings.local_steps,
             optimizers=optimizers_of(module),
+            optimizer_state=blueprint.settings.optimizer_state,
+            trainer_arguments=blueprint.settings.trainer_arguments,
+            num_batches=self.engine.runner.num_batches,
             first_batch=self.engine.runner.first_batch,
             evaluate_every=self.evaluate_every,
             participation=server.participation,
@@ -193,6 +199,9 @@ class Federation:
         )
         server.callbacks.event("check", setup)
         self.engine.check()
+        if self.sanity_check:
+            splits = ("val",) if self.evaluate_every > 0 and self.stages else ()
+            check_steps(self.engine.runner, splits + (("test",) if self.test_data else ()))
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
         """Carry out one round: train, score, tell the callbacks, save. Return its scores.
@@ -226,6 +235,7 @@ class Federation:
                 rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
         server.scores = _by_client(rows)
         self.recorder.record(rows)
+        self.recorder.log_clients(updates)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
         self.tick()
@@ -285,6 +295,7 @@ class Federation:
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
+            self.recorder.log_clients([update])
             if update.error is not None:
                 server.note_failure(update.client, update.error, when="After the last round")
         if self.recorder.run is not None and self.recorder.writes:

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class FederatedCallback(Callback):
     """Base of every algorithm, checkpoint and diagnostic that takes part in a federation.
 
-    There are two kinds of methods. **Events** run for every callback in list order; where they return a value, they
-    chain. **Roles** are answered by at most one callback; two that claim one role are refused at start, by name. An
-    ordinary Lightning hook on a federated callback runs inside each client's local training, with `self.client` there.
+    There are two kinds of methods. **Events** run for every callback, those of lower :attr:`rank` first and equal ones in
+    list order; where they return a value, they chain. **Roles** are answered by at most one callback; two that claim one
+    role are refused at start, by name. An ordinary Lightning hook on a federated callback runs inside each client's local
+    training, with `self.client` there.
 
     Nine methods are *the contract*: most algorithms need no others. In the order of a round they are
     :meth:`plan_round`, :meth:`shared_names`, :meth:`on_broadcast`, :meth:`on_receive`, :meth:`correct_gradient`,
@@ -39,7 +40,12 @@ class FederatedCallback(Callback):
         weighting: How clients are weighted in the mean: by `"samples"`, `"uniform"`, by the `"log"` of their samples, or
             by a function of the server and the update. `None` leaves it to the other callbacks (default: samples).
         saved_as: Key of a class whose name has changed, so that what runs have saved stays readable. Not inherited.
+        rank: Place among the callbacks of a run, whatever the user's order: lower ones come first. Set it where a method
+            must see something before others change it, such as the model that came or the raw gradient.
+        merges: True where `on_receive` makes the model that training starts from out of what came and what the client
+            kept. Two such callbacks are refused: each would merge what the other has merged.
         takes_part: False in a callback that only watches: a resumed run may go on with or without it.
+        infinite_arguments: Arguments that may be infinite. No other number may, and none may be NaN.
 
     Example:
         >>> class Shrink(FederatedCallback):
@@ -54,7 +60,10 @@ class FederatedCallback(Callback):
 
     weighting: Weighting | None = None
     saved_as: str | None = None
+    rank: int = 0
+    merges: bool = False
     takes_part: bool = True
+    infinite_arguments: tuple[str, ...] = ()
     _client: Client | None = None
 
     @property

@@ -33,10 +33,10 @@ class CallbackList:
     """Runs events on all callbacks, finds the one that answers a role, refuses double claims.
 
     Attributes:
-        callbacks: The callbacks in the user's order.
+        callbacks: The callbacks by their rank, those of equal rank in the user's order.
 
     Raises:
-        ValueError: If two callbacks have one key, claim one role, or ask for different weightings.
+        ValueError: If two callbacks have one key, claim one role, both merge, or ask for different weightings.
     """
 
     callbacks: list[FederatedCallback] = field(default_factory=list)
@@ -53,6 +53,13 @@ class CallbackList:
                     f"{' and '.join(claimants)} both claim '{role}', which only one callback can answer. "
                     "Remove one of them."
                 )
+        merging = [callback.key for callback in self.callbacks if callback.merges]
+        if len(merging) > 1:
+            raise ValueError(
+                f"{' and '.join(merging)} both merge the model that arrives with what the client has kept, and each would "
+                "merge what the other has merged already. Remove one of them."
+            )
+        self.callbacks = sorted(self.callbacks, key=lambda callback: callback.rank)
         wishes = {callback.key: callback.weighting for callback in self.callbacks if callback.weighting is not None}
         if len(set(wishes.values())) > 1:
             raise ValueError(
@@ -74,7 +81,7 @@ class CallbackList:
         return iter(self.callbacks)
 
     def event(self, name: str, *args: Any) -> None:
-        """Run an event on every callback, in list order."""
+        """Run an event on every callback, in order."""
         for callback in self.callbacks:
             getattr(callback, name)(*args)
 

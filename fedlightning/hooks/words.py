@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning.pytorch import LightningModule
@@ -140,6 +140,9 @@ class Setup:
         local_epochs: Epochs of a visit, or `None` where work is counted in steps.
         local_steps: Steps of a visit, or `None` where work is counted in epochs.
         optimizers: The optimizers that the module configures; empty if it needs a running trainer to tell.
+        optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`).
+        trainer_arguments: Arguments of the clients' Lightning Trainers that were set, such as `gradient_clip_val`.
+        num_batches: Number of training batches in an epoch of a client.
         first_batch: Gives one training batch of the first client that has one.
         evaluate_every: Rounds between evaluations; 0: never.
         participation: Share (float) or number (int) of clients that take part in a round.
@@ -157,6 +160,9 @@ class Setup:
     local_epochs: int | None
     local_steps: int | None
     optimizers: Sequence[Any] = ()
+    optimizer_state: Literal["reset", "keep"] = "reset"
+    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    num_batches: Callable[[str], int] = lambda client: 1
     first_batch: Callable[[], Any] = lambda: None
     evaluate_every: int = 1
     participation: int | float = 1.0

@@ -2,11 +2,12 @@
 
 In order of importance:
 
-* `Classifier`: the LightningModule that trains and scores any classification network.
+* `Classifier` and `Regressor`: the LightningModules that train and score any network, with labels or with numbers as
+  targets. `SupervisedModule` is what they share.
 * `networks`: `MLP`, `DigitsCNN`, `MnistCNN` and `CifarCNN`. `player_fl`, `heart` and `transformer`: the networks of the
   PLayer-FL and FENDA-FL papers and a small transformer for text.
 * `TimmNet`: any image model of timm (imported only when used).
-* `ClassificationMetrics`: the scores of a classifier over a whole split.
+* `ClassificationMetrics` and `RegressionMetrics`: their scores over a whole split.
 * `head_name`: the submodule that is a network's head.
 * `recipes` and `labels`: how checkpoints record a network, and the check of labels.
 """
@@ -17,6 +18,9 @@ from fedlightning.models.heart import FendaNet, LogisticRegression, TinyNet
 from fedlightning.models.metrics import ClassificationMetrics
 from fedlightning.models.networks import MLP, CifarCNN, DigitsCNN, MnistCNN
 from fedlightning.models.player_fl import PLayerCifarNet, PLayerConvNet
+from fedlightning.models.regression_metrics import RegressionMetrics
+from fedlightning.models.regressor import Regressor
+from fedlightning.models.supervised import SupervisedModule
 from fedlightning.models.timm_bridge import TimmNet, timm_model
 from fedlightning.models.transformer import SmallTransformer
 
@@ -31,7 +35,10 @@ __all__ = [
     "MnistCNN",
     "PLayerCifarNet",
     "PLayerConvNet",
+    "RegressionMetrics",
+    "Regressor",
     "SmallTransformer",
+    "SupervisedModule",
     "TimmNet",
     "TinyNet",
     "head_name",

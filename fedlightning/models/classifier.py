@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import copy
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from fedlightning.models.heads import head_name
 from fedlightning.models.labels import check_labels
 from fedlightning.models.metrics import ClassificationMetrics
-from fedlightning.models.recipes import INSTANTIATOR, callable_recipe, net_recipe, plain_factory
+from fedlightning.models.supervised import SupervisedModule
 
 DEFAULT_LR = 0.1
 """Learning rate of the default optimizer."""
-_UNRECORDED = "fedlightning_unrecorded"
 
 
-class Classifier(LightningModule):
+class Classifier(SupervisedModule):
     """A LightningModule that trains and scores a classification network on batches `(x, y)`.
 
     `x` is the network's input. `y` holds whole-number labels `0 .. num_classes - 1` of shape `(batch,)` or `(batch,
     1)`. A network with one output (a single logit, `(batch,)` or `(batch, 1)`) is binary: the loss is binary cross
     entropy on that logit, and everything else uses the equivalent pair of logits `(0, logit)`.
 
-    Logged once at the end of an epoch, over all samples: `train_loss` (mean of the epoch, with label smoothing), and
-    with the prefixes `val_` and `test_` the scores `loss` (plain cross entropy, without smoothing), `accuracy`,
+    Logged once at the end of an epoch, over all samples: `train_loss` (mean of the epoch, with label smoothing or the
+    focal loss), and with the prefixes `val_` and `test_` the scores `loss` (plain cross entropy), `accuracy`,
     `balanced_accuracy`, `f1_macro`, `f1_macro_all`, `auroc` and `ece`. `ClassificationMetrics` defines each of them and
     says when AUROC is NaN. `predict_step` returns probabilities of shape `(batch, num_classes)`, with 2 columns for a
     binary network.
@@ -50,6 +47,9 @@ class Classifier(LightningModule):
             `SmallTransformer` and `PLayerCifarNet`, which need AdamW. Not allowed together with `optimizer`.
         label_smoothing: Label smoothing of the training loss, in [0, 1).
         scheduler_interval: When the scheduler steps: once an `"epoch"` or once a `"step"`.
+        focal_gamma: Exponent of the focal loss, as the training loss instead of cross entropy (Lin et al. 2017: 2).
+            `None` is cross entropy. See `training_loss`.
+        class_weights: Weight of each class in the training loss (the alpha of the focal loss), two for a binary network.
 
     Raises:
         ValueError: If both `lr` and `optimizer` are given, or a value is out of its range.
@@ -63,6 +63,8 @@ class Classifier(LightningModule):
         (torch.Size([5, 3]), 'net.fc2')
     """
 
+    shown = ("loss", "accuracy")
+
     def __init__(
         self,
         net: nn.Module,
@@ -72,6 +74,8 @@ class Classifier(LightningModule):
         lr: float | None = None,
         label_smoothing: float = 0.0,
         scheduler_interval: Literal["epoch", "step"] = "epoch",
+        focal_gamma: float | None = None,
+        class_weights: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
         if optimizer is not None and lr is not None:
@@ -79,38 +83,43 @@ class Classifier(LightningModule):
                 f"Classifier got lr={lr} and an optimizer. lr belongs to the default SGD only: leave it out and set "
                 "the learning rate in the optimizer (optimizer.init_args.lr)."
             )
+        if not isinstance(net, nn.Module):
+            raise ValueError(
+                f"Classifier got a {type(net).__name__} as net. Pass a torch.nn.Module that returns logits."
+            )
         if num_classes < 1:
             raise ValueError(f"Classifier(num_classes={num_classes}): there must be at least 1 class.")
+        if lr is not None and not 0.0 <= lr < math.inf:
+            raise ValueError(f"Classifier(lr={lr}): a learning rate must be a finite number of at least 0.")
         if not 0.0 <= label_smoothing < 1.0:
             raise ValueError(f"Classifier(label_smoothing={label_smoothing}): it must lie in [0, 1).")
+        if focal_gamma is not None and not (0.0 <= focal_gamma < math.inf):
+            raise ValueError(f"Classifier(focal_gamma={focal_gamma}): it must be 0 or more; None is cross entropy.")
+        if focal_gamma is not None and label_smoothing:
+            raise ValueError(
+                "Classifier got focal_gamma and label_smoothing; focal loss has no smoothing. Use one of them."
+            )
+        if class_weights is not None:
+            if len(class_weights) != max(2, num_classes):
+                raise ValueError(
+                    f"Classifier got {len(class_weights)} class_weights for {max(2, num_classes)} classes; give one each."
+                )
+            if not all(0.0 <= weight < math.inf for weight in class_weights) or not any(class_weights):
+                raise ValueError(
+                    f"Classifier got class_weights={list(class_weights)}; they must be finite, 0 or more and not all 0."
+                )
         self.save_hyperparameters(ignore=["net", "optimizer", "scheduler"])
-        if "_instantiator" in self.hparams:  # LightningCLI made this object and gives its own plain configuration
-            self.save_hyperparameters()
-        self.net = net
         self.num_classes = num_classes
-        self.lr = DEFAULT_LR if lr is None else lr
-        self.label_smoothing = label_smoothing
-        self.scheduler_interval = scheduler_interval
-        self.make_optimizer = plain_factory(optimizer)
-        self.make_scheduler = plain_factory(scheduler)
+        self.label_smoothing, self.focal_gamma = label_smoothing, focal_gamma
+        self.class_weights = None if class_weights is None else tuple(map(float, class_weights))
+        self.take_over(net, optimizer, scheduler, DEFAULT_LR if lr is None else lr, scheduler_interval)
         self.val_metrics = ClassificationMetrics(max(2, num_classes))
         self.test_metrics = ClassificationMetrics(max(2, num_classes))
-        self._record_recipes()
-
-    @property
-    def head_name(self) -> str:
-        """Name of the head inside this module, such as `net.fc2`: the part that personal-head algorithms keep local."""
-        return f"net.{head_name(self.net)}"
-
-    def forward(self, x: Any) -> Tensor:
-        """Return the network's logits, as it returns them."""
-        logits: Tensor = self.net(x)
-        return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the loss of a batch, a scalar."""
         x, y = self._labelled(batch, batch_idx)
-        loss = self.loss(self(x), y, self.label_smoothing)
+        loss = self.training_loss(self(x), y)
         self.log("train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, batch_size=len(y))
         return loss
 
@@ -126,32 +135,6 @@ class Classifier(LightningModule):
         """Return probabilities `(batch, num_classes)` for a batch `x` or `(x, y)`."""
         x = batch[0] if isinstance(batch, list | tuple) else batch
         return self.class_logits(self(x)).softmax(1)
-
-    def on_validation_epoch_start(self) -> None:
-        self._start_scores(self.val_metrics)
-
-    def on_test_epoch_start(self) -> None:
-        self._start_scores(self.test_metrics)
-
-    def on_validation_epoch_end(self) -> None:
-        self._log_scores("val", self.val_metrics)
-
-    def on_test_epoch_end(self) -> None:
-        self._log_scores("test", self.test_metrics)
-
-    def configure_optimizers(self) -> Any:
-        """Return the optimizer over all parameters of this module, with its scheduler if one is set."""
-        factory = self.make_optimizer
-        parameters = self.parameters()
-        optimizer = torch.optim.SGD(parameters, lr=self.lr) if factory is None else factory(parameters)
-        if self.make_scheduler is None:
-            return optimizer
-        schedule = {
-            "scheduler": self.make_scheduler(optimizer),
-            "interval": self.scheduler_interval,
-            "monitor": "val_loss",
-        }
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def class_logits(self, logits: Tensor) -> Tensor:
         """Return logits as `(batch, num_classes)` in at least float32; a single logit z becomes the pair (0, z).
@@ -179,6 +162,31 @@ class Classifier(LightningModule):
             )
         return logits
 
+    def training_loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        r"""Return the mean training loss: cross entropy, or the focal loss of Lin et al. (arXiv 1708.02002, eq. 5).
+
+        .. math::
+            \text{FL} = -\frac{1}{n} \sum_i \alpha_{y_i} (1 - p_i)^\gamma \log p_i
+
+        where :math:`p_i` is the probability of sample i's own class and :math:`\alpha` are the class weights (1 without
+        them). The mean is over the samples, as in FLamby's Fed-ISIC2019. Weighted cross entropy is divided by the sum of
+        the samples' weights instead, as torch's.
+
+        Args:
+            logits: The network's output, as for `class_logits`.
+            y: Labels, shape `(batch,)`.
+        """
+        if self.focal_gamma is None and self.class_weights is None:
+            return self.loss(logits, y, self.label_smoothing)
+        pair = self.class_logits(logits)
+        weights = None if self.class_weights is None else pair.new_tensor(self.class_weights)
+        if self.focal_gamma is None:
+            return F.cross_entropy(pair, y, weight=weights, label_smoothing=self.label_smoothing)
+        # One minus the probability by expm1, which keeps its digits where the probability is nearly 1.
+        log_p = pair.log_softmax(1).gather(1, y.unsqueeze(1)).squeeze(1)
+        losses = -log_p * (-torch.expm1(log_p)).clamp(min=0) ** self.focal_gamma
+        return (losses if weights is None else losses * weights[y]).mean()
+
     def loss(self, logits: Tensor, y: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return the mean cross entropy, in at least float32.
 
@@ -193,41 +201,8 @@ class Classifier(LightningModule):
         target = y.to(pair.dtype) * (1 - label_smoothing) + label_smoothing / 2
         return F.binary_cross_entropy_with_logits(pair[:, 1], target)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        factories = {"optimizer": self.make_optimizer, "scheduler": self.make_scheduler}
-        lost = [name for name, made in factories.items() if made is not None and callable_recipe(made) is None]
-        if lost:
-            checkpoint[_UNRECORDED] = lost
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        have = {"optimizer": self.make_optimizer, "scheduler": self.make_scheduler}
-        for name in checkpoint.get(_UNRECORDED, []):
-            if have[name] is None:
-                rank_zero_warn(
-                    f"The {name} of this checkpoint was a function that cannot be written down, so the loaded "
-                    f"Classifier has the default one. To train on, pass {name}=... to load_from_checkpoint."
-                )
-
-    def _record_recipes(self) -> None:
-        """Put net, optimizer and scheduler into the hyperparameters as recipes (plain values)."""
-        recipes: dict[str, Any] = {
-            "optimizer": callable_recipe(self.make_optimizer),
-            "scheduler": callable_recipe(self.make_scheduler),
-        }
-        recipe = net_recipe(self.net)
-        if "net" not in self.hparams or "init_args" in vars(self.net):
-            recipes["net"] = recipe
-        self._set_hparams(recipes)
-        self._hparams_initial = copy.deepcopy(self._hparams)
-        self._set_hparams({"_instantiator": INSTANTIATOR})  # how load_from_checkpoint turns recipes into objects
-
     def _labelled(self, batch: Any, batch_idx: int) -> tuple[Any, Tensor]:
-        if not isinstance(batch, list | tuple) or len(batch) != 2:
-            raise ValueError(
-                f"Classifier needs batches (x, y), but the loader gave a {type(batch).__name__}. Return a pair from "
-                "the dataset or the collate function, or override training_step and the like."
-            )
-        x, y = batch
+        x, y = self._pair(batch)
         if y.ndim == 2 and y.shape[1] == 1:
             y = y.squeeze(1)
         if y.device.type == "cpu" or batch_idx == 0:  # reading values synchronises a GPU: first batch only
@@ -238,18 +213,3 @@ class Classifier(LightningModule):
         x, y = self._labelled(batch, batch_idx)
         logits = self(x)
         metrics.update(self.class_logits(logits), y, self.loss(logits, y))
-
-    def _start_scores(self, metrics: ClassificationMetrics) -> None:
-        if metrics.update_called:  # not after an epoch that has ended
-            metrics.reset()
-
-    def _log_scores(self, stage: str, metrics: ClassificationMetrics) -> None:
-        if not metrics.update_called:
-            return
-        # On one process torchmetrics' own compute() adds nothing but its cost, for every client.
-        together = torch.distributed.is_available() and torch.distributed.is_initialized()
-        values = metrics.compute() if together else ClassificationMetrics.compute(metrics)
-        for name, value in values.items():
-            shown = name in ("loss", "accuracy")
-            self.log(f"{stage}_{name}", value, on_epoch=True, prog_bar=shown, sync_dist=True)
-        metrics.reset()

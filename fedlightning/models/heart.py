@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedlightning.models.sizes import check_sizes
+
 
 class LogisticRegression(nn.Module):
     """One linear layer: 14 parameters by default.
@@ -30,6 +32,7 @@ class LogisticRegression(nn.Module):
 
     def __init__(self, in_features: int = 13, num_classes: int = 1) -> None:
         super().__init__()
+        check_sizes(self, in_features=in_features, num_classes=num_classes)
         self.init_args = {"in_features": in_features, "num_classes": num_classes}
         self.fc = nn.Linear(in_features, num_classes)
 
@@ -59,6 +62,7 @@ class TinyNet(nn.Module):
 
     def __init__(self, in_features: int = 13, width: int = 5, num_classes: int = 1) -> None:
         super().__init__()
+        check_sizes(self, in_features=in_features, width=width, num_classes=num_classes)
         self.init_args = {"in_features": in_features, "width": width, "num_classes": num_classes}
         self.fc1 = nn.Linear(in_features, width)
         self.fc2 = nn.Linear(width, num_classes)
@@ -91,6 +95,7 @@ class FendaNet(nn.Module):
 
     def __init__(self, in_features: int = 13, width: int = 5, num_classes: int = 1) -> None:
         super().__init__()
+        check_sizes(self, in_features=in_features, width=width, num_classes=num_classes)
         self.init_args = {"in_features": in_features, "width": width, "num_classes": num_classes}
         self.local_extractor = nn.Sequential(nn.Linear(in_features, width), nn.ReLU())
         self.global_extractor = nn.Sequential(nn.Linear(in_features, width), nn.ReLU())

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedlightning.models.sizes import check_sizes
+
 Norm = Literal["none", "batch", "group"]
 
 
@@ -37,6 +39,7 @@ class MLP(nn.Module):
 
     def __init__(self, in_features: int, hidden: list[int], num_classes: int) -> None:
         super().__init__()
+        check_sizes(self, in_features=in_features, hidden=hidden, num_classes=num_classes)
         self.init_args: dict[str, Any] = {
             "in_features": in_features,
             "hidden": list(hidden),
@@ -80,6 +83,7 @@ class DigitsCNN(nn.Module):
 
     def __init__(self, num_classes: int = 10, norm: Norm = "none", in_channels: int = 1, input_size: int = 8) -> None:
         super().__init__()
+        check_sizes(self, num_classes=num_classes, in_channels=in_channels, input_size=input_size)
         self.init_args = {
             "num_classes": num_classes,
             "norm": norm,
@@ -136,6 +140,8 @@ class MnistCNN(nn.Module):
         channels: tuple[int, int] = (32, 64),
     ) -> None:
         super().__init__()
+        sizes = {"in_channels": in_channels, "input_size": input_size, "num_classes": num_classes}
+        check_sizes(self, **sizes, hidden=hidden, channels=channels)
         self.init_args = {
             "in_channels": in_channels,
             "input_size": input_size,
@@ -180,6 +186,7 @@ class CifarCNN(nn.Module):
 
     def __init__(self, in_channels: int = 3, input_size: int = 32, num_classes: int = 10) -> None:
         super().__init__()
+        check_sizes(self, num_classes=num_classes, in_channels=in_channels, input_size=input_size)
         self.init_args = {"in_channels": in_channels, "input_size": input_size, "num_classes": num_classes}
         self.conv1 = nn.Conv2d(in_channels, 64, 5, padding=2)
         self.conv2 = nn.Conv2d(64, 64, 5, padding=2)

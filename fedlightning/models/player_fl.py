@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedlightning.models.networks import Norm, norm_layer
+from fedlightning.models.sizes import check_sizes
 
 
 class PLayerConvNet(nn.Module):
@@ -36,6 +37,7 @@ class PLayerConvNet(nn.Module):
 
     def __init__(self, in_channels: int = 1, num_classes: int = 10, norm: Norm = "none") -> None:
         super().__init__()
+        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
         self.init_args = {"in_channels": in_channels, "num_classes": num_classes, "norm": norm}
         self.conv1 = nn.Conv2d(in_channels, 64, 5, padding=2)
         self.norm1 = norm_layer(norm, 64)
@@ -79,6 +81,7 @@ class PLayerCifarNet(nn.Module):
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10, dropout: float = 0.3) -> None:
         super().__init__()
+        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
         self.init_args = {"in_channels": in_channels, "num_classes": num_classes, "dropout": dropout}
         self.conv1 = nn.Conv2d(in_channels, 64, 3, padding=2)
         self.conv2 = nn.Conv2d(64, 128, 3, padding=2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fedlightning.models.sizes import check_sizes
+
 
 class SmallTransformer(nn.Module):
     """A transformer encoder that classifies sequences of tokens.
@@ -49,6 +51,15 @@ class SmallTransformer(nn.Module):
         padding_idx: int = 0,
     ) -> None:
         super().__init__()
+        check_sizes(
+            self,
+            vocab_size=vocab_size,
+            num_classes=num_classes,
+            max_length=max_length,
+            dim=dim,
+            num_heads=num_heads,
+            num_layers=num_layers,
+        )
         self.init_args = {
             "vocab_size": vocab_size,
             "num_classes": num_classes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
+from fedlightning.messages import Update
 from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.logs import Logs
@@ -81,6 +82,19 @@ class Recorder:
                 self._spill()
         with writing(self._log_path):
             self.logs.log(rows)
+
+    def log_clients(self, updates: Iterable[Update]) -> None:
+        """Write what was logged inside clients to the loggers, as `client/<id>/<name>` at the client's own steps."""
+        for update in updates if self.loggers else ():
+            place = f"client/{update.client}/"
+            for log in update.logs:
+                values = {f"{place}{name}": value for name, value in log.values.items()}
+                for logger in self.loggers:
+                    if log.method == "metrics":
+                        logger.log_metrics(values | {f"{place}round": float(update.round + 1)}, step=log.step)
+                    elif (call := getattr(getattr(logger, "experiment", None), log.method, None)) is not None:
+                        for name, value in values.items():
+                            call(name, value, log.step)
 
     def _spill(self) -> None:
         """Leave old scores to `metrics.csv` where they are many, so that memory does not grow with the rounds."""

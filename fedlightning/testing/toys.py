@@ -98,6 +98,7 @@ class ToyData(FederatedDataModule):
     ) -> None:
         super().__init__()
         self.identical = identical
+        self.batch_size = 5
         self.names = [f"site{index}" for index in range(len(sizes))]
         self.listed = list(listed or self.names)
         self.data: dict[tuple[str, str], TensorDataset] = {}
@@ -143,7 +144,7 @@ class ToyData(FederatedDataModule):
 
     def _loader(self, dataset: TensorDataset, client: str, split: str) -> DataLoader[Any]:
         sampler = AddressedSampler(len(dataset), client, shuffle=split == "train" and not self.identical)
-        return DataLoader(dataset, batch_size=5, sampler=sampler, generator=sampler.generator)
+        return DataLoader(dataset, batch_size=self.batch_size, sampler=sampler, generator=sampler.generator)
 
 
 def federate(
@@ -155,6 +156,7 @@ def federate(
     lr: float = 0.1,
     resume: bool = False,
     others: Sequence[Callback] = (),
+    batch_size: int | None = None,
     **arguments: Any,
 ) -> FederatedTrainer:
     """Run a small federation of :class:`ToyModule` without output, and return its trainer.
@@ -167,11 +169,14 @@ def federate(
         lr: Learning rate of the module.
         resume: Resume the run in the folder.
         others: More callbacks.
+        batch_size: Batch size of toy data. `None` leaves it at 5.
         arguments: Arguments of the trainer.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = ToyModule(full=full, lr=lr)
+    if batch_size is not None and isinstance(data, ToyData):
+        data.batch_size = batch_size
     own: list[Callback] = [] if algorithm is None else [algorithm]
     defaults: dict[str, Any] = {"max_rounds": 3, "evaluate_every": 0, "save_state": 0, "local_steps": 3}
     trainer = FederatedTrainer(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -15,7 +16,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.hooks import Phase
-from fedlightning.messages import Message
+from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.visit import probes
@@ -55,7 +56,11 @@ class Client:
         skipped: Steps of these fits that the gradient scaler skipped.
         lr_sum: Largest of :attr:`lr_sums`.
         lr_sums: By parameter name, the sum of its learning rate over these steps.
+        gradient_weights: By parameter name, the sum of the weights with which SGD has added up the gradients of these
+            steps: the distance it would have moved had every gradient been 1. With momentum this is more than
+            :attr:`lr_sums`. A parameter that another optimizer moves has none: its movement is no sum of gradients.
         metrics: Values that the module logged in training.
+        logs: What was logged in training, if the client's logs are kept.
         scratch: Values that a callback keeps for the duration of the visit.
         phase: The fit that runs. Lightning hooks that act in federated phases only read it.
     """
@@ -82,7 +87,9 @@ class Client:
         self.skipped = 0
         self.lr_sum = 0.0
         self.lr_sums: dict[str, float] = {}
+        self.gradient_weights: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
+        self.logs: list[ClientLog] = []
         self.scratch: dict[str, Any] = {}
         self.phase = Phase()
         self._streams: dict[str, Iterator[Any]] = {}
@@ -216,6 +223,7 @@ class Client:
         update_buffers: bool = False,
         repeat: bool = False,
         batch_idx: int = 0,
+        full_precision: bool = False,
     ) -> tuple[Tensor, State]:
         """Return loss and gradient of one batch at the present parameters of `module`. Nothing is changed.
 
@@ -225,12 +233,15 @@ class Client:
             update_buffers: Let the running statistics of `module` move, because it trains on this batch.
             repeat: Draw the same random numbers (dropout) as the probe before, for differences of gradients.
             batch_idx: Index of the batch that `training_step` is given.
+            full_precision: Do without autocast, in the parameters' own precision, for differences of gradients.
         """
+        plain = full_precision and isinstance(self.precision, MixedPrecision)
+        precision = Precision() if plain else self.precision
         module = self.module if module is None else module
         self.scratch["probes"] = self.scratch.get("probes", 0) + (not repeat)
         seed = self._address("probe", self.scratch["probes"])
         return probes.batch_gradient(
-            module, batch, self.precision, *seed, update_buffers=update_buffers, batch_idx=batch_idx
+            module, batch, precision, *seed, update_buffers=update_buffers, batch_idx=batch_idx
         )
 
     def probing(self, module: LightningModule, update_buffers: bool = False) -> AbstractContextManager[None]:

@@ -8,18 +8,29 @@ fraction of the cost (:mod:`fedlightning.visit.fast`). In both,
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, WeightAveraging
 
 from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.compat.attached import trainer_of
 from fedlightning.hooks import CallbackList, Phase
+from fedlightning.visit import monitors
 from fedlightning.visit.client import Client
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.fit import train_fast
 from fedlightning.visit.lightning_loop import release, train_with_lightning
 from fedlightning.visit.loss_terms import loss_terms
+from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import KeepingVisitCallback, VisitCallback, acting
+
+OF_ONE_FIT = (StochasticWeightAveraging, WeightAveraging, BaseFinetuning)
+"""Callbacks whose state counts the epochs and steps of one fit. Where a visit's clocks start anew, so do they: an average
+that goes on by the old clock would never be updated again, and would replace what later visits train."""
 
 
 def fit(
@@ -28,6 +39,7 @@ def fit(
     settings: LocalSettings,
     loader: Any,
     start_sampler: Callable[[int, int, int], None],
+    inside: Surroundings,
     *,
     phase: Phase,
     work: int,
@@ -43,9 +55,10 @@ def fit(
         loader: Training batches.
         start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
             size.
+        inside: Folder, logger and data module of the fit.
         phase: Phase of the visit: its name, and whose terms act in it.
         work: Epochs or optimizer steps.
-        val_loader: Validation batches for `check_val_every_n_epoch`.
+        val_loader: Validation batches, if the visit validates.
         fast_trainer: A Trainer made with the run's arguments, for the fast loop. `None`: use Lightning's loop.
 
     Returns:
@@ -53,27 +66,37 @@ def fit(
 
     Raises:
         RuntimeError: If Lightning took no step although there was data.
+        NeedsValidationError: If a monitored metric is missing because the visit does not validate.
         NotInFastLoop: If the fast loop met something that it cannot repeat. Only `client` has changed then.
     """
     record = client.record.lightning.setdefault(phase.name, {})
     kind = KeepingVisitCallback if settings.optimizer_state == "keep" else VisitCallback
     visit = kind(client, callbacks, settings, phase, work)
     ordinary = [copy.deepcopy(callback) for callback in settings.callbacks]
+    ordinary = [callback for callback in ordinary if _in_own_folder(callback, client.id, inside.folder)]
     for callback in ordinary if settings.optimizer_state == "reset" else ():
         state = record.get("callbacks", {}).get(callback.state_key)
-        if state is not None:
+        if state is not None and not isinstance(callback, OF_ONE_FIT):
             callback.load_state_dict(copy.deepcopy(state))
     everything = [*callbacks, visit, *ordinary]
     trainer: Any
+    validates, name = val_loader is not None, type(client.module).__name__
     with loss_terms(client, acting(callbacks.loss_terms(), phase)):
-        if fast_trainer is None:
-            trainer = train_with_lightning(
-                client, visit, everything, settings, loader, start_sampler, phase, val_loader
-            )
-        else:
-            start_sampler(0, 0, 1)
-            anomaly = bool(settings.trainer_arguments.get("detect_anomaly"))
-            trainer = train_fast(client, visit, everything, loader, fast_trainer, anomaly)
+        try:
+            if fast_trainer is None:
+                trainer = train_with_lightning(
+                    client, visit, everything, settings, loader, start_sampler, inside, phase, val_loader
+                )
+            else:
+                start_sampler(0, 0, 1)
+                anomaly = bool(settings.trainer_arguments.get("detect_anomaly"))
+                trainer = train_fast(client, visit, everything, loader, fast_trainer, inside, anomaly)
+        except (Exception, NotInFastLoop) as error:
+            monitors.require(trainer_of(client.module), name, validates, error)
+            raise
+        monitors.require(trainer, name, validates)
+    if settings.logs(client.id) and settings.optimizer_state == "reset":
+        record["logged_steps"] = record.get("logged_steps", 0) + int(trainer.global_step)
     record["precision"] = trainer.precision_plugin.state_dict()
     batches = trainer.num_training_batches
     states = {callback.state_key: callback.state_dict() for callback in ordinary}
@@ -86,3 +109,15 @@ def fit(
             "Check accumulate_grad_batches, limit_train_batches and callbacks that stop training."
         )
     return visit
+
+
+def _in_own_folder(callback: Callback, client: str, folder: str | None) -> bool:
+    """Give a checkpoint callback the client's own folder; return False if the run writes nothing, so that it is left out."""
+    if not isinstance(callback, Checkpoint):
+        return True
+    given = getattr(callback, "dirpath", None)
+    if given is not None:
+        callback.dirpath = os.path.join(given, quote(client, safe=""))  # type: ignore[attr-defined]
+    elif folder is not None and hasattr(callback, "dirpath"):
+        callback.dirpath = os.path.join(folder, "checkpoints")
+    return given is not None or folder is not None

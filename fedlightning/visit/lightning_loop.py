@@ -15,6 +15,8 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.hooks import Phase
 from fedlightning.visit.client import Client
+from fedlightning.visit.limits import limited
+from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import VisitCallback
 
 UNLIMITED = -1
@@ -46,6 +48,7 @@ def train_with_lightning(
     settings: LocalSettings,
     loader: Any,
     start_sampler: Callable[[int, int, int], None],
+    inside: Surroundings,
     phase: Phase,
     val_loader: Any = None,
 ) -> Trainer:
@@ -59,8 +62,10 @@ def train_with_lightning(
         loader: Training batches.
         start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
             size.
+        inside: Folder, logger and data module of the fit.
         phase: Phase of the visit.
-        val_loader: Validation batches for `check_val_every_n_epoch`.
+        val_loader: Validation batches, if the visit validates: every `check_val_every_n_epoch` epochs, or at the end
+            of a visit of less than one epoch.
     """
     record = client.record.lightning[phase.name]
     keep = settings.optimizer_state == "keep"
@@ -78,6 +83,14 @@ def train_with_lightning(
         limit = max(horizon, int(record.get("epochs" if in_epochs else "steps", 0)) + visit.work)
     if val_loader is None:
         arguments["limit_val_batches"] = 0  # Lightning would take the module's own val_dataloader
+    elif not in_epochs and arguments.get("val_check_interval") is None:
+        batches = visit.work * arguments.get("accumulate_grad_batches", 1)
+        if batches < limited(
+            len(loader), arguments.get("limit_train_batches")
+        ):  # the visit ends inside its first epoch
+            arguments |= {"val_check_interval": batches, "check_val_every_n_epoch": None}
+    if inside.folder is not None:
+        arguments["default_root_dir"] = inside.folder
     if isinstance(getattr(loader, "sampler", None), AddressedSampler):
         arguments["use_distributed_sampler"] = False  # it shares the batches among ranks itself
     with quiet():
@@ -87,7 +100,7 @@ def train_with_lightning(
             max_steps=UNLIMITED if in_epochs else limit,
             plugins=plugins,
             callbacks=callbacks,
-            logger=settings.logger,
+            logger=inside.logger,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -96,6 +109,7 @@ def train_with_lightning(
         # A visit ends its last epoch, even early. With a step limit Lightning would continue inside that epoch.
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
         start_sampler(epochs_before, trainer.global_rank, trainer.world_size)
+        vars(trainer)["datamodule"] = inside.datamodule
         client.scratch["trainer"] = trainer
         trainer.fit(
             client.module,
@@ -103,6 +117,7 @@ def train_with_lightning(
             val_dataloaders=val_loader,
             ckpt_path="memory" if keep and memory.checkpoint is not None else None,
         )
+        vars(trainer)["datamodule"] = None  # its hyper-parameters are no part of what the client keeps
         if keep:
             trainer.save_checkpoint("memory")
             record["epochs"], record["steps"] = trainer.current_epoch, trainer.global_step

@@ -21,9 +21,9 @@ class LossTermMixin(Mixin):
 
     def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the step's output with its loss replaced. A skipped batch (`None`) stays skipped."""
-        client: Client = vars(self)["loss_client"]
+        terms: _Terms = vars(self)["loss_terms"]
+        client, callbacks = terms.client, terms.callbacks
         module = cast(LightningModule, self)
-        callbacks: Sequence[FederatedCallback] = vars(self)["loss_callbacks"]
         batch = args[0] if args else kwargs["batch"]
         taps = {callback.key: callback.feature_taps(module) for callback in callbacks}
         with ExitStack() as stack:
@@ -38,6 +38,16 @@ class LossTermMixin(Mixin):
                 features = {label: tap.features for label, tap in taps[callback.key].items()}
                 loss = callback.training_loss(client, module, batch, loss, features)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+
+class _Terms:
+    """The client and the callbacks whose terms act. A copy of the module refers to the same."""
+
+    def __init__(self, client: Client, callbacks: Sequence[FederatedCallback]) -> None:
+        self.client, self.callbacks = client, tuple(callbacks)
+
+    def __deepcopy__(self, memo: Any) -> _Terms:
+        return self
 
 
 @contextmanager
@@ -64,10 +74,10 @@ def loss_terms(client: Client, callbacks: Sequence[FederatedCallback]) -> Iterat
         )
     own_class = module.__class__
     mix(module, LossTermMixin)
-    vars(module).update(loss_client=client, loss_callbacks=tuple(callbacks))
+    vars(module)["loss_terms"] = _Terms(client, callbacks)
     try:
         yield
     finally:
         module.__class__ = own_class
-        for name in ("loss_client", "loss_callbacks"):
-            del vars(module)[name]
+        for part in module.modules():  # a twin in the module has the attributes of its host
+            vars(part).pop("loss_terms", None)

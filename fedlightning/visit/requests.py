@@ -79,6 +79,10 @@ class FitResult(Protocol):
     def lr_sums(self) -> Mapping[str, float]:
         """By parameter name, the sum of its learning rate over the steps taken."""
 
+    @property
+    def gradient_weights(self) -> Mapping[str, float]:
+        """By parameter name, the sum of the weights of its gradients in SGD's movement; none under another optimizer."""
+
 
 @dataclass(frozen=True)
 class Score:

@@ -11,25 +11,29 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import detached
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.hooks import POOLED, CallbackList, Stage
+from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
 from fedlightning.messages import Message
-from fedlightning.seeding import address
+from fedlightning.seeding import address, isolated
 from fedlightning.tensors import load_state
 from fedlightning.visit import fit as local_fit
 from fedlightning.visit.client import Client
 from fedlightning.visit.freezing import only_training
 from fedlightning.visit.limits import limited
 from fedlightning.visit.loop_choice import LoopChoice
+from fedlightning.visit.monitors import Monitor
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, Scores, score_or_miss
 from fedlightning.visit.scorer import Scorer
+from fedlightning.visit.surroundings import ClientData, Surroundings, user_data
 from fedlightning.visit.visit_callback import VisitCallback, address_of
 
 EPOCHS_OF_A_VISIT = 2**31
@@ -47,16 +51,21 @@ class LocalRunner:
         data: Samples of each client.
         scorer: Scores modules.
         loop: Choice of the local loop.
+        monitor: What visits validate for; `None` if nothing asks for it.
     """
 
     blueprint: Blueprint
     data: FederatedDataModule
     scorer: Scorer = field(init=False)
     loop: LoopChoice = field(init=False)
+    monitor: Monitor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.scorer = Scorer(self.blueprint)
+        source = user_data(self.data)
+        self.scorer = Scorer(self.blueprint, None if source is None else ClientData(source))
         self.loop = LoopChoice(self.blueprint)
+        if self.settings.log_clients is True:
+            self.loop.give_up("log_clients=True keeps what Lightning's own loop logs")
 
     @property
     def callbacks(self) -> CallbackList:
@@ -178,11 +187,19 @@ class LocalRunner:
             loader = self.data.client_dataloader(client, "train")
             if loader is not None and len(loader) > 0:
                 dataset, size = loader.dataset, loader.batch_size or 1
+                if isinstance(dataset, IterableDataset):
+                    with isolated(self.settings.seed, "first batch"):
+                        return self.blueprint.precision.convert_input(next(iter(loader)))
                 count = min(size, len(dataset))  # type: ignore[arg-type]
                 return self.blueprint.precision.convert_input(
                     loader.collate_fn([dataset[index] for index in range(count)])
                 )
         return None
+
+    def num_batches(self, client: str) -> int:
+        """Return the training batches in an epoch of a client, after `limit_train_batches`."""
+        loader = self.data.client_dataloader(client, "train")
+        return 0 if loader is None else limited(len(loader), self.settings.trainer_arguments.get("limit_train_batches"))
 
     def has_pooled(self, split: str) -> bool:
         """Return True if there is a loader over the union of the clients' data of a split."""
@@ -193,8 +210,9 @@ class LocalRunner:
         """Fit one client."""
         client, message, phase = request.client, request.message, request.phase
         loader = self.loader(message, "train") if request.loader is None else request.loader
-        fast_trainer = self.loop.fast_trainer(client.module, loader)
-        wants_validation = self.settings.trainer_arguments.get("check_val_every_n_epoch") is not None
+        inside = self.surroundings(client, phase)
+        fast_trainer = None if self.settings.logs(client.id) else self.loop.fast_trainer(client.module, loader)
+        val_loader = self.validation_loader(message)
         with only_training(client.module, phase.train):
             return local_fit.fit(
                 client,
@@ -202,11 +220,45 @@ class LocalRunner:
                 self.settings,
                 loader,
                 partial(self.start_fit, request, loader),
+                inside,
                 phase=phase,
                 work=request.work,
-                val_loader=self.loader(message, "val") if wants_validation else None,
+                val_loader=val_loader,
                 fast_trainer=fast_trainer,
             )
+
+    def surroundings(self, client: Client, phase: Phase) -> Surroundings:
+        """Return what the Trainer of a fit shows to the module and its callbacks."""
+        settings, source = self.settings, user_data(self.data)
+        folder = settings.folder_of(client.id)
+        logs = client.logs if settings.logs(client.id) else None
+        before = client.record.lightning.get(phase.name, {}).get("logged_steps", 0)
+        prefix = "" if phase.name == "fit" else f"{phase.name}/"
+        seen = None if source is None else ClientData(source, partial(self.loader, client.message))
+        return Surroundings(folder, ClientLogger(folder, logs, prefix, before), seen)
+
+    def validate_visits(self, monitor: Monitor) -> None:
+        """Validate inside local training from now on, because something monitors a metric of the validation."""
+        self.monitor = monitor
+        self.loop.give_up(f"{monitor}, so visits validate")
+        rank_zero_info(f"{monitor}: each visit validates on the client's own validation data.")
+
+    def validation_loader(self, message: Message) -> DataLoader[Any] | None:
+        """Return the batches on which a visit validates inside training; `None` if it does not.
+
+        Raises:
+            ValueError: If a monitored metric needs validation and the client has no validation data.
+        """
+        if self.monitor is None and self.settings.trainer_arguments.get("check_val_every_n_epoch") is None:
+            return None
+        loader = self.loader(message, "val")
+        if self.monitor is not None and (loader is None or len(loader) == 0):
+            raise ValueError(
+                f"{self.monitor}, which {type(self.blueprint.template).__name__} does not log in training, and client "
+                f"'{message.client}' has no validation data. Give every client some (val_fraction), or monitor a metric "
+                "of training."
+            )
+        return loader
 
     def score(self, request: Score) -> list[Scores]:
         """Score a client's trained model, one request after another. Random draws continue from those of the fit."""

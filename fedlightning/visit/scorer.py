@@ -29,13 +29,14 @@ class Scorer:
 
     Args:
         blueprint: Holds the evaluating Trainer.
+        datamodule: What modules see as `self.trainer.datamodule` while they are scored.
 
     Attributes:
         fast: Whether the Trainer is bypassed where the scores are provably the same (unless `local_loop="trainer"`).
     """
 
-    def __init__(self, blueprint: Blueprint) -> None:
-        self._blueprint = blueprint
+    def __init__(self, blueprint: Blueprint, datamodule: Any = None) -> None:
+        self._blueprint, self._datamodule = blueprint, datamodule
         self.fast = blueprint.settings.local_loop != "trainer"
         self._refused: WeakSet[Any] = WeakSet()
         self._tried: set[tuple[Any, bool]] = set()
@@ -57,6 +58,7 @@ class Scorer:
         home = module.device
         before = trainer_of(module)
         losses = self._blueprint.losses
+        vars(self._blueprint.trainer)["datamodule"] = self._datamodule
         logged = self._fast(module, loader, testing)
         if logged is None:
             losses.reset()

@@ -23,6 +23,7 @@ from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.fast.errors import NotInFastLoop
+from fedlightning.visit.monitors import NeedsValidationError
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate, Fit, FitResult, MissingScores, Score, ScoreRequest, Scores, VisitSteps
 
@@ -50,7 +51,10 @@ def carry_out(
         return _drive(runner, visit_steps(runner, message, record, evaluate))
     except NotInFastLoop as reason:  # neither the record nor the message has changed: begin again with the Trainer
         runner.loop.give_up(str(reason))
-        return _drive(runner, visit_steps(runner, message, record, evaluate))
+        return carry_out(runner, message, record, evaluate)
+    except NeedsValidationError as reason:  # likewise
+        runner.validate_visits(reason.monitor)
+        return carry_out(runner, message, record, evaluate)
 
 
 def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord]:
@@ -131,6 +135,8 @@ def _train(runner: LocalRunner, client: Client, loader: Any) -> Generator[Fit, A
             client.skipped += fitted.attempts - fitted.steps
             for name, lr_sum in fitted.lr_sums.items():
                 client.lr_sums[name] = client.lr_sums.get(name, 0.0) + lr_sum
+            for name, weight in fitted.gradient_weights.items():
+                client.gradient_weights[name] = client.gradient_weights.get(name, 0.0) + weight
     client.lr_sum = max(client.lr_sums.values(), default=0.0)
 
 
@@ -145,7 +151,7 @@ def _note_work(client: Client, update: Update) -> None:
     elif message.returns:
         update.num_samples = record.num_samples
     update.steps, update.skipped, update.lr_sum = record.steps, client.skipped, record.lr_sum
-    update.metrics = client.metrics
+    update.metrics, update.logs = client.metrics, client.logs
 
 
 def _take_apart(client: Client, update: Update, before: State) -> State:

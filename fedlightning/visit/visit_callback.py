@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.hooks import CallbackList, FederatedCallback, GradientContext, Phase
@@ -27,11 +27,13 @@ class _Moves:
         there: Whether each parameter of the group has a gradient.
         names: Names of those that have one.
         rates: Learning rates of the steps.
+        momenta: By the number of a step with momentum, its momentum, dampening, and whether it is Nesterov's.
     """
 
     there: list[bool]
     names: list[str]
     rates: list[float] = field(default_factory=list)
+    momenta: dict[int, tuple[float, float, bool]] = field(default_factory=dict)
 
 
 class VisitCallback(Callback):
@@ -51,6 +53,7 @@ class VisitCallback(Callback):
         steps: Optimizer steps taken.
         attempts: Optimizer steps attempted; the gradient scaler may have skipped some.
         lr_sums: By parameter name, the sum of its learning rate over the steps taken.
+        gradient_weights: By parameter name, the sum of the weights with which SGD has added up its gradients.
     """
 
     never_logs = True
@@ -71,6 +74,9 @@ class VisitCallback(Callback):
         self.attempts = 0
         self.first_epoch = 0
         self.lr_sums: dict[str, float] = {}
+        self.gradient_weights: dict[str, float] = {}
+        self._velocities: dict[tuple[int, str], float] = {}
+        self._not_sgd: set[str] = set()
         self._handles: list[Any] = []
         self._names: dict[int, str] = {}
         self._moves: dict[tuple[int, int], _Moves] = {}
@@ -158,8 +164,13 @@ class VisitCallback(Callback):
                 names = [self._names.get(id(parameter)) for parameter in group["params"]]
                 chosen = [name for name, is_there in zip(names, there, strict=True) if is_there and name is not None]
                 moves = self._moves[index, number] = _Moves(there, chosen)
+            if group.get("momentum"):
+                momentum = float(group["momentum"]), float(group.get("dampening", 0.0)), bool(group.get("nesterov"))
+                moves.momenta[len(moves.rates)] = momentum
             moves.rates.append(float(group["lr"]))
             moved |= bool(moves.names)
+            if type(optimizer) is not SGD:
+                self._not_sgd.update(moves.names)
         self.steps += index == 0 and moved  # a training_step that returned None moves nothing
 
     def _settle(self, which: tuple[int, int]) -> None:
@@ -173,12 +184,30 @@ class VisitCallback(Callback):
             if before not in totals:
                 totals[before] = reduce(add, moves.rates, before)
             self.lr_sums[name] = totals[before]
+        self._weigh(which[0], moves)
+
+    def _weigh(self, index: int, moves: _Moves) -> None:
+        """Add up the weights of the gradients in SGD's movement; without momentum they are the learning rates."""
+        totals: dict[tuple[float, float | None], tuple[float, float | None]] = {}
+        for name in moves.names:
+            before = self.gradient_weights.get(name, 0.0), self._velocities.get((index, name))
+            if before not in totals:
+                weight, velocity = before
+                for number, lr in enumerate(moves.rates):
+                    step, velocity = step_of_ones(velocity, *moves.momenta.get(number, (0.0, 0.0, False)))
+                    weight += lr * step
+                totals[before] = weight, velocity
+            self.gradient_weights[name], velocity = totals[before]
+            if velocity is not None:
+                self._velocities[index, name] = velocity
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for handle in self._handles:
             handle.remove()
         for which in list(self._moves):
             self._settle(which)
+        for name in self._not_sgd:  # no sum of gradients: there is no such weight
+            self.gradient_weights.pop(name, None)
 
 
 class KeepingVisitCallback(VisitCallback):
@@ -191,6 +220,28 @@ class KeepingVisitCallback(VisitCallback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.unit == "epochs":
             trainer.should_stop |= trainer.current_epoch - self.first_epoch + 1 >= self.work
+
+
+def step_of_ones(
+    velocity: float | None, momentum: float, dampening: float, nesterov: bool
+) -> tuple[float, float | None]:
+    """Return the step, over its learning rate, that torch's SGD takes along gradients that are all 1, and its velocity.
+
+    Args:
+        velocity: The momentum buffer; `None` before the first step with momentum.
+        momentum: 0 leaves the buffer as it is.
+        dampening: SGD's dampening, which the first step does without.
+        nesterov: Whether momentum is Nesterov's.
+
+    Example:
+        >>> step, velocity = step_of_ones(None, 0.5, 0.0, False)
+        >>> step, step_of_ones(velocity, 0.5, 0.0, False)
+        (1.0, (1.5, 1.5))
+    """
+    if not momentum:
+        return 1.0, velocity
+    velocity = 1.0 if velocity is None else momentum * velocity + 1.0 - dampening
+    return 1.0 + momentum * velocity if nesterov else velocity, velocity
 
 
 def address_of(phase: Phase) -> str:

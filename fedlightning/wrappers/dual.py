@@ -99,8 +99,9 @@ def dual_by_head(
 
     Args:
         module: The user's module, with its layers made in `__init__`.
-        head: Dotted path of the submodule that makes predictions from features, such as `"net.fc"`. The step must call
-            it exactly once. Everything outside it is the extractor.
+        head: Dotted path of the submodule that makes predictions from features, such as `"net.fc"`. A step may
+            call it several times (views of a batch): before each further call the twin runs the step up to there again.
+            Everything outside it is the extractor.
         local_extractor: Another network as the local extractor. Its input is the model's input: the first element of a
             tuple or list batch, a tensor batch, or the entry of a dict named like one of `twin.INPUT_KEYS`. `None` uses
             the twin.
@@ -257,16 +258,16 @@ def feature_taps(module: nn.Module) -> tuple[FeatureTap, FeatureTap]:
     """
     if isinstance(module, DualByHeadMixin):
         if module.dual_is_twin:
-            zl = FeatureTap(module, f"{LOCAL}.{module.dual_entry}")
+            zl = FeatureTap(module, f"{LOCAL}.{module.dual_entry}", several=True)
         else:
-            zl = FeatureTap(module, LOCAL, at="output")
-        return FeatureTap(module, module.dual_entry), zl
+            zl = FeatureTap(module, LOCAL, at="output", several=True)
+        return FeatureTap(module, module.dual_entry, several=True), zl
     for name, part in module.named_modules():
         if isinstance(part, DualExtractor):
             path = f"{name}." if name else ""
             return (
-                FeatureTap(module, f"{path}global_extractor", at="output"),
-                FeatureTap(module, f"{path}local_extractor", at="output"),
+                FeatureTap(module, f"{path}global_extractor", at="output", several=True),
+                FeatureTap(module, f"{path}local_extractor", at="output", several=True),
             )
     global_names(module)  # raises its error
     raise AssertionError("unreachable")

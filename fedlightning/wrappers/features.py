@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -22,6 +23,7 @@ class FeatureTap:
         module: Any module.
         name: Dotted path of the submodule.
         at: `"input"` (first positional argument of the submodule) or `"output"`.
+        several: Accept several calls in one step: :attr:`features` are those of all calls, one below the other.
 
     Raises:
         ValueError: If there is no such submodule (the message lists the names) or `at` is unknown.
@@ -38,12 +40,14 @@ class FeatureTap:
         torch.Size([5, 3])
     """
 
-    def __init__(self, module: nn.Module, name: str, at: Literal["input", "output"] = "input") -> None:
+    def __init__(
+        self, module: nn.Module, name: str, at: Literal["input", "output"] = "input", several: bool = False
+    ) -> None:
         if at not in ("input", "output"):
             raise ValueError(f"at={at!r} is unknown; choose 'input' or 'output'.")
         self._target: nn.Module | None = find_submodule(module, name)
         self._where = f"`{name}` of {user_class(module).__name__}"
-        self._at = at
+        self._at, self._several = at, several
         self._handle: RemovableHandle | None = None
         self._caught: list[tuple[Any, ...]] = []
 
@@ -99,7 +103,11 @@ class FeatureTap:
         Raises:
             RuntimeError: If there was not exactly one call, or the submodule was not given (did not return) a tensor.
         """
-        values = self.values
+        if self._several and len(self._caught) > 1:
+            return torch.cat([self._tensor_in(values) for values in self._caught])
+        return self._tensor_in(self.values)
+
+    def _tensor_in(self, values: tuple[Any, ...]) -> Tensor:
         if not values or not isinstance(values[0], Tensor):
             kind = type(values[0]).__name__ if values else "no positional argument"
             raise RuntimeError(f"The {self._at} of {self._where} is {kind}, not a tensor; tap another submodule.")

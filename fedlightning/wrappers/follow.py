@@ -10,7 +10,7 @@ from torch import Tensor, nn
 SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 """Types of attributes that are copied as they are."""
 
-_INTERNALS = frozenset(vars(LightningModule())) | {"log", "log_dict", "loss_client", "loss_callbacks"}
+_INTERNALS = frozenset(vars(LightningModule())) | {"log", "log_dict", "loss_terms"}
 
 
 def follow(module: LightningModule, twin: LightningModule) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fedlightning.wrappers import heads
@@ -36,7 +37,8 @@ class Exchange:
 
     Attributes:
         running: Whether a step is running.
-        zl: Local features of this step.
+        zl: Local features of the first call of the head in this step.
+        later: Gives those of a later call; `None` if the local extractor takes the batch only once.
         reached: Number of times the head was called in this step.
 
     Example:
@@ -51,17 +53,18 @@ class Exchange:
 
     running = False
     zl: Tensor | None = None
+    later: Callable[[], Tensor | None] | None = None
     reached = 0
 
     def __init__(self, head: str, owner: str, fusion: str, order: str, dim: int) -> None:
         self.head, self.owner, self.fusion, self.order, self.dim = head, owner, fusion, order, dim
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("running", "zl", "reached")}
+        return {name: value for name, value in vars(self).items() if name not in ("running", "zl", "later", "reached")}
 
     def close(self) -> None:
         """Forget the features at the end of the step."""
-        self.running, self.zl, self.reached = False, None, 0
+        self.running, self.zl, self.later, self.reached = False, None, None, 0
 
     def fuse(self, layer: nn.Module, zg: Tensor) -> Tensor:
         """Return the input of the head: global and local features together.
@@ -73,8 +76,8 @@ class Exchange:
             zg: Global features, shape `(batch, features)`, or `(batch, channels, ...)` for a convolution.
 
         Raises:
-            RuntimeError: If the head is called outside a step or twice in one step, if the local features are missing,
-                or if the shapes do not fit.
+            RuntimeError: If the head is called outside a step, or twice in one step where the local extractor takes the
+                batch once, if the local features are missing, or if the shapes do not fit.
         """
         where = f"the head `{self.head}` of {self.owner}"
         if not self.running:
@@ -84,10 +87,17 @@ class Exchange:
             )
         self.reached += 1
         if self.reached > 1:
-            raise RuntimeError(
-                f"FENDA: {where} was called twice in one step, but the local features belong to the first call. "
-                f"Compute the prediction once in the step and use it again, or build the model from a DualExtractor."
-            )
+            if self.later is None:
+                reason = (
+                    "which cannot be exported. Build"
+                    if torch.compiler.is_exporting()
+                    else "but the local extractor that was given takes the batch once. Leave local_extractor out to use a "
+                    "twin, or build"
+                )
+                raise RuntimeError(
+                    f"FENDA: {where} was called twice in one step, {reason} the model from a DualExtractor."
+                )
+            self.zl = self.later()
         if self.zl is None:
             raise RuntimeError(
                 f"FENDA: {where} was called, but the local extractor did not get there with the same batch. A step "
@@ -131,5 +141,12 @@ class Stop(nn.Module):
         tensor([1., 1.])
     """
 
+    passes = False
+    """Whether features pass through, for `torch.export`, which cannot trace an exception. :attr:`seen` keeps them."""
+    seen: Tensor | None = None
+
     def forward(self, features: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.passes:
+            self.seen = features
+            return features
         raise HeadReachedError(features)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -17,9 +15,9 @@ from torchmetrics import Metric, MetricCollection
 
 from fedlightning.seeding import isolated
 from fedlightning.wrappers import heads
-from fedlightning.wrappers.follow import SIMPLE
-from fedlightning.wrappers.fusion import Exchange, HeadReachedError, Stop
+from fedlightning.wrappers.fusion import Exchange, Stop
 from fedlightning.wrappers.mixing import STEPS, AddedParametersMixin, Mixin, mix, unmix, user_class
+from fedlightning.wrappers.replay import Recorded, same_draws
 
 LOCAL = "local_extractor"
 INPUT_KEYS = (
@@ -82,9 +80,15 @@ class DualByHeadMixin(AddedParametersMixin):
             return AddedParametersMixin.around(self, name, call, args, kwargs)
         if exchange.running:  # a step that calls self(x), or another step
             return call(*args, **kwargs)
+        recorded: Recorded | None = None
         try:
             exchange.running = True
-            exchange.zl = self._local_features(name, args, kwargs)
+            if self.dual_is_twin:
+                recorded = Recorded(self, getattr(self, LOCAL), name, args, kwargs)
+                exchange.zl = recorded.first()
+                exchange.later = None if torch.compiler.is_exporting() else recorded.later
+            else:
+                exchange.zl = self._local_features(args, kwargs)
             result = call(*args, **kwargs)
             if not exchange.reached and result is not None:  # None: the step skipped its batch
                 raise RuntimeError(
@@ -95,19 +99,15 @@ class DualByHeadMixin(AddedParametersMixin):
             return result
         finally:
             exchange.close()
+            if recorded is not None:
+                recorded.close()
 
-    def _local_features(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        local = getattr(self, LOCAL)
-        with _same_draws() if self.dual_same_draws else contextlib.nullcontext():
-            if not isinstance(local, TwinMixin):
-                features: Tensor = local(first_input(args or tuple(kwargs.values())[:1], self.dual_exchange.owner))
-                return features
-            _follow(self, local)
-            try:
-                getattr(local, name)(*args, **kwargs)
-            except HeadReachedError as reached:
-                return reached.features
-            return None
+    def _local_features(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        with same_draws() if self.dual_same_draws else contextlib.nullcontext():
+            features: Tensor = getattr(self, LOCAL)(
+                first_input(args or tuple(kwargs.values())[:1], self.dual_exchange.owner)
+            )
+            return features
 
 
 class TwinMixin(Mixin):
@@ -126,6 +126,45 @@ class TwinMixin(Mixin):
         """Do nothing."""
 
     log = log_dict = print = toggle_optimizer = untoggle_optimizer = manual_backward = _nothing
+    clip_gradients = _nothing
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the module's optimizers, as ones that never step."""
+        owner: Any = LightningModule
+        found = owner.optimizers(self, use_pl_optimizer)
+        return [NoStep(one) for one in found] if isinstance(found, list) else NoStep(found)
+
+    def lr_schedulers(self) -> Any:
+        """Return the module's schedulers, as ones that never step."""
+        owner: Any = LightningModule
+        found = owner.lr_schedulers(self)
+        if isinstance(found, list):
+            return [NoStep(one) for one in found]
+        return None if found is None else NoStep(found)
+
+
+class NoStep:
+    """An optimizer or scheduler as the twin sees it: it can be read, but what would change it does nothing.
+
+    Args:
+        real: The optimizer or scheduler.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    zero_grad = add_param_group = load_state_dict = step
+
+    @contextlib.contextmanager
+    def toggle_model(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
 
 class NoMetric(nn.Module):
@@ -224,37 +263,3 @@ def first_input(batch: Any, owner: str) -> Tensor:
                 f"{owner}'s batch holds a {type(batch).__name__} where the local extractor needs a tensor."
             )
     return batch
-
-
-_INTERNALS = frozenset(vars(nn.Module())) | {"_trainer", "log", "log_dict"}
-
-
-def _follow(module: nn.Module, twin: nn.Module) -> None:
-    """Copy to the twin what the module's hooks have set; the twin's own hooks never run.
-
-    Copied are numbers, strings, tensors and everything that was added after the twin was made. Other attributes stay
-    the twin's own: they may hold layers.
-    """
-    target, own = vars(twin), vars(twin)["twin_attributes"]
-    for name, value in vars(module).items():
-        if name in _INTERNALS or name.startswith("dual_"):
-            continue
-        if isinstance(value, Tensor):
-            follow = not value.requires_grad
-        else:
-            follow = name not in own or isinstance(value, SIMPLE)
-        if follow:
-            target[name] = value
-
-
-@contextlib.contextmanager
-def _same_draws() -> Iterator[None]:
-    """Restore every global generator after the block, so that the code after it draws the same numbers."""
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)

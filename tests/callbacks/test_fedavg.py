@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedAvg, FedProx, FedSGD
+from fedlightning.callbacks import FedAvg, FedProx, FedRep, FedSGD
 from fedlightning.tensors import module_state, select
 from tests.conformance.case import Case, Kept
 from tests.helpers import (
@@ -30,7 +30,7 @@ from tests.helpers import (
 CASES = {
     "FedAvg": Case(FedAvg()),
     "FedAvg uniform": Case(FedAvg(weighting="uniform")),
-    "FedSGD": Case(FedSGD(), arguments={"local_steps": 1}),
+    "FedSGD": Case(FedSGD(), arguments={"local_steps": 1, "batch_size": 64}),
 }
 KEPT = {"FedAvg": Kept("FedAvg"), "FedSGD": Kept("FedSGD")}
 
@@ -193,6 +193,15 @@ def test_splitting_a_client_changes_nothing():
         halves.tensors[half]["train"] = tuple(tensor[part] for tensor in whole.tensors["b"]["train"])
     runs = [federate(module, data, [FedSGD()], max_rounds=3, local_steps=1) for data in (whole, halves)]
     close(*map(global_state, runs), atol=1e-6)
+
+
+def test_a_step_that_does_not_see_all_samples_is_refused():
+    with pytest.raises(ValueError, match=r"client '1' comes in 5 batches.*batch size of at least 40.*FedAvg"):
+        federate(Toy(), toy_data({"0": 8, "1": 40}), [FedSGD()], local_steps=1)
+    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2 would divide its gradient by 2"):
+        federate(Toy(), toy_data(SIZES, batch_size=64), [FedSGD()], local_steps=1, accumulate_grad_batches=2)
+    with pytest.raises(ValueError, match="one step per round, but FedRep fits several times"):
+        federate(Toy(), toy_data(SIZES, batch_size=64), [FedSGD(), FedRep(weighting=None)], local_steps=1)
 
 
 def test_what_is_not_one_step_is_refused():

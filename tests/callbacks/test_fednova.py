@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import FedAvg, FedAvgM, FedNova, FedPer, FedProx
+from fedlightning.callbacks import FLIU, FedAvg, FedAvgM, FedNova, FedPer, FedProx
 from fedlightning.callbacks.fednova import count_step
 from fedlightning.hooks import Phase
 from fedlightning.tensors import module_state
@@ -286,3 +286,26 @@ def test_only_federated_steps_count():
     _, spy = spied(Toy("momentum"), toy_data(), [OwnPhase(), FedNova()], max_rounds=1)
     _, plain = spied(Toy("momentum"), toy_data(), [FedNova()], max_rounds=1)
     assert [u.extras for u in spy.updates] == [u.extras for u in plain.updates]
+
+
+@pytest.mark.parametrize("how", ["reset", "keep"])
+def test_a_momentum_that_goes_on_is_counted_on(how):
+    """A_i is what torch's own SGD, one for all rounds or a new one, moves a parameter whose gradients are all 1."""
+    module, data = Toy("momentum"), toy_data({"0": 24, "1": 40})
+    _, spy = spied(module, data, [FedNova()], max_rounds=3, optimizer_state=how)
+    for client, steps in (("0", 3), ("1", 5)):
+        w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = torch.optim.SGD([w], lr=module.lr, momentum=0.9)
+        for number in range(3):
+            if how == "reset":
+                optimizer = torch.optim.SGD([w], lr=module.lr, momentum=0.9)
+            before = float(w)
+            for _ in range(steps):
+                w.grad = torch.ones_like(w)
+                optimizer.step()
+            assert spy.of_round(number)[client].extras["FedNova"]["a"] == pytest.approx(before - float(w), rel=1e-9)
+
+
+def test_training_that_starts_elsewhere_is_refused():
+    with pytest.raises(ValueError, match=r"under FLIU training starts elsewhere than from w\^t"):
+        federate(Toy(), toy_data([8]), [FedNova(), FLIU()])

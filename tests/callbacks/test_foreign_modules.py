@@ -280,7 +280,7 @@ def run_demo(kind, callbacks):
 @pytest.mark.parametrize("kind", DEMOS)
 @pytest.mark.parametrize(
     "callback",
-    [FedAvg(), FedProx(), SCAFFOLD(), FedAdam(), APFL(), APFL(mix="logits"), FLIU(), Local(), Central()],
+    [FedAvg(), FedProx(), SCAFFOLD(option=1), FedAdam(), APFL(), APFL(mix="logits"), FLIU(), Local(), Central()],
     ids=["FedAvg", "FedProx", "SCAFFOLD", "FedAdam", "APFL", "APFL by logits", "FLIU", "Local", "Central"],
 )
 def test_demos(kind, callback):

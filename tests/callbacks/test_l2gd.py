@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fedlightning.callbacks import L2GD, FedPer
+from fedlightning.callbacks import L2GD, SCAFFOLD, FedAdam, FedAvgM, FedNova, FedPer, FedSGD
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
@@ -218,3 +218,16 @@ def test_wrong_use_is_refused():
     for options, text in (({"lam": -1.0}, "lam=-1"), ({"p": 0.0}, r"p=0\.0.*Local"), ({"p": 1.0}, r"p=1\.0")):
         with pytest.raises(ValueError, match=f"L2GD got {text}"):
             L2GD(**options)
+
+
+@pytest.mark.parametrize(
+    "other", [FedAvgM(weighting="uniform"), FedAdam(weighting="uniform"), FedNova("uniform"), SCAFFOLD()]
+)
+def test_what_makes_the_servers_model_no_mean_is_refused(other):
+    with pytest.raises(ValueError, match=f"L2GD pulls the clients towards xbar.*{other.key} makes"):
+        federate(Toy(lr=0.01), toy_data([8]), [L2GD(), other], local_steps=1)
+
+
+def test_one_full_step_and_a_coin_contradict_each_other():
+    with pytest.raises(ValueError, match="L2GD's coin decides how many"):
+        federate(Toy(lr=0.01), toy_data([8]), [L2GD(), FedSGD(weighting="uniform")], local_steps=1)

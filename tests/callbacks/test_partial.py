@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlightning.callbacks import FedAvg, FedBN, FedPer, FedProx, Local
+from fedlightning.callbacks import FLIU, FedAdam, FedAvg, FedBN, FedPer, FedProx, Local
 from fedlightning.callbacks.partial import batch_norm_names
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import SIZES, batches, descend
@@ -185,11 +185,17 @@ def test_local_can_be_told_to_start_optimizers_anew():
 
 
 def test_local_has_no_global_model(tmp_path):
-    trainer = federate(Toy(), toy_data(SIZES), [Local(), FedProx(1.0)], root=tmp_path)
+    trainer = federate(Toy(), toy_data(SIZES), [Local()], root=tmp_path)
     with pytest.raises(ValueError, match=r"no global model.*Name a client"):
         trainer.module()
     assert not {row.stage for row in trainer.rows} & {"G"}
     assert not (trainer.run.path / "checkpoints" / "global.ckpt").exists()
+
+
+@pytest.mark.parametrize("other", [FedProx(1.0), FedAdam(), FLIU()], ids=lambda c: c.key)
+def test_what_works_on_a_travelling_model_is_refused_beside_local(other):
+    with pytest.raises(ValueError, match=f"Local lets no model travel, so {other.key} has nothing to work on"):
+        federate(Toy(), toy_data(SIZES), [other, Local()])
 
 
 def test_default_of_local_is_named_in_the_trainer():

@@ -90,7 +90,7 @@ class Smooth(Toy):
         return nn.Sequential(nn.Linear(6, hidden), nn.Tanh(), nn.Linear(hidden, 3))
 
     def forward(self, x):
-        return self.net(x.double())
+        return self.net(x.to(next(self.parameters()).dtype))
 
 
 def test_hessian_free_error_is_quadratic_in_delta():
@@ -349,3 +349,41 @@ def test_a_phase_that_is_not_federated_is_ordinary_training():
     same(*(s.records[0]["0"].state["OwnPhase"]["own"] for s in (spy, plain)))
     assert differs(spy.rounds[0], plain.rounds[0])
     same(spy.rounds[0], global_state(federate(module, data, [PerFedAvg(0.3, "HF")], max_rounds=1)))
+
+
+class Outer(FederatedCallback):
+    """Hears the gradient that the step is taken along."""
+
+    rank = 1
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.found = {name: p.grad.clone() for name, p in pl_module.named_parameters()}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_hessian_term_in_low_precision(precision):
+    """Against plain torch in fp32 and by double backward: the Hessian-free difference keeps its digits under autocast."""
+    torch.manual_seed(1)
+    module, data, alpha = Smooth("sgd", lr=0.1, hidden=16).float(), toy_data([8], batch_size=8), 2.0
+    found = {}
+    for variant in ("FO", "HF"):
+        heard = Outer()
+        federate(module, data, [heard, PerFedAvg(alpha, variant)], max_rounds=1, local_steps=1, precision=precision)
+        found[variant] = heard.found
+    inputs, labels = data.tensors["0"]["train"]
+    parameters = dict(module.named_parameters())
+
+    def loss_of(*values):
+        state = dict(zip(parameters, values, strict=True))
+        return F.cross_entropy(torch.func.functional_call(module, state, (inputs,)), labels)
+
+    r = tuple(found["FO"][name] for name in parameters)
+    _, product = torch.autograd.functional.hvp(loss_of, tuple(parameters.values()), r)
+    term = torch.cat([(found["FO"][n] - found["HF"][n]).flatten() / alpha for n in parameters])
+    exact = torch.cat([p.flatten() for p in product])
+    assert float((term - exact).norm() / exact.norm()) < 0.02
+
+
+def test_parameters_in_half_precision_are_refused():
+    with pytest.raises(ValueError, match=r"half precision cannot resolve.*bf16-mixed"):
+        federate(Toy(), toy_data([8]), [PerFedAvg()], precision="bf16-true")

@@ -218,3 +218,24 @@ def test_wrong_use_is_refused():
     federate(Toy("sgd", lr=0.01), toy_data([8]), [pFedMe(), Other()], max_rounds=1)
     with pytest.raises(ValueError, match="PFedMe and Other both claim 'server_step'"):
         federate(Toy("sgd", lr=0.01), toy_data([8]), [pFedMe(server_lr=2.0), Other()], max_rounds=1)
+
+
+@pytest.mark.parametrize("sizes", [{"0": 24}, {"0": 40}])
+def test_accumulated_gradients_make_one_step_of_theta_too(sizes):
+    """Against plain torch: theta takes its K steps on the mean over the batches of a window, then w takes one."""
+    module, data, window = Toy("sgd"), toy_data(sizes), 2
+    _, spy = spied(
+        module, data, [pFedMe(lam=4.0, inner_steps=3, personal_lr=0.1)], max_rounds=1, accumulate_grad_batches=2
+    )
+    w = {name: p.detach().clone() for name, p in module.named_parameters()}
+    theta, model, seen = copy.deepcopy(w), copy.deepcopy(module), [*batches(data, "0")]
+    for start in range(0, len(seen), window):
+        part = seen[start : start + window]
+        for _ in range(3):
+            model.load_state_dict(theta)
+            loss = sum(F.cross_entropy(model(x), y) for x, y in part) / len(part)
+            gradients = dict(zip(theta, torch.autograd.grad(loss, [*model.parameters()]), strict=True))
+            theta = {n: theta[n] - 0.1 * (gradients[n] + 4.0 * (theta[n] - w[n])) for n in theta}
+        w = {n: w[n] - module.lr * 4.0 * (w[n] - theta[n]) for n in w}
+    close(thetas(spy.records[0])["0"], theta, atol=1e-5)
+    close(spy.of_round(0)["0"].state, w, atol=1e-5)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import SCAFFOLD, FedAdam, FedAvg, FedPer
+from fedlightning.callbacks import FLIU, SCAFFOLD, FedAdam, FedAvg, FedPer
+from fedlightning.federation.loops.synchronous import FederationError
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import batches
 from tests.conformance.case import Case, Kept
@@ -17,6 +19,7 @@ from tests.helpers import (
     NormNet,
     Quadratic,
     Toy,
+    ToyData,
     close,
     federate,
     global_state,
@@ -246,10 +249,179 @@ def test_a_parameter_without_gradient_keeps_its_variate():
     assert float(own["2"]["extra.weight"].abs().max()) == 0
 
 
-def test_option_2_warns_where_it_is_not_exact():
-    for optimizer in ("adam", "momentum"):
-        with pytest.warns(UserWarning, match=r"exact for plain SGD only.*option=1"):
-            federate(Toy(optimizer), toy_data([8]), [SCAFFOLD()], max_rounds=1)
+# -- momentum ----------------------------------------------------------------------------------------------------------
+
+MOMENTA = {
+    "heavy ball": {"momentum": 0.9},
+    "dampened": {"momentum": 0.8, "dampening": 0.3},
+    "Nesterov": {"momentum": 0.9, "nesterov": True},
+    "cycled": {"momentum": 0.9},
+    "on the head only": {"momentum": 0.9},
+}
+
+
+class Momentum(Toy):
+    def __init__(self, kind="heavy ball", lr=0.02):
+        super().__init__("sgd", lr)
+        self.kind = kind
+
+    def configure_optimizers(self):
+        return momentum_of(self, self.kind, self.lr)
+
+
+def momentum_of(model, kind, lr):
+    """The optimizer of a kind, and a schedule that moves both the learning rate and the momentum."""
+    groups = [{"params": model.net[0].parameters()}, {"params": model.net[3].parameters()}]
+    if kind == "on the head only":
+        groups[0]["momentum"] = 0.0
+    optimizer = torch.optim.SGD(groups, lr, **MOMENTA[kind])
+    if kind != "cycled":
+        return [optimizer], []
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=12)
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def with_momentum(module, data, clients, rounds, weights):
+    """SCAFFOLD in plain torch. The divisor is what torch's own SGD moves a copy of the model whose gradients are 1."""
+    share = {client: weight / sum(weights.values()) for client, weight in weights.items()}
+    x = {name: p.detach().clone() for name, p in module.named_parameters()}
+    own = {client: {name: torch.zeros_like(p) for name, p in x.items()} for client in clients}
+    for number in range(rounds):
+        c = {name: sum(share[client] * own[client][name] for client in clients) for name in x}
+        ends, new = {}, {}
+        for client in clients:
+            models = [copy.deepcopy(module) for _ in range(2)]
+            made = [momentum_of(model, module.kind, module.lr) for model in models]
+            for model in models:
+                model.load_state_dict(x)
+            for inputs, labels in batches(data, client, round=number, epochs=2):
+                loss = F.cross_entropy(models[0](inputs), labels)
+                for p, g in zip(
+                    models[0].parameters(), torch.autograd.grad(loss, [*models[0].parameters()]), strict=True
+                ):
+                    p.grad = g
+                for name, p in models[0].named_parameters():
+                    p.grad += c[name] - own[client][name]
+                for p in models[1].parameters():
+                    p.grad = torch.ones_like(p)
+                for (optimizer,), schedules in made:
+                    optimizer.step()
+                    for schedule in schedules:
+                        schedule["scheduler"].step()
+            ends[client], unit = (dict(model.state_dict()) for model in models)
+            new[client] = {
+                name: own[client][name] - c[name] + (x[name] - ends[client][name]) / (x[name] - unit[name])
+                for name in x
+            }
+        x, own = {name: sum(share[client] * ends[client][name] for client in clients) for name in x}, new
+    return x, own
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", pytest.param("processes", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", MOMENTA)
+def test_option_2_under_momentum(kind, engine):
+    """Against plain torch, clients of unequal numbers of steps; divided by the effective sum of learning rates."""
+    module, data, sizes = Momentum(kind), toy_data(), {"0": 24, "1": 40, "2": 16}
+    weighting = "samples" if kind == "heavy ball" else "uniform"
+    weights = sizes if weighting == "samples" else dict.fromkeys(sizes, 1)
+    options = {"max_rounds": 3, "local_epochs": 2, "engine": engine}
+    trainer = federate(module, data, [SCAFFOLD(weighting=weighting)], **options)
+    x, own = with_momentum(module, data, "012", 3, weights)
+    close(global_state(trainer), x, atol=1e-5)
+    for client in "012":
+        close(trainer.store.get(client).state["SCAFFOLD"]["c"], own[client], atol=5e-5)
+
+
+class HeavyQuadratic(Quadratic):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr, momentum=0.6)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_with_momentum_heterogeneous_quadratics_converge_to_the_pooled_optimum(weighting, engine):
+    """The weighting decides whose optimum it is: the mean of clients, or of samples (client 0 holds its sample thrice)."""
+    held = [3, 1]
+    data = ToyData(
+        {
+            str(i): {
+                split: [torch.tensor([rows[i]] * held[i]).double() for rows in (A, B)]
+                for split in ("train", "val", "test")
+            }
+            for i in range(2)
+        }
+    )
+    share = torch.tensor(held if weighting == "samples" else [1, 1]).double()[:, None]
+    a, b = torch.tensor(A).double(), torch.tensor(B).double()
+    best = (share * a * b).sum(0) / (share * a).sum(0)
+    options = {"max_rounds": 40, "local_epochs": 4, "engine": engine}
+    drift = global_state(federate(HeavyQuadratic(lr=0.1), data, [FedAvg(weighting=weighting)], **options))["w"] - best
+    assert float(drift.abs().max()) > 1e-2
+    found = global_state(federate(HeavyQuadratic(lr=0.1), data, [SCAFFOLD(weighting=weighting)], **options))["w"]
+    torch.testing.assert_close(found, best, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("participation", [1.0, 2])
+def test_weighted_by_samples_c_is_the_weighted_mean_of_all_clients_variates(participation):
+    sizes = {"0": 24, "1": 40, "2": 16, "3": 8}
+    _, spy = spied(
+        NormNet("sgd"), toy_data(sizes), [SCAFFOLD(weighting="samples")], max_rounds=3, participation=participation
+    )
+    for state, records in zip(spy.states, spy.records, strict=True):
+        c, own = state["SCAFFOLD"]["c"], variates(records)
+        close(c, {n: sum(sizes[i] * v[n].double() for i, v in own.items()) / sum(sizes.values()) for n in c}, atol=1e-6)
+
+
+# -- refused and warned ------------------------------------------------------------------------------------------------
+
+
+class Ascends(Toy):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, maximize=True)
+
+
+REFUSED = {
+    "Adam": (Toy("adam"), {}, r"option=2.*Adam's movement is no sum of gradients.*option=1"),
+    "kept momentum": (Toy("momentum"), {"optimizer_state": "keep"}, r"optimizer_state='keep'.*'reset', or option=1"),
+    "ascent": (Ascends(), {}, "maximize=True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_option_2_cannot_read_a_gradient_from_is_refused(name):
+    module, options, sentence = REFUSED[name]
+    with pytest.raises(ValueError, match=sentence):
+        federate(module, toy_data([8]), [SCAFFOLD()], max_rounds=1, **options)
+    federate(module, toy_data([8]), [SCAFFOLD(option=1)], max_rounds=1, **options)
+
+
+def test_an_optimizer_that_only_training_shows_is_refused_by_the_client():
+    class Late(Toy):
+        def configure_optimizers(self):
+            assert self.trainer.max_epochs == 1  # not there when the federation is checked
+            return torch.optim.Adam(self.parameters())
+
+    with pytest.raises(FederationError, match=r"was not moved by SGD.*option=1"):
+        federate(Late(), toy_data([8]), [SCAFFOLD()], max_rounds=1)
+
+
+def test_a_weighting_that_says_nothing_of_absent_clients_is_refused():
+    with pytest.raises(ValueError, match="says nothing of absent clients"):
+        federate(Toy("sgd"), toy_data([8]), [SCAFFOLD(weighting=lambda server, update: 1.0)], max_rounds=1)
+
+
+def test_unequal_numbers_of_steps_are_warned_of_once():
+    def warned(sizes, **options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            federate(Toy("sgd"), toy_data(sizes), [SCAFFOLD()], max_rounds=1, **options)
+        return [str(w.message) for w in caught if "same number of steps" in str(w.message)]
+
+    (text,) = warned([8, 24, 40])
+    assert "client '0' takes 1 and client '2' 5 an epoch" in text
+    assert not warned([8, 24, 40], local_steps=2)
+    assert not warned([9, 16])
+    assert not warned([8, 16], accumulate_grad_batches=2)
 
 
 def test_composes_with_a_server_optimizer_only_without_a_server_step_of_its_own():
@@ -261,3 +433,13 @@ def test_composes_with_a_server_optimizer_only_without_a_server_step_of_its_own(
 def test_an_unknown_option_is_refused():
     with pytest.raises(ValueError, match="option=3"):
         SCAFFOLD(option=3)
+
+
+def test_where_training_starts_from_a_blend_the_movement_is_counted_from_there():
+    """FLIU starts from a mixture of x and the client's own model: c_i is still the mean of the round's raw gradients."""
+    raw, data = RawGradients(), toy_data((24, 24))
+    _, spy = spied(Toy(), data, [raw, SCAFFOLD(), FLIU(gamma=0.5, weighting="uniform")], max_rounds=3)
+    for client in "01":
+        gradients = [g for _, g in raw.seen[2, client]]
+        mean = {name: sum(g[name] for g in gradients) / len(gradients) for name in gradients[0]}
+        close(variates(spy.records[2])[client], mean, atol=2e-5)

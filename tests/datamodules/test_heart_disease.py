@@ -137,3 +137,13 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"processed.cleveland.data, .*archive.ics.uci.edu") as caught:
         HeartDiseaseDataModule(str(tmp_path)).prepare_data()
     assert "processed.va.data" not in str(caught.value) and "download: true" not in str(caught.value)
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path):
+    path = tmp_path / "processed.va.data"
+    path.write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(ValueError, match="is no text"):
+        read_hospital(path)
+    path.write_bytes(b"1," * 600_000)
+    with pytest.raises(ValueError, match="more than 1048576 bytes"):
+        read_hospital(path)

@@ -4,6 +4,7 @@ import io
 import pickle
 import struct
 import tarfile
+import tracemalloc
 import zipfile
 
 import numpy as np
@@ -19,7 +20,7 @@ from fedlightning.datamodules import (
     NaturalPartitioner,
     QuantitySkewPartitioner,
 )
-from fedlightning.datamodules.readers import read_idx
+from fedlightning.datamodules.readers import cifar_batches, read_idx
 
 RNG = np.random.default_rng(0)
 TRAIN = RNG.integers(0, 256, (60, 28, 28), dtype=np.uint8)
@@ -102,8 +103,7 @@ def test_download_fetches_only_what_is_missing(tmp_path, monkeypatch):
     mirror, root = tmp_path / "mirror", tmp_path / "root"
     write_mnist(mirror, packed=True)
     sums = {
-        name: hashlib.md5((mirror / f"{name}.gz").read_bytes(), usedforsecurity=False).hexdigest()
-        for name in MNISTDataModule.checksums
+        name: hashlib.sha256((mirror / f"{name}.gz").read_bytes()).hexdigest() for name in MNISTDataModule.checksums
     }
     monkeypatch.setattr(MNISTDataModule, "mirrors", (mirror.as_uri() + "/",))
     monkeypatch.setattr(MNISTDataModule, "checksums", sums)
@@ -156,9 +156,7 @@ def test_emnist_is_upright_and_counts_from_zero(tmp_path, monkeypatch):
             file.writestr(f"gzip/{name}", content)
         file.writestr("gzip/emnist-digits-train-images-idx3-ubyte.gz", b"not wanted")
     monkeypatch.setattr(EMNISTDataModule, "url", archive.as_uri())
-    monkeypatch.setattr(
-        EMNISTDataModule, "checksum", hashlib.md5(archive.read_bytes(), usedforsecurity=False).hexdigest()
-    )
+    monkeypatch.setattr(EMNISTDataModule, "checksum", hashlib.sha256(archive.read_bytes()).hexdigest())
     root = tmp_path / "root"
     options = {"partitioner": IIDPartitioner(1), "normalize": False, "val_fraction": 0.0}
     data = ready(EMNISTDataModule(str(root), "letters", download=True, **options))
@@ -224,3 +222,70 @@ def test_cifar10_archive_without_a_batch_is_refused(tmp_path):
         pass
     with pytest.raises(ValueError, match="has no data_batch_1"):
         CIFAR10DataModule(str(tmp_path)).setup()
+
+
+def peak(function):
+    """Return the most memory that Python and numpy held while a function ran, in bytes."""
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_sizes_in_headers_are_bounded_before_memory_is_taken(tmp_path):
+    path = tmp_path / "file"
+
+    def refused(match, **options):
+        def read():
+            with pytest.raises(ValueError, match=match):
+                read_idx(path, 3, **options)
+
+        assert peak(read) < 2_000_000
+
+    header = bytes([0, 0, 8, 3])
+    path.write_bytes(gzip.compress(header + struct.pack(">3I", 60_000, 28, 28) + bytes(10)))
+    refused(r"47040000 bytes, \d+ bytes of gzip cannot hold them")
+    path.write_bytes(gzip.compress(header + struct.pack(">3I", 1000, 1, 1) + bytes(30_000_000)))
+    refused("it has more")
+    path.write_bytes(gzip.compress(header + struct.pack(">3I", 70_000, 28, 28) + bytes(30_000_000)))
+    refused("no file of this data set: .* it can have 60000 x 28 x 28 at most", most=(60_000, 28, 28))
+    path.write_bytes(header + struct.pack(">3I", 2**32 - 1, 2**32 - 1, 2**32 - 1))
+    refused("it can have 1073741824 bytes at most")
+
+
+def test_a_bomb_for_a_cifar_archive_is_refused(tmp_path):
+    path = tmp_path / "cifar-10-python.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        member = tarfile.TarInfo("pax")
+        member.type, member.size = tarfile.XHDTYPE, 90_000_000
+        file.write(member.tobuf(tarfile.GNU_FORMAT))
+        for _ in range(90):
+            file.write(bytes(1_000_000))
+
+    def read():
+        with pytest.raises(ValueError, match=r"cannot be read as CIFAR-10 \(it asks for 90000384 bytes"):
+            cifar_batches(path, ["data_batch_1"])
+
+    assert peak(read) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"cnumpy\nndarray\n(L1000000000L\nltR.",  # an array of any size
+        b"\x80\x02}r\xff\xff\xff\x3f.",  # an object with a number that makes the reader's table large
+        b"\x80\x04\x8e\x00\x00\x00\x00\x02\x00\x00\x00.",  # a string that is longer than the file
+        b"",
+        b"\x80\x02]q\x00.",  # no batch
+    ],
+)
+def test_damaged_cifar_pickles_are_refused(tmp_path, code):
+    (tmp_path / "data_batch_1").write_bytes(code)
+
+    def read():
+        with pytest.raises(ValueError, match=r"data_batch_1 is damaged .* delete it"):
+            cifar_batches(tmp_path, ["data_batch_1"])
+
+    assert peak(read) < 2_000_000

@@ -3,12 +3,14 @@ import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from lightning.pytorch.demos.boring_classes import BoringDataModule
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
+    SequentialSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -220,12 +222,53 @@ class Stream(IterableDataset):
         ),
         (lambda: [DataLoader(tensors()), DataLoader(tensors())], "is a list"),
         (lambda: None, "no train_dataloader"),
-        (lambda: DataLoader(TensorDataset(torch.zeros(9), torch.rand(9))), "pass labels="),
     ],
 )
 def test_what_cannot_be_divided_is_refused_in_a_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         ready(TrainOnly(make), IIDPartitioner(2))
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        {"sampler": WeightedRandomSampler(torch.ones(200), 200), "batch_size": 8},
+        {"batch_sampler": BatchSampler(range(200), 8, False)},
+        {"shuffle": True, "batch_size": 8},
+    ],
+)
+def test_a_sampler_is_made_for_each_client(theirs):
+    def weighted(data):
+        labels = torch.tensor([label for _, label in data])
+        return WeightedRandomSampler((labels == 3).double(), 2 * len(data))
+
+    wrapped = TrainOnly(lambda: DataLoader(tensors(), **theirs))
+    data = ready(wrapped, IIDPartitioner(2), sampler=weighted)
+    loader = data.client_dataloader("1", "train")
+    seen = torch.cat([x for x, y in loader if (y == 3).all()])
+    assert len(seen) == 2 * data.num_samples("1") and loader.batch_size == 8
+    assert set(seen.tolist()) <= set(tensors().tensors[0][data.indices("1")].tolist())
+    assert type(data.client_dataloader("1", "test").sampler) is SequentialSampler
+
+    data = ready(wrapped, IIDPartitioner(2), sampler=lambda data: BatchSampler(range(len(data)), 50, False))
+    assert [len(x) for x, _ in data.client_dataloader("0", "train")] == [50, 14]
+    with pytest.raises(ValueError, match="sampler made for client '0' is a int"):
+        ready(wrapped, IIDPartitioner(2), sampler=len).client_dataloader("0", "train")
+
+
+def test_unlabelled_data_are_cut_at_random_and_it_is_said():
+    with pytest.warns(
+        UserWarning, match="BoringDataModule have no class labels, so IIDPartitioner cuts them at random"
+    ):
+        data = ready(BoringDataModule(), IIDPartitioner(3))
+    assert [data.num_samples(client) for client in data.client_ids] == [22, 21, 21]
+    assert data.num_classes is None and "stratified=False" in data.partition_name
+    with pytest.raises(ValueError, match="DirichletPartitioner divides samples by label, and the train data of Boring"):
+        ready(BoringDataModule(), DirichletPartitioner(3, 0.5))
+    labelled = Partitioned.from_datasets(tensors(), partitioner=IIDPartitioner(2), labels=False)
+    with pytest.warns(UserWarning, match="no class labels"):
+        labelled.setup()
+    assert labelled.num_classes is None
 
 
 def test_partitioners_without_labels_need_none():

@@ -116,7 +116,7 @@ ALGORITHMS: dict[str, tuple[Any, list[FederatedCallback]]] = {
     "fedrep": (NormNet(), [FedRep(personal=["net.3"])]),
     "apfl": (NormNet(dropout=0.2), [APFL()]),
     "apfl-fixed": (Toy("steplr"), [APFL(alpha=0.3, adaptive=False)]),
-    "apfl-off": (NormNet(), [APFL(alpha=0.0, alpha_lr=-5.0)]),
+    "apfl-off": (NormNet(), [APFL(alpha=0.0, alpha_lr=0.0)]),
     "fenda": (NormNet(), [FENDA(head="net.3")]),
     "fedprox+scaffold": (PiecesStyle(), [FedProx(mu=0.1), SCAFFOLD()]),
 }

@@ -28,7 +28,7 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize("thing", HARMLESS, ids=str)
+@pytest.mark.parametrize("thing", HARMLESS, ids=path_of)
 def test_what_only_computes_is_taken(thing):
     assert look_up(path_of(thing)) is thing
 

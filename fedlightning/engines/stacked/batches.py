@@ -15,10 +15,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, default_collate
 
+from fedlightning.datamodules.in_memory import rows_of, tensors_of
+from fedlightning.datamodules.resident import WHOLE_ORDER, whole_order
 from fedlightning.datamodules.sampling import AddressedSampler
-from fedlightning.datamodules.views import ArrayDataset, IndexView, collate_rows
+from fedlightning.datamodules.views import ArrayDataset, collate_rows
 from fedlightning.engines.stacked.stack import join_tree, split_tree
 from fedlightning.seeding import address, seed_all
 
@@ -54,7 +56,8 @@ class ResidentSource:
     Args:
         tensors: The data, `(n, ...)` each.
         held: The client's rows of them. `None`: all.
-        sampler: Gives the order of the rows. `None`: their own order.
+        sampler: Gives the order of the rows: an addressed one, or one that draws from the global generator. `None`:
+            their own order.
         batch_size: Samples in a batch.
         count: Batches in an epoch.
         seed: Seed of the generator.
@@ -65,7 +68,7 @@ class ResidentSource:
         self,
         tensors: Sequence[Tensor],
         held: Tensor | None,
-        sampler: AddressedSampler | None,
+        sampler: Any,
         batch_size: int,
         count: int,
         seed: Seed,
@@ -74,7 +77,7 @@ class ResidentSource:
         self.tensors, self.held, self.sampler = tensors, held, sampler
         self._seed, self._draws_seed = seed, draws_seed
         self.batch_size, self.count = batch_size, count
-        self.samples = len(tensors[0]) if held is None else len(held)
+        self.samples = (len(tensors[0]) if held is None else len(held)) if sampler is None else len(sampler)
         self._whole = min(count, self.samples // batch_size)
         self._tail = tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
         self._order = torch.empty(0, dtype=torch.int64)
@@ -83,13 +86,25 @@ class ResidentSource:
         self._generator: torch.Generator | None = None
 
     def start_epoch(self, epoch: int) -> None:
-        if self.sampler is not None:
+        self._next, self._epoch, self._generator = 0, epoch, None
+        if self.sampler is None:
+            order = torch.arange(self.samples)
+        elif isinstance(self.sampler, AddressedSampler):
             self.sampler.go_to(epoch)
             order = self.sampler.permutation()
         else:
-            order = torch.arange(self.samples)
+            order = self._drawn()
         self._order = order if self.held is None else self.held[order]
-        self._next, self._epoch, self._generator = 0, epoch, None
+
+    def _drawn(self) -> Tensor:
+        """Return the order of a sampler that draws from the global generator, which is the client's meanwhile."""
+        own, before = self.generator, torch.get_rng_state()
+        torch.set_rng_state(own.get_state())
+        try:
+            return whole_order(self.sampler)
+        finally:
+            own.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
 
     @property
     def generator(self) -> torch.Generator:
@@ -194,23 +209,21 @@ def resident(loader: Any, count: int, seed: Seed) -> ResidentSource | None:
     """
     if type(loader) is not DataLoader or loader.num_workers or type(loader.batch_sampler) is not BatchSampler:
         return None
-    if type(loader.sampler) not in (AddressedSampler, SequentialSampler):
+    if type(loader.sampler) not in (AddressedSampler, *WHOLE_ORDER):
         return None
+    if type(loader.sampler) is not AddressedSampler and getattr(loader.sampler, "generator", None) is not None:
+        return None  # it goes on from visit to visit
     if loader.collate_fn not in (collate_rows, default_collate) or loader.batch_size is None:
         return None
-    sampler = loader.sampler if isinstance(loader.sampler, AddressedSampler) else None
-    if sampler is not None and sampler.world_size != 1:
+    in_order = type(loader.sampler) is SequentialSampler and len(loader.sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    sampler = None if in_order else loader.sampler
+    if isinstance(sampler, AddressedSampler) and sampler.world_size != 1:
         return None
-    dataset, held = loader.dataset, None
-    if type(dataset) is IndexView:
-        dataset, held = dataset.dataset, dataset.indices
-    if type(dataset) is TensorDataset:
-        tensors: Sequence[Tensor] = dataset.tensors
-    elif type(dataset) is ArrayDataset and dataset.transform is None:
-        tensors = (dataset.x, dataset.y)
-    else:
+    found = rows_of(loader.dataset)
+    if found is None or (type(found[0]) is ArrayDataset and found[0].transform is not None):
         return None
-    return ResidentSource(tensors, held, sampler, loader.batch_size, count, seed, loader.generator is None)
+    source, held = found
+    return ResidentSource(tensors_of(source), held, sampler, loader.batch_size, count, seed, loader.generator is None)
 
 
 BLOCK = 2**20

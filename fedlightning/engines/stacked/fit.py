@@ -116,6 +116,7 @@ class StackedFit:
                 total = float(totals[row])
                 for name in names if total else ():
                     trainee.lr_sums[name] = trainee.lr_sums.get(name, 0.0) + total
+            trainee.gradient_weights = self.optimizer.gradient_weights(row, trainee.lr_sums)
 
     def _guarded_start(self, row: int, trainee: Trainee) -> None:
         try:

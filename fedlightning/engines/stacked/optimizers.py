@@ -78,6 +78,18 @@ class StackedOptimizer(ABC):
     def rule(self, name: str, rows: Rows, parameter: Tensor, gradient: Tensor, groups: Settings) -> None:
         """Edit `parameter` in place. A rule that needs the number of steps calls :meth:`counted` once."""
 
+    def gradient_weights(self, row: int, lr_sums: Mapping[str, float]) -> dict[str, float]:
+        """Return, by name, the sum of the weights with which one client's gradients went into its movement.
+
+        Args:
+            row: Row of the client.
+            lr_sums: By name, the sum of its learning rate over the steps that moved the parameter.
+
+        Returns:
+            Nothing under a rule whose movement is no sum of gradients.
+        """
+        return {}
+
     def counted(self, name: str, rows: Rows, groups: Settings) -> list[tuple[Mapping[str, Any], int]]:
         """Count a step. Return each client's group and number of steps; a single pair where all are equal."""
         self.steps[name][rows] += 1
@@ -101,6 +113,14 @@ def first_of(groups: Settings) -> Mapping[str, Any]:
     return groups if isinstance(groups, Mapping) else groups[0]
 
 
+def _noted(groups: Settings) -> Settings:
+    """Return what a step of SGD with momentum was taken with, which a schedule may change after it."""
+    keys = ("lr", "momentum", "dampening", "nesterov")
+    if isinstance(groups, Mapping):
+        return {key: groups[key] for key in keys}
+    return [{key: group[key] for key in keys} for group in groups]
+
+
 def per_row(groups: Settings, key: str, like: Tensor) -> float | Tensor:
     """Return a setting of a group: a number, or a column where clients differ."""
     if isinstance(groups, Mapping):
@@ -110,6 +130,37 @@ def per_row(groups: Settings, key: str, like: Tensor) -> float | Tensor:
 
 class StackedSGD(StackedOptimizer):
     """:class:`torch.optim.SGD` on a stack, with momentum, dampening, Nesterov and weight decay."""
+
+    def __init__(self, parameters: dict[str, Tensor], size: int) -> None:
+        super().__init__(parameters, size)
+        self._moves: dict[str, list[tuple[Rows, Settings]]] = {name: [] for name in parameters}
+        self._extra: list[tuple[list[tuple[Rows, Settings]], np.ndarray]] = []
+
+    def gradient_weights(self, row: int, lr_sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the sums of learning rates, and what momentum adds to them."""
+        return {name: total + float(self._extra_weight(name)[row]) for name, total in lr_sums.items()}
+
+    def _extra_weight(self, name: str) -> np.ndarray:
+        """Return, by row, how much further than its learning rates SGD goes along gradients that are all 1.
+
+        Parameters that moved in the same steps share it.
+        """
+        moves = self._moves[name]
+        for known, extra in self._extra:
+            if known == moves:
+                self._moves[name] = known  # the next comparison is one of identity
+                return extra
+        extra, velocity, moving = (np.zeros(len(self.parameters[name]), dtype=t) for t in (float, float, bool))
+        for rows, groups in moves:
+            each = [groups] if isinstance(groups, Mapping) else groups
+            lr, momentum, dampening = (
+                np.array([float(group[key]) for group in each]) for key in ("lr", "momentum", "dampening")
+            )
+            own = np.where(moving[rows], momentum * velocity[rows] + 1.0 - dampening, 1.0)
+            velocity[rows], moving[rows] = own, True
+            extra[rows] += lr * (momentum * own if each[0]["nesterov"] else own - 1.0)
+        self._extra.append((moves, extra))
+        return extra
 
     def rule(self, name: str, rows: Rows, parameter: Tensor, gradient: Tensor, groups: Settings) -> None:
         decay, lr = per_row(groups, "weight_decay", parameter), per_row(groups, "lr", parameter)
@@ -129,6 +180,7 @@ class StackedSGD(StackedOptimizer):
             else:
                 buffer.add_(gradient, alpha=share)
             put(self.state[name]["momentum_buffer"], rows, buffer)
+            self._moves[name].append((rows, _noted(groups)))
             if not first_of(groups)["nesterov"]:
                 gradient = buffer
             elif isinstance(momentum, Tensor):

@@ -54,6 +54,7 @@ class Trainee:
         steps: Optimizer steps taken, when it is done.
         attempts: Optimizer steps attempted: batches used.
         lr_sums: By parameter name, the sum of its learning rate over the steps, when it is done.
+        gradient_weights: By parameter name, the sum of the weights of its gradients in SGD's movement, when it is done.
         metrics: Values that the module logged, when it is done.
         error: Exception that ended its training, if any.
         done: Whether it is done.
@@ -70,6 +71,7 @@ class Trainee:
     steps: int = 0
     attempts: int = 0
     lr_sums: dict[str, float] = field(default_factory=dict)
+    gradient_weights: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     error: BaseException | None = None
     done: bool = False

@@ -93,6 +93,12 @@ def run_round(
 def _refuse_if_all_failed(server: Server, updates: list[Update], cause: BaseException | None) -> None:
     failed = [update for update in updates if update.error is not None]
     if updates and len(failed) == len(updates):
+        reasons = {str(update.error).replace(f"client '{update.client}' failed: ", "") for update in failed}
+        if server.round == 0 and len(failed) > 1 and len(reasons) == 1:
+            raise FederationError(
+                f"{reasons.pop().rstrip('.')}. All {len(failed)} clients failed with this error in round 1: no client could "
+                "contribute."
+            ) from cause
         raise FederationError(
             f"Round {server.round + 1}: no client could contribute; {str(failed[0].error).rstrip('.')}"
             + (f" ({len(failed) - 1} more failed)." if len(failed) > 1 else ".")

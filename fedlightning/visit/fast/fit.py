@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from fedlightning.compat.quiet import without_warnings
-from fedlightning.datamodules.resident import resident_batches
+from fedlightning.datamodules.resident import ResidentBatches, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.visit.client import Client
 from fedlightning.visit.fast.errors import NotInFastLoop
@@ -31,11 +31,18 @@ from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.refusals import num_batches
 from fedlightning.visit.fast.step import FastStep
 from fedlightning.visit.fast.trainer import FastTrainer
+from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import VisitCallback
 
 
 def train_fast(
-    client: Client, visit: VisitCallback, callbacks: list[Callback], loader: Any, base: Trainer, detect_anomaly: bool
+    client: Client,
+    visit: VisitCallback,
+    callbacks: list[Callback],
+    loader: Any,
+    base: Trainer,
+    inside: Surroundings,
+    detect_anomaly: bool,
 ) -> FastTrainer:
     """Train `client.module` in place.
 
@@ -45,6 +52,7 @@ def train_fast(
         callbacks: Callbacks in Lightning's order, `visit` among them.
         loader: Training batches, addressed.
         base: A Trainer made with the run's arguments.
+        inside: Folder, logger and data module of the fit.
         detect_anomaly: As the Trainer's argument.
 
     Returns:
@@ -67,6 +75,7 @@ def train_fast(
         max_epochs=visit.work if in_epochs else -1,
         max_steps=-1 if in_epochs else visit.work,
     )
+    trainer.show(inside)
     client.scratch["trainer"] = trainer
     with without_warnings():
         FastFit(trainer, collector, detect_anomaly).run()
@@ -140,6 +149,7 @@ class FastFit:
         self.trainer.set_up_data()
         self.batches = resident_batches(self.trainer.train_dataloader, self.device) or self.trainer.train_dataloader
         self.is_resident = self.batches is not self.trainer.train_dataloader
+        self.is_addressed = isinstance(self.batches, ResidentBatches)
         self._bind()
 
     def _make_optimizers(self) -> None:
@@ -190,13 +200,13 @@ class FastFit:
         hooks.run("on_train_start")
         while not self._done:
             epoch = clock["current_epoch"]
-            if self.is_resident and type(loader.sampler) is AddressedSampler:
+            if self.is_addressed and type(loader.sampler) is AddressedSampler:
                 loader.sampler.go_to(epoch)
             else:
                 set_epoch(loader, epoch)
             if epoch_start is not None:
                 epoch_start()
-            if epoch > 0 or self.is_resident:
+            if epoch > 0 or self.is_addressed:
                 batches = iter(self.batches)
             whole = self._epoch(batches)
             collector.end_batches()

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.log import LogCollector
+from fedlightning.visit.surroundings import Surroundings
 
 AS_GIVEN = frozenset((
     *FORWARDED, "default_root_dir", "fast_dev_run", "global_rank", "is_global_zero", "local_rank", "log_dir", "logger",
@@ -88,6 +89,14 @@ class FastTrainer:
         if name not in SETTABLE and (name in self.__dict__ or hasattr(Trainer, name) or hasattr(self._base, name)):
             raise NotInFastLoop(f"trainer.{name} is set, which the fast loop does not have")
         self.__dict__[name] = value
+
+    def show(self, inside: Surroundings) -> None:
+        """Show a client's folder, logger and data module."""
+        folder = self._base.default_root_dir if inside.folder is None else inside.folder
+        self.__dict__.update(
+            default_root_dir=folder, log_dir=inside.folder, logger=inside.logger, loggers=[inside.logger],
+            datamodule=inside.datamodule,
+        )  # fmt: skip
 
     @property
     def strategy(self) -> SingleDeviceStrategy:

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torchmetrics import Accuracy
 
 from fedlightning.blueprint.blueprint import Blueprint
@@ -24,7 +35,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, Timer
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from fedlightning.datamodules.resident import resident_batches
+from fedlightning.datamodules import ArrayDataset
+from fedlightning.datamodules.resident import ResidentBatches, SampledBatches, resident_batches
 
 CPU = torch.device("cpu")
 SIZES = [22, 40, 15]  # the last batches are ragged: of 6, 8 and 7
@@ -376,16 +388,85 @@ def test_only_whole_tensors_in_memory_are_resident():
     data = toy_data([22])
     data.setup("fit")
     own = data.client_dataloader("0", "train")
-    options = {"batch_size": 8, "generator": torch.Generator()}
-    assert resident_batches(own, CPU) is not None
-    assert (
-        resident_batches(DataLoader(own.dataset, collate_fn=own.collate_fn, batch_size=8), CPU) is None
-    )  # global draw
-    assert resident_batches(DataLoader(own.dataset, **options), CPU) is None  # another collate function
-    shuffled = DataLoader(own.dataset, collate_fn=own.collate_fn, shuffle=True, **options)
-    assert resident_batches(shuffled, CPU) is None
-    workers = DataLoader(own.dataset, collate_fn=own.collate_fn, num_workers=1, **options)
-    assert resident_batches(workers, CPU) is None
+    plain = TensorDataset(torch.zeros(22, 3))
+    assert isinstance(resident_batches(own, CPU), ResidentBatches)
+    for dataset in (own.dataset, plain, Subset(plain, [3, 1]), ConcatDataset([plain, Subset(plain, [0])])):
+        assert isinstance(resident_batches(DataLoader(dataset, batch_size=8), CPU), SampledBatches)
+    own_class = type("Own", (TensorDataset,), {})(torch.zeros(22, 3))
+    mixed = ConcatDataset([plain, TensorDataset(torch.zeros(22, 4))])
+    for other in (
+        DataLoader(own_class),
+        DataLoader(Subset(own_class, [1])),
+        DataLoader(mixed),
+        DataLoader(range(22)),
+        DataLoader(plain, num_workers=1),
+        DataLoader(plain, collate_fn=list),
+        DataLoader(plain, batch_size=None),
+        type("Own", (DataLoader,), {})(plain),
+    ):
+        assert resident_batches(other, CPU) is None
+
+
+class EveryThird(Sampler):
+    """A user's sampler, which draws a number for each sample."""
+
+    def __iter__(self):
+        return (3 * int(torch.randint(5, ())) for _ in range(9))
+
+    def __len__(self):
+        return 9
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shuffle": True},
+        {"shuffle": True, "generator": 4},
+        {"sampler": WeightedRandomSampler(torch.arange(1.0, 16.0), 20)},
+        {"sampler": SubsetRandomSampler([2, 7, 11, 5])},
+        {"sampler": RandomSampler(range(15), replacement=True, num_samples=7)},
+        {"sampler": SequentialSampler(range(5))},
+        {"sampler": EveryThird()},
+        {"batch_sampler": [[1, 2], [0], [14, 3, 3]]},
+        {"batch_sampler": BatchSampler(RandomSampler(range(15)), 7, True)},
+        {"batch_sampler": BatchSampler(range(14, -1, -1), 7, True), "generator": 4},
+    ],
+)
+@pytest.mark.parametrize("kind", ["tensors", "subset", "union", "arrays"])
+def test_sampled_batches_are_the_loaders_and_draw_the_same_numbers(kind, options, drop_last):
+    x, y = torch.randn(20, 3), torch.arange(20)
+    dataset = {
+        "tensors": TensorDataset(x[:15], y[:15]),
+        "subset": Subset(Subset(TensorDataset(x, y), range(19, 2, -1)), torch.arange(15)),
+        "union": ConcatDataset([TensorDataset(x[:6], y[:6]), Subset(TensorDataset(x, y), [-1, *range(10, 18)])]),
+        "arrays": ArrayDataset(x[:15], y[:15], transform=lambda x: x * 2),
+    }[kind]
+    found = []
+    for resident in (False, True):
+        torch.manual_seed(3)
+        given = dict(options)
+        if "generator" in given:
+            given["generator"] = torch.Generator().manual_seed(given["generator"])
+        if "batch_sampler" not in given:
+            given |= {"batch_size": 4, "drop_last": drop_last}
+        loader = DataLoader(dataset, **given)
+        source = resident_batches(loader, CPU) if resident else loader
+        states, batches = [], []
+        for _ in range(2):
+            iterator = iter(source)
+            states.append(torch.get_rng_state())
+            for batch in iterator:
+                states.append(torch.get_rng_state())
+                batches.append(batch)
+        found.append((batches, states))
+    (first, before), (second, after) = found
+    assert type(source) is SampledBatches or (not options and type(source) is ResidentBatches)
+    assert len(first) == len(second) and all(map(torch.equal, before, after))
+    for one, other in zip(first, second, strict=True):
+        assert type(one) is type(other) is list and all(map(torch.equal, one, other))
+        assert [part.stride() for part in one] == [part.stride() for part in other]
 
 
 # -- where it does not apply -----------------------------------------------------------------------------------------

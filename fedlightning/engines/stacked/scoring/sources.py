@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from fedlightning.datamodules.resident import is_plain, on_device, parts_of, resident_batches
+from fedlightning.datamodules.in_memory import is_plain, rows_of, tensors_of
+from fedlightning.datamodules.resident import on_device, resident_batches
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.engines.stacked.scoring.values import NotStacked
@@ -51,18 +52,20 @@ class Rows:
     """Batches of a loader that picks rows of tensors in memory, in their order.
 
     Args:
-        view: The loader's dataset.
+        source: Dataset in memory.
+        indices: Its rows.
         batch_size: Samples in a batch.
         count: Batches.
     """
 
-    def __init__(self, view: Any, batch_size: int, count: int) -> None:
-        self.source, self.parts, self.count = view.dataset, parts_of(view.dataset), count
-        self._chosen = view.indices.split(batch_size)
+    def __init__(self, source: Any, indices: Tensor, batch_size: int, count: int) -> None:
+        self.source, self.parts, self.count = source, tensors_of(source), count
+        self._chosen = indices.split(batch_size)
+        self._tail = tuple((part.shape[1:], part.dtype) for part in self.parts)
 
     def shape(self, index: int) -> tuple[Any, ...]:
         """Return a key: batches with equal keys can be stacked."""
-        return (len(self._chosen[index]), id(self.source))
+        return (len(self._chosen[index]), self._tail)
 
     def num_bytes(self, index: int) -> int:
         """Return the size of a batch."""
@@ -147,11 +150,18 @@ def rewinding(loaders: Iterable[Any]) -> Callable[[], None]:
 
 def source_of(loader: Any, count: int, seed: Sequence[object]) -> Rows | Iterated:
     """Return the batches of a loader in the cheapest form."""
-    if resident_batches(loader, CPU) is not None and type(loader.sampler) is SequentialSampler:
-        source = loader.dataset.dataset
+    in_order = (
+        resident_batches(loader, CPU) is not None
+        and type(loader.sampler) is SequentialSampler
+        and loader.batch_size is not None  # else a batch sampler gives the order
+        and len(loader.sampler) == len(loader.dataset)
+    )
+    if in_order and (found := rows_of(loader.dataset)) is not None:
+        source, held = found
         transformed = isinstance(source, ArrayDataset) and source.transform is not None
-        if not transformed and all(map(is_plain, parts_of(source))) and not loader.drop_last:
-            return Rows(loader.dataset, loader.batch_size, count)
+        if not transformed and all(map(is_plain, tensors_of(source))) and not loader.drop_last:
+            indices = torch.arange(len(source)) if held is None else held
+            return Rows(source, indices, loader.batch_size, count)
     return Iterated(loader, count, seed)
 
 
@@ -159,7 +169,15 @@ def stacked_batch(sources: Sequence[Rows | Iterated], index: int, device: torch.
     """Return the batches `index` of all sources as one, `(len(sources), batch, ...)`. They have the same shape."""
     first = sources[0]
     if isinstance(first, Rows):
-        rows = [source.rows(index) for source in sources if isinstance(source, Rows)]
+        held = [source for source in sources if isinstance(source, Rows)]
+        rows = [source.rows(index) for source in held]
+        if any(source.source is not first.source for source in held):
+            return [
+                torch.stack(
+                    [source.parts[place].index_select(0, own) for source, own in zip(held, rows, strict=True)]
+                ).to(device)
+                for place in range(len(first.parts))
+            ]
         chosen = torch.cat(rows).to(device)
         parts = first.parts
         if device.type != "cpu":

@@ -1,0 +1,148 @@
+"""A CSV file as columns: numbers with gaps, or words."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+import numpy as np
+
+GAPS = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
+"""Cells that hold no value, whatever their case."""
+MOST_LEVELS = 50
+"""Different words that a column of categories may have."""
+
+
+@dataclass
+class Column:
+    """A column of a table.
+
+    Attributes:
+        name: Its name in the header.
+        cells: Its cells without spaces around them; `""` for a gap.
+        numbers: The cells as float64, NaN for a gap; `None` if a cell is a word.
+    """
+
+    name: str
+    cells: list[str]
+    numbers: np.ndarray | None
+
+
+def read_table(path: Path, delimiter: str = ",") -> dict[str, Column]:
+    r"""Return the columns of a CSV file with a header, by name.
+
+    Args:
+        path: The file, in UTF-8.
+        delimiter: Character between two cells.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is no table. The message names the line.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from fedlightning.datamodules.tables import read_table
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "patients.csv")
+        ...     _ = path.write_text("age,sex\n63,f\n?,m\n")
+        ...     table = read_table(path)
+        >>> table["age"].numbers, table["sex"].cells
+        (array([63., nan]), ['f', 'm'])
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {path}; give the path of a CSV file with a header.")
+    rows: list[list[str]] = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=True)
+            header = [name.strip() for name in next(reader, [])]
+            for row in reader:
+                if not row:
+                    continue
+                if len(row) != len(header):
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: {len(row)} cells under {len(header)} names; write one cell for "
+                        "each column, in quotes if it holds the delimiter."
+                    )
+                rows.append(row)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read as CSV in UTF-8 ({error}); save it as that.") from error
+    if not rows or "" in header or len(set(header)) < len(header):
+        wrong = "no rows" if not rows else "a column without a name" if "" in header else "two columns of one name"
+        raise ValueError(f"{path} has {wrong}; the first line names every column, the others are the samples.")
+    table = {}
+    for place, name in enumerate(header):
+        cells = [row[place].strip() for row in rows]
+        cells = ["" if cell.lower() in GAPS else cell for cell in cells]
+        table[name] = Column(name, cells, _numbers(path, name, cells))
+    return table
+
+
+def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
+    values, words = np.full(len(cells), np.nan), []
+    for row, cell in enumerate(cells):
+        try:
+            values[row] = float(cell) if cell else math.nan
+        except ValueError:
+            words.append(row)
+    known = sum(map(bool, cells))
+    if words and 2 * len(words) < known:
+        raise ValueError(
+            f"{path}: column {name!r} holds numbers, but {cells[words[0]]!r} in sample {words[0] + 1}; correct it, leave the "
+            "cell empty if the value is missing, or drop the column."
+        )
+    if np.isinf(values).any():
+        raise ValueError(f"{path}: column {name!r} holds an infinite number; leave the cell empty if it is missing.")
+    return None if words else values
+
+
+def column_of(table: dict[str, Column], name: str, what: str) -> Column:
+    """Return a column by its name.
+
+    Args:
+        table: The columns.
+        name: Name of the column.
+        what: What it is for, for the message.
+
+    Raises:
+        ValueError: If there is no such column.
+
+    Example:
+        >>> from fedlightning.datamodules.tables import Column, column_of
+        >>> column_of({"age": Column("age", [], None)}, "agee", "target")
+        Traceback (most recent call last):
+        ValueError: There is no column 'agee' (target); did you mean 'age'? The columns are age.
+    """
+    if name in table:
+        return table[name]
+    near = get_close_matches(name, table, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise ValueError(f"There is no column {name!r} ({what}){hint} The columns are {', '.join(table)}.")
+
+
+def levels_of(column: Column) -> list[str]:
+    """Return the different words of a column in ascending order, gaps left out.
+
+    Args:
+        column: The column.
+
+    Raises:
+        ValueError: If there are more than `MOST_LEVELS`.
+
+    Example:
+        >>> from fedlightning.datamodules.tables import Column, levels_of
+        >>> levels_of(Column("sex", ["m", "f", "", "m"], None))
+        ['f', 'm']
+    """
+    levels = sorted({cell for cell in column.cells if cell})
+    if len(levels) > MOST_LEVELS:
+        raise ValueError(
+            f"Column {column.name!r} has {len(levels)} different words, such as {levels[0]!r}; that is a name or a text, "
+            f"not a category. Leave it out with drop: [{column.name}]."
+        )
+    return levels

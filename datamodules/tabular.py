@@ -1,0 +1,245 @@
+"""Tables: a CSV file whose rows are samples, divided among clients by a column or by a partitioner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.federate import federate, suited
+from fedlightning.datamodules.partition import Partitioner, check_fraction
+from fedlightning.datamodules.partitioners import NaturalPartitioner
+from fedlightning.datamodules.tables import Column, column_of, levels_of, read_table
+from fedlightning.datamodules.views import ArrayDataset
+
+MOST_CLASSES = 20
+"""A target of whole numbers with more different values than this is a measurement."""
+
+
+class TabularFederatedDataModule(IndexedFederatedDataModule):
+    r"""A CSV file with a header: one row a sample, one column the target, and perhaps one that names the client.
+
+    `x` is float32 `(batch, features)`: columns of numbers as they are named in the header, and for each column of words
+    one 0-1 column a word (`feature_names`). `y` is int64 `(batch,)` for a classification, with the classes in ascending
+    order (`class_names`), or float32 `(batch,)` for a regression.
+
+    *What clients learn of each other.* A client's features are standardised with the mean and standard deviation of its
+    own training and validation rows, and gaps are filled with that mean. Nothing of other clients' values is used,
+    unless you give `statistics` (of a public sample, or agreed upon), which all clients use alike. A column that is
+    constant at a client is only centred; one that has no values there is 0. Which words a column can hold and which
+    classes there are is taken from the whole file, since all clients train one network: that is the table's form, which
+    sites agree on before they start. With `scaling: false` numbers stay as they are, and gaps are refused.
+
+    Without a column of splits, test rows are cut from each client's rows, then validation rows, stratified by class.
+    A row without a target is left out, with a warning.
+
+    Args:
+        path: The file, in UTF-8.
+        target: Column to predict.
+        client: Column that names each row's client (a hospital, a user). It is no feature.
+        partitioner: Divides the rows if no column does.
+        task: `"classification"`, `"regression"`, or `"auto"`: words, and at most 20 different whole numbers, are
+            classes.
+        drop: Columns to leave out, such as the number of a patient.
+        categorical: Columns of numbers whose values are categories.
+        statistics: Mean and standard deviation of columns, `{"age": [61.2, 9.8]}`, for all clients.
+        target_statistics: Mean and standard deviation that a regression's targets are standardised with; `None` leaves
+            them as they are.
+        scaling: Standardise features.
+        batch_size: Number of samples in a batch.
+        val_fraction: Share of the training rows for validation, in [0, 1).
+        test_fraction: Share of a client's rows for testing, in [0, 1).
+        seed: Seed of the partition, of both cuts and of the batch order.
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
+        delimiter: Character between two cells.
+        num_workers: Worker processes of every loader.
+        pin_memory: Copy batches into page-locked memory (for a GPU).
+        drop_last: Leave out the last incomplete training batch.
+
+    Raises:
+        ValueError: If a value is out of its range, or neither or both of `client` and `partitioner` are given.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from fedlightning.datamodules import TabularFederatedDataModule
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "patients.csv")
+        ...     rows = [f"{40 + i},{'fm'[i % 2]},{'Rome' if i < 12 else 'Oslo'},{i % 2}" for i in range(20)]
+        ...     _ = path.write_text("\n".join(["age,sex,hospital,ill", *rows]))
+        ...     data = TabularFederatedDataModule(path, target="ill", client="hospital", batch_size=4)
+        ...     data.setup()
+        >>> data.client_ids, data.feature_names, data.class_names
+        (['Oslo', 'Rome'], ['age', 'sex=f', 'sex=m'], ['0', '1'])
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        target: str,
+        client: str | None = None,
+        partitioner: Partitioner | None = None,
+        task: Literal["auto", "classification", "regression"] = "auto",
+        drop: Sequence[str] = (),
+        categorical: Sequence[str] = (),
+        statistics: Mapping[str, Sequence[float]] | None = None,
+        target_statistics: Sequence[float] | None = None,
+        scaling: bool = True,
+        batch_size: int = 32,
+        val_fraction: float = 0.2,
+        test_fraction: float = 0.2,
+        seed: int = 0,
+        val_seed: int | None = None,
+        delimiter: str = ",",
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
+        check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction)
+        name = type(self).__name__
+        if (client is None) == (partitioner is None):
+            got = "neither client nor partitioner" if client is None else "both client and partitioner"
+            raise ValueError(f"{name} got {got}; give the column that names the client, or what divides the rows.")
+        if task not in ("auto", "classification", "regression"):
+            raise ValueError(f"{name} got task={task!r}; use 'auto', 'classification' or 'regression'.")
+        given = dict(statistics or {}) | ({} if target_statistics is None else {target: target_statistics})
+        for column, pair in given.items():
+            if len(pair) != 2 or not np.isfinite(pair).all() or pair[1] <= 0:
+                raise ValueError(
+                    f"{name} got statistics {list(pair)} of {column!r}; give [mean, standard deviation > 0]."
+                )
+        self.path, self.target, self.client, self.task = Path(path), target, client, task
+        self.partitioner = NaturalPartitioner(column=str(client)) if partitioner is None else partitioner
+        self.drop, self.categorical = tuple(drop), tuple(categorical)
+        self.statistics, self.target_statistics, self.scaling = dict(statistics or {}), target_statistics, scaling
+        self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed
+        self.delimiter = delimiter
+        self.feature_names: list[str] = []
+        self.class_names: list[str] | None = None
+        self._divides = self.partitioner
+
+    @property
+    def partition_name(self) -> str:
+        return f"by {self.client}" if self.client is not None else self._divides.describe()
+
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        table = read_table(self.path, self.delimiter)
+        target = column_of(table, self.target, "target")
+        for names, what in ((self.drop, "drop"), (self.categorical, "categorical"), (self.statistics, "statistics")):
+            for name in names:
+                column_of(table, name, what)
+        kept = np.array([bool(cell) for cell in target.cells])
+        if not kept.any():
+            raise ValueError(f"{self.path}: no row has a {self.target!r}.")
+        if not kept.all():
+            rank_zero_warn(
+                f"{self.path}: {int((~kept).sum())} of {len(kept)} rows have no {self.target!r} and are left out.",
+                category=UserWarning,
+            )
+        y, classes = self._targets(target, kept)
+        labels: dict[str, np.ndarray | None] = {"train": classes}
+        self._divides = suited(self.partitioner, labels, f"{type(self).__name__}({self.path.name})")
+        keys: Any = int(kept.sum())
+        if self.client is not None:
+            keys = self._groups(column_of(table, self.client, "client"), kept)
+        elif self._divides.needs == "groups":
+            keys = self._groups(column_of(table, getattr(self._divides, "column", "groups"), "partitioner"), kept)
+        elif self._divides.needs == "labels":
+            keys = classes
+        data: dict[str, Any] = {"train": range(int(kept.sum()))}
+        fractions = (self.val_fraction, self.test_fraction)
+        ids, splits = federate(self._divides, data, labels, {"train": keys}, self.seed, *fractions, self.val_seed)
+        own = [
+            np.concatenate([splits[name].indices[place] for name in ("train", "val") if name in splits])
+            for place in range(len(ids))
+        ]
+        everything = [np.concatenate([split.indices[place] for split in splits.values()]) for place in range(len(ids))]
+        x = self._features(table, kept, own, everything)
+        dataset = ArrayDataset(torch.from_numpy(x).float(), y)
+        for split in splits.values():
+            split.dataset = dataset
+        return ids, splits
+
+    def _targets(self, column: Column, kept: np.ndarray) -> tuple[torch.Tensor, np.ndarray | None]:
+        """Return the targets of the rows, and their classes unless they are measurements."""
+        numbers = None if column.numbers is None else column.numbers[kept]
+        few = numbers is None or ((numbers == np.round(numbers)).all() and len(np.unique(numbers)) <= MOST_CLASSES)
+        if self.task == "classification" or (self.task == "auto" and few):
+            cells = [cell for cell, there in zip(column.cells, kept, strict=True) if there]
+            values: Any = np.array(cells) if numbers is None else numbers
+            found, classes = np.unique(values, return_inverse=True)
+            if len(found) < 2:
+                raise ValueError(f"{self.path}: all rows have {self.target!r} = {found[0]}; there is nothing to learn.")
+            self.class_names = [str(name) if numbers is None else f"{name:g}" for name in found.tolist()]
+            return torch.from_numpy(classes.astype(np.int64)), classes.astype(np.int64)
+        if numbers is None:
+            raise ValueError(f"{self.path}: {self.target!r} holds words; a regression needs numbers.")
+        mean, deviation = (0.0, 1.0) if self.target_statistics is None else self.target_statistics
+        return torch.from_numpy((numbers - mean) / deviation).float(), None
+
+    def _groups(self, column: Column, kept: np.ndarray) -> np.ndarray:
+        cells = np.array(column.cells)[kept]
+        if (cells == "").any():
+            row = int(np.flatnonzero(cells == "")[0]) + 1
+            raise ValueError(
+                f"{self.path}: sample {row} has no {column.name!r}, so no client; fill it in or remove the row."
+            )
+        return cells
+
+    def _features(
+        self, table: Mapping[str, Column], kept: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Return the features of all rows, each scaled by its own client.
+
+        Args:
+            table: All columns.
+            kept: Which rows have a target.
+            own: Each client's training and validation rows.
+            rows: All rows of each client.
+        """
+        group = self.client if self.client is not None else getattr(self._divides, "column", None)
+        unused = {self.target, group, *self.drop}
+        self.feature_names, columns = [], []
+        for name, column in table.items():
+            if name in unused:
+                continue
+            if column.numbers is None or name in self.categorical:
+                cells = np.array(column.cells)[kept]
+                for level in levels_of(column):
+                    self.feature_names.append(f"{name}={level}")
+                    columns.append((cells == level).astype(np.float64))
+                continue
+            self.feature_names.append(name)
+            columns.append(self._scaled(name, column.numbers[kept], own, rows))
+        if not columns:
+            raise ValueError(f"{self.path}: no column is left as a feature beside {self.target!r}.")
+        return np.stack(columns, axis=1)
+
+    def _scaled(
+        self, name: str, values: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Return a column of numbers with every client's values standardised and gaps filled."""
+        if not self.scaling and name not in self.statistics:
+            if np.isnan(values).any():
+                raise ValueError(
+                    f"{self.path}: column {name!r} has {int(np.isnan(values).sum())} gaps, which scaling fills with each "
+                    f"client's mean; use scaling: true, give statistics, or drop the column."
+                )
+            return values
+        scaled = np.zeros_like(values)
+        for mine, everything in zip(own, rows, strict=True):
+            known = values[mine][~np.isnan(values[mine])]
+            if name in self.statistics:
+                mean, deviation = self.statistics[name]
+            elif len(known):
+                mean, deviation = known.mean(), known.std()
+            else:  # nothing is known of the column here
+                continue
+            scaled[everything] = np.nan_to_num((values[everything] - mean) / (deviation if deviation > 0 else 1.0))
+        return scaled

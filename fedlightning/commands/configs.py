@@ -1,0 +1,81 @@
+"""`fedlightning configs`: list the configurations that come with the package, and copy them."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+import fedlightning
+from fedlightning.config.errors import InputError, suggestion
+
+FOLDER = Path(fedlightning.__file__).parent / "configs"
+"""The shipped configurations."""
+DESCRIPTION = """\
+List the configurations that come with the package, or copy one or several into a folder,
+where they can be changed and stacked:
+
+  fedlightning configs copy quickstart algorithms/fenda
+  fedlightning fit --config configs/quickstart.yaml --config configs/algorithms/fenda.yaml"""
+
+
+def names() -> dict[str, Path]:
+    """Return the shipped configurations: name without ending -> file."""
+    return {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in sorted(FOLDER.rglob("*.yaml"))}
+
+
+def configs(words: Sequence[str]) -> int:
+    """Carry out the command and return its exit code.
+
+    Args:
+        words: Words after `configs` on the command line.
+
+    Raises:
+        InputError: If there is no configuration of a name, or a file is there already.
+    """
+    parser = ArgumentParser(
+        "fedlightning configs",
+        description=DESCRIPTION,
+        formatter_class=RawDescriptionHelpFormatter,
+        exit_on_error=False,
+    )
+    parser.add_argument("action", nargs="?", choices=("list", "copy"), default="list", help="default: list")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="as listed; a folder's name stands for all in it")
+    parser.add_argument("--to", type=Path, default=Path("configs"), metavar="DIR", help="default: configs")
+    parser.add_argument("--force", action="store_true", help="overwrite files that are there")
+    options = parser.parse_args(list(words))
+    known = names()
+    if options.action == "list":
+        for name in _chosen(options.names, known) if options.names else known:
+            print(f"{name:<44} {_first_line(known[name])}".rstrip())
+        return 0
+    if not options.names:
+        raise InputError("name what to copy: fedlightning configs copy quickstart algorithms/fenda, or copy all.")
+    targets = {name: options.to / f"{name}.yaml" for name in _chosen(options.names, known)}
+    there = [str(path) for path in targets.values() if path.exists()]
+    if there and not options.force:
+        raise InputError(f"{there[0]} is there already. Give another folder with --to, or --force to overwrite it.")
+    for name, path in targets.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(known[name], path)
+        print(path)
+    return 0
+
+
+def _chosen(wanted: Sequence[str], known: dict[str, Path]) -> list[str]:
+    """Return the names that are meant, each once; those of a folder for its name, and every one for `all`."""
+    out: dict[str, None] = {}
+    for word in wanted:
+        name = word.removeprefix("configs/").removesuffix(".yaml").rstrip("/")
+        found = [one for one in known if name == "all" or one == name or one.startswith(f"{name}/")]
+        if not found:
+            hint = suggestion(name, known) or "fedlightning configs lists all."
+            raise InputError(f"There is no configuration '{word}'. {hint}")
+        out |= dict.fromkeys(found)
+    return list(out)
+
+
+def _first_line(path: Path) -> str:
+    line = path.read_text().partition("\n")[0]
+    return line.removeprefix("#").strip() if line.startswith("#") else ""

@@ -1,0 +1,144 @@
+"""Values in a configuration that no argument means: `null` where a value is needed, NaN and infinity, endless aliases."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from yaml import YAMLError
+
+from fedlightning.config.errors import InputError
+
+MOST_VALUES = 100_000
+"""Values that one configuration may hold, with its aliases written out."""
+CHECKED = ("fedlightning", "torch", "lightning", "torchmetrics")
+"""Packages whose classes have no argument that means something as NaN. Classes of users may have one."""
+WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+"""Type -> how a sentence calls it."""
+
+
+def refuse_expansion(value: Any) -> None:
+    """Refuse a YAML document that its aliases make huge or endless ("billion laughs"), without writing it out.
+
+    Args:
+        value: What was read; equal aliases are one object.
+
+    Raises:
+        YAMLError: If it holds more than :data:`MOST_VALUES` values, or itself.
+
+    Example:
+        >>> refuse_expansion({"a": [1, 2]})
+        >>> lol = ["lol"]
+        >>> for _ in range(6):
+        ...     lol = [lol] * 10
+        >>> refuse_expansion(lol)
+        Traceback (most recent call last):
+            ...
+        yaml.error.YAMLError: with its aliases (&name, *name) written out it holds more than 100,000 values
+    """
+    sizes: dict[int, int] = {}
+    open_now: set[int] = set()
+
+    def size(item: Any) -> int:
+        if not isinstance(item, dict | list):
+            return 1
+        if id(item) in open_now:
+            raise YAMLError("it holds itself by an alias (&name, *name)")
+        if id(item) not in sizes:
+            open_now.add(id(item))
+            sizes[id(item)] = 1 + sum(map(size, item.values() if isinstance(item, dict) else item))
+            open_now.discard(id(item))
+        return sizes[id(item)]
+
+    if size(value) > MOST_VALUES:
+        raise YAMLError(f"with its aliases (&name, *name) written out it holds more than {MOST_VALUES:,} values")
+
+
+def check_values(config: Mapping[str, Any], trainer: type) -> None:
+    """Refuse `null` for an argument that needs a value, and NaN or infinity where an argument is a number.
+
+    The types in signatures let both pass: jsonargparse takes `null` for any argument, and NaN is a float.
+
+    Args:
+        config: Sections `trainer`, `model` and `data`, as plain mappings.
+        trainer: Class of the section `trainer`.
+
+    Raises:
+        InputError: Naming the key's full path.
+    """
+    for section in ("trainer", "model", "data"):
+        for path, owner, key, value in _arguments(
+            config.get(section), section, trainer if section == "trainer" else None
+        ):
+            kind = _class_of(owner) if isinstance(owner, str) else owner
+            package = kind.__module__.partition(".")[0] if kind is not None else ""
+            if value is None and package == "fedlightning":
+                needed = _needed(kind, key)
+                if needed:
+                    raise InputError(
+                        f"{path}: null is no value for it; it must be {needed}. Leave it out for its default."
+                    )
+            if package in CHECKED:
+                ours = package == "fedlightning" and key not in getattr(kind, "infinite_arguments", ())
+                _refuse_not_finite(path, value, infinity_too=ours or "optim" in kind.__module__)
+
+
+def _arguments(value: Any, path: str, owner: Any) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield every argument of every class: its path, its class (or the path of that), its name and its value."""
+    if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
+        yield from _arguments(value.get("init_args") or {}, path, value["class_path"])
+        if "dict_kwargs" in value:
+            yield from _arguments(value["dict_kwargs"], path, value["class_path"])
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            below = f"{path}.{key}"
+            if owner is not None:
+                yield below, owner, str(key), item
+            yield from _arguments(item, below, None)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for index, item in enumerate(value):
+            yield from _arguments(item, f"{path}[{index}]", None)
+
+
+def _class_of(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+
+
+def _needed(kind: Any, key: str) -> str:
+    """Return what an argument must be, in words; empty if it may be `None`."""
+    try:
+        parameter = inspect.signature(kind).parameters.get(key)
+    except (TypeError, ValueError):
+        return ""
+    if parameter is None or parameter.default is None or parameter.annotation is inspect.Parameter.empty:
+        return ""
+    text = (
+        parameter.annotation
+        if isinstance(parameter.annotation, str)
+        else inspect.formatannotation(parameter.annotation)
+    )
+    if any(word in text for word in ("None", "Optional", "Any")):
+        return ""
+    if text.startswith("Literal["):
+        return f"one of {text[8:-1]}"
+    if text.startswith("list["):
+        return "a list"
+    return " or ".join(WORDS.get(part.strip(), part.strip()) for part in text.split("|"))
+
+
+def _refuse_not_finite(path: str, value: Any, infinity_too: bool) -> None:
+    if isinstance(value, float) and (math.isnan(value) or (infinity_too and math.isinf(value))):
+        raise InputError(f"{path}: {value} is not a number that it can work with; it must be finite.")
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _refuse_not_finite(f"{path}[{index}]", item, infinity_too)
+    elif isinstance(value, Mapping) and "class_path" not in value:
+        for key, item in value.items():
+            _refuse_not_finite(f"{path}.{key}", item, infinity_too)

@@ -1,0 +1,301 @@
+"""A rehearsal of a federation: two rounds of one batch, on copies, and what they say about the run to come."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fedlightning.blueprint.optimizers import optimizers_of
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.federation.dry_run_report import CallbackRole, ClientSize, DryRun
+from fedlightning.federation.engine import Engine, Task
+from fedlightning.federation.federation import Federation
+from fedlightning.federation.sanity import shapes, spread
+from fedlightning.hooks import FederatedCallback
+from fedlightning.messages import tree_bytes
+from fedlightning.scoring.metrics import bare
+from fedlightning.tensors import module_state
+from fedlightning.visit.fast.hooks import of_callback
+from fedlightning.visit.limits import limited
+from fedlightning.visit.record import ClientRecord
+
+FEW = 10
+"""Up to so many clients, all are tried."""
+QUICK = 5.0
+"""Seconds: visits of one batch that take less are followed by visits of several, to tell a step from what is around it."""
+SEVERAL = 6
+"""Batches of these visits."""
+MOST = 24
+"""Clients that are tried at most."""
+SMALL: dict[str, Any] = {
+    "participation": 1.0,
+    "engine": "sequential",
+    "workers": None,
+    "clients_per_stack": None,
+    "logger": False,
+    "enable_progress_bar": False,
+    "save_state": 0,
+    "evaluate_every": 1,
+    "strategy": "auto",
+    "devices": 1,
+    "num_nodes": 1,
+    "overfit_batches": 0.0,
+    "sanity_check": False,
+    "on_client_error": "skip",
+    "client_retries": None,
+    "min_clients": 1,
+    "client_timeout": None,
+} | {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
+"""Arguments of the trainer that are others in a rehearsal."""
+Answer = TypeVar("Answer")
+
+
+class FewClients(FederatedDataModule):
+    """Some clients of a data module that is set up.
+
+    Args:
+        data: The data module.
+        chosen: Ids of the clients.
+    """
+
+    def __init__(self, data: FederatedDataModule, chosen: Sequence[str]) -> None:
+        super().__init__()
+        self.data, self.chosen = data, list(chosen)
+
+    @property
+    def client_ids(self) -> list[str]:
+        return list(self.chosen)
+
+    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
+        return _fresh(self.data.client_dataloader(client, split))
+
+    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
+        return _fresh(self.data.pooled_dataloader(split))
+
+    def num_samples(self, client: str, split: str = "train") -> int:
+        return self.data.num_samples(client, split)
+
+    def class_counts(self, client: str, split: str = "train") -> list[int] | None:
+        return self.data.class_counts(client, split)
+
+    @property
+    def num_classes(self) -> int | None:
+        return self.data.num_classes
+
+    def public_dataloader(self) -> DataLoader[Any] | None:
+        return self.data.public_dataloader()
+
+
+def _fresh(loader: DataLoader[Any] | None) -> DataLoader[Any] | None:
+    """Return a loader that leaves the state of the user's own (its generator, its sampler) alone, where there can be one."""
+    return loader if loader is None else spread(loader) or loader
+
+
+class TimedEngine(Engine):
+    """Carries out tasks one after another and notes how long each takes.
+
+    Attributes:
+        seconds: Seconds of each task since the last round began, by the class of the task.
+    """
+
+    seconds: dict[str, list[float]]
+
+    def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
+        for task in tasks:
+            began = time.perf_counter()
+            before = ClientRecord() if task.client is None else self.store.get(task.client)
+            answer, after = task.run(self.runner, before)
+            if after is not None and task.client is not None:
+                self.store.put(task.client, after)
+            self.seconds.setdefault(type(task).__name__, []).append(time.perf_counter() - began)
+            yield answer
+
+
+def distinct_clients(data: FederatedDataModule) -> list[str]:
+    """Return clients that differ in the size of a batch, in the classes they hold, or in having validation or test data.
+
+    Args:
+        data: A data module that is set up. No sample is read.
+    """
+    ids = [client for client in data.client_ids if data.num_samples(client) > 0]
+    if len(ids) <= FEW:
+        return ids
+    found: dict[Any, str] = {}
+    for client in ids:
+        loader = data.client_dataloader(client, "train")
+        size = getattr(loader, "batch_size", None) or 1
+        counts = data.class_counts(client)
+        classes = None if counts is None else sum(count > 0 for count in counts)
+        has = tuple(data.num_samples(client, split) > 0 for split in ("val", "test"))
+        found.setdefault((min(size, data.num_samples(client)), classes, has), client)
+    chosen = list(found.values())[:MOST]
+    return chosen if len(chosen) > 1 else ids[:2]
+
+
+def rehearse(whole: Federation, small: Federation, rounds: int) -> DryRun:
+    """Run two rounds of one batch and describe the run.
+
+    Args:
+        whole: The federation of the run, checked; nothing of it changes.
+        small: The same one with the clients of :func:`distinct_clients` and the arguments of :data:`SMALL`, on copies.
+        rounds: Rounds of the run.
+
+    Raises:
+        FederationError: If every client fails.
+    """
+    small.engine = timed = TimedEngine(small.engine.runner, small.store)
+    cuda = small.engine.runner.blueprint.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    report = _describe(whole, small, rounds)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        small.server.callbacks.event("on_federation_start", small.server)
+        for _ in range(min(2, rounds)):
+            timed.seconds = {}
+            down, up = small.server.bytes_down, small.server.bytes_up
+            small.round(lambda update: None)
+            down, up = small.server.bytes_down - down, small.server.bytes_up - up
+        seconds, steps = timed.seconds, small.server.steps
+        if rounds > 2 and sum(seconds.get("Visit", [])) < QUICK:
+            timed.seconds = {}
+            _allow(small, SEVERAL)
+            small.round(lambda update: None)
+        step = _seconds_of_a_step(seconds, timed.seconds, small.server.steps - steps)
+        _measure(report, whole, small, seconds, step, down, up)
+        timed.seconds = {}
+        if whole.test_data:
+            report.metrics = sorted({bare(row.metric) for row in small.evaluate("test", "latest")})
+        small.rounds_done = small.server.max_rounds
+        small.finish()
+    report.peak_bytes = int(torch.cuda.max_memory_allocated()) if cuda else 0
+    report.problems = list(dict.fromkeys(f"{failure['reason']}" for failure in small.server.failures))
+    said = [str(item.message) for item in caught if issubclass(item.category, UserWarning)]
+    told = [text for text in dict.fromkeys(said) if not any(problem in text for problem in report.problems)]
+    report.warnings = told[:10]
+    return report
+
+
+def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
+    server, runner = whole.server, whole.engine.runner
+    settings, data, module = runner.settings, runner.data, server.module
+    tried = set(small.server.clients)
+    clients = []
+    for client in server.clients:
+        train, val, test = (data.num_samples(client, split) for split in ("train", "val", "test"))
+        loader = data.client_dataloader(client, "train")
+        count = 0 if loader is None else limited(len(loader), settings.trainer_arguments.get("limit_train_batches"))
+        clients.append(ClientSize(client, train, val, test, batches=count, tried=client in tried))
+    first = next((small.engine.runner.data.client_dataloader(client, "train") for client in tried), None)
+    shared = set(server.shared_names())
+    return DryRun(
+        model=type(runner.blueprint.template).__name__,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        trainable=sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+        shared=sum(value.numel() for name, value in module_state(module).items() if name in shared),
+        batch="" if first is None else shapes(first),
+        clients=clients,
+        participants=len(server.participants()),
+        rounds=rounds,
+        work=f"{settings.work} {settings.unit if settings.work != 1 else settings.unit[:-1]}",
+        engine=type(whole.engine).__name__.removesuffix("Engine").lower(),
+        local_loop="",
+        device=str(runner.blueprint.device),
+        callbacks=[_role(callback, module) for callback in (*server.callbacks, *settings.callbacks)],
+    )
+
+
+def _role(callback: Any, module: nn.Module) -> CallbackRole:
+    hooks = sorted(of_callback(type(callback)))
+    if not isinstance(callback, FederatedCallback):
+        names = [name for name in inspect.signature(type(callback)).parameters if name != "kwargs"]
+        options = {name: repr(getattr(callback, name)) for name in names if hasattr(callback, name)}
+        return CallbackRole(type(callback).__name__, options, hooks=hooks)
+    events = [name for name, value in vars(FederatedCallback).items() if inspect.isfunction(value)]
+    own = [name for name in events if not name.startswith("_") and callback.claims(name)]
+    wire = callback.wire(module)
+    return CallbackRole(
+        type(callback).__name__,
+        {name: repr(value) for name, value in callback.hyperparameters().items()},
+        saved_as=callback.key,
+        weighting="" if callback.weighting is None else str(callback.weighting),
+        hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check")] + hooks,
+        down=list(wire.down),
+        up=list(wire.up),
+    )
+
+
+def _allow(small: Federation, batches: int) -> None:
+    """Let visits train on several batches."""
+    runner = small.engine.runner
+    runner.settings.trainer_arguments["limit_train_batches"] = batches
+    runner.blueprint.trainer.limit_train_batches = batches
+    if runner.settings.local_steps is not None:
+        runner.settings.local_steps = batches
+
+
+def _seconds_of_a_step(one: dict[str, list[float]], several: dict[str, list[float]], steps: int) -> float:
+    """Return the seconds of a step, from visits of one step and visits of `steps` steps together."""
+    before, after = one.get("Visit", []), several.get("Visit", [])
+    mean = sum(before) / max(len(before), 1)
+    if several is one or len(after) != len(before) or steps <= len(before):
+        return mean
+    return max((sum(after) - sum(before)) / (steps - len(before)), 0.0)
+
+
+def _measure(
+    report: DryRun,
+    whole: Federation,
+    small: Federation,
+    spent: dict[str, list[float]],
+    step: float,
+    down: int,
+    up: int,
+) -> None:
+    """Add what the last round has cost, scaled to all participants and all their batches."""
+    settings = whole.engine.runner.settings
+    share = report.participants / max(len(small.server.clients), 1)
+    report.bytes_down, report.bytes_up = round(down * share), round(up * share)
+    report.local_loop = small.engine.runner.loop.used
+    visits, scores = spent.get("Visit", []), spent.get("ScoreClient", [])
+    visit = sum(visits) / max(len(visits), 1)
+    score = min(scores, default=0.0)
+    rest = max(visit - step, 0.0)
+    each = max(len(report.clients), 1)
+    mean_batches = sum(client.batches for client in report.clients) / each
+    steps = mean_batches * settings.work if settings.unit == "epochs" else float(settings.work)
+    evaluated = sum(client.val > 0 for client in report.clients) * sum(stage in whole.stages for stage in ("G", "L1"))
+    workers = getattr(whole.engine, "width", 1)
+    trained = report.participants * (rest + steps * step)
+    report.seconds = (trained + evaluated * score / max(whole.evaluate_every, 1)) / workers
+    module = whole.server.module
+    state, gradients = module_state(module), [p for p in module.parameters() if p.requires_grad]
+    report.training_bytes = tree_bytes(state) + tree_bytes(gradients) + _optimizer_bytes(module)
+    records = [small.store.get(client) for client in small.server.clients]
+    kept = sum(tree_bytes([record.personal, record.state, record.checkpoints]) for record in records) / max(
+        len(records), 1
+    )
+    report.kept_bytes = (
+        round(kept * len(report.clients)) + tree_bytes(small.server.models) + tree_bytes(small.server.state)
+    )
+
+
+def _optimizer_bytes(module: Any) -> int:
+    """Return the bytes of the optimizers' state after a step, taken on a copy with gradients of zero."""
+    try:
+        optimizers = optimizers_of(module)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+    except Exception:  # an optimizer that needs a closure
+        return 0
+    return sum(tree_bytes(list(optimizer.state.values())) for optimizer in optimizers)

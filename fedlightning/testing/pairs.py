@@ -1,0 +1,105 @@
+"""Two algorithms in one list: they give one result in both orders, or are refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedlightning.compat.quiet import quiet
+from fedlightning.hooks import FederatedCallback
+from fedlightning.tensors import module_state
+from fedlightning.testing.runs import deployed, server_of
+from fedlightning.testing.toys import ToyData, federate
+
+TOLERANCE = 1e-5
+"""Largest difference between the two orders: sums of two corrections are rounded in another order."""
+
+
+def check_pair(first: FederatedCallback, second: FederatedCallback, **arguments: Any) -> str | None:
+    """Check that two algorithms in one list give one result in both orders, or are refused in both.
+
+    Args:
+        first: An algorithm.
+        second: Another one.
+        arguments: Arguments of the trainer and of the toy run that they need, such as `local_steps=1`, `full=True` or
+            `batch_size=64`.
+
+    Returns:
+        The sentence with which they are refused, or `None` where they compose.
+
+    Raises:
+        AssertionError: If the order of the list changes what is trained, only one order is refused, or a run ends in an
+            error that is no sentence about one of the two.
+
+    Example:
+        >>> from fedlightning.callbacks import FedProx, FedPer, FLIU, FedALA
+        >>> check_pair(FedProx(), FedPer())
+        >>> check_pair(FLIU(), FedALA()).split(",")[0]
+        'FLIU and FedALA both merge the model that arrives with what the client has kept'
+    """
+    names = f"{first.key} and {second.key}"
+    results = [_run(pair, names, **arguments) for pair in ((first, second), (second, first))]
+    (one, sentence), (other, _) = results
+    assert (one is None) == (other is None), f"{names} are refused in one order only: {sentence or results[1][1]}"
+    if one is None or other is None:
+        return sentence
+    for what, value in one.items():
+        apart = difference(value, other[what])
+        assert apart <= TOLERANCE, (
+            f"The order of {names} in the list changes {what} by {apart:.2g}. Give one of them a rank, let each act where "
+            "the order does not matter, or refuse the pair."
+        )
+    return None
+
+
+def _run(pair: Sequence[FederatedCallback], names: str, **arguments: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """Return what a small federation of two algorithms leaves, or the sentence that refuses it."""
+    settings = {"max_rounds": 2, "local_steps": 2, **arguments}
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        try:
+            trainer = federate(None, ToyData((12, 7)), Path(folder), others=copy.deepcopy(list(pair)), **settings)
+        except Exception as error:
+            text = str(error)
+            named = any(word in text for callback in pair for word in (callback.key, type(callback).__name__))
+            assert isinstance(error, ValueError) and named, (
+                f"{names} end in an error that is no sentence about them: {type(error).__name__}: {text}"
+            )
+            return None, text
+        server = server_of(trainer)
+        records = {client: trainer.store.get(client) for client in server.clients}
+        return {
+            "the server's models": server.models,
+            "the server's state": server.state,
+            "the clients' entries": {client: record.personal for client, record in records.items()},
+            "the clients' state": {client: record.state for client, record in records.items()},
+            "the deployed models": {label: dict(module_state(module)) for label, module in deployed(trainer)},
+        }, None
+
+
+def difference(a: Any, b: Any) -> float:
+    """Return the largest difference between the numbers of two nested values; infinity if they are not alike.
+
+    Example:
+        >>> difference({"w": torch.ones(2), "n": 3}, {"w": torch.tensor([1.0, 1.5]), "n": 3})
+        0.5
+        >>> difference({"w": 1.0}, {"v": 1.0})
+        inf
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape:
+            return torch.inf
+        apart = (a.double() - b.double()).abs()[~(a.isnan() & b.isnan())]
+        return float(apart.nan_to_num(nan=torch.inf).max()) if apart.numel() else 0.0
+    if isinstance(a, dict) and isinstance(b, dict):
+        return max((difference(a[key], b[key]) for key in a), default=0.0) if a.keys() == b.keys() else torch.inf
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return max(map(difference, a, b), default=0.0) if len(a) == len(b) else torch.inf
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return 0.0 if a == b or (a != a and b != b) else abs(a - b)
+    return 0.0 if a == b else torch.inf

@@ -1,0 +1,176 @@
+"""Mutated configurations: each is refused in one sentence that names the key and the rule, before anything runs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedlightning.cli import main
+
+NAN, INF = float("nan"), float("inf")
+BASE: dict[str, Any] = {
+    "trainer": {
+        "max_rounds": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "save_state": 0,
+        "callbacks": [{"class_path": "fedlightning.callbacks.FedProx", "init_args": {"mu": 0.1}}],
+    },
+    "model": {
+        "class_path": "fedlightning.models.Classifier",
+        "init_args": {
+            "net": {
+                "class_path": "fedlightning.models.MLP",
+                "init_args": {"in_features": 64, "hidden": [8], "num_classes": 10},
+            },
+            "num_classes": 10,
+        },
+    },
+    "data": {
+        "class_path": "fedlightning.datamodules.DigitsDataModule",
+        "init_args": {
+            "partitioner": {"class_path": "fedlightning.datamodules.IIDPartitioner", "init_args": {"num_clients": 3}},
+            "batch_size": 64,
+        },
+    },
+}
+PLACES = {
+    "trainer": ("trainer",),
+    "mu": ("trainer", "callbacks", 0, "init_args"),
+    "callback": ("trainer", "callbacks", 0),
+    "model": ("model", "init_args"),
+    "net": ("model", "init_args", "net", "init_args"),
+    "data": ("data", "init_args"),
+    "partitioner": ("data", "init_args", "partitioner", "init_args"),
+}
+MUTATIONS: list[tuple[str, str, Any, str]] = [
+    ("trainer", "max_rounds", None, "trainer.max_rounds: null is no value for it; it must be a whole number"),
+    ("trainer", "max_rounds", 0, "trainer.max_rounds=0 must be a whole number of at least 1"),
+    ("trainer", "max_rounds", NAN, "trainer.max_rounds: must be a whole number"),
+    ("trainer", "name", None, "trainer.name: null is no value for it; it must be a text"),
+    ("trainer", "default_root_dir", None, "trainer.default_root_dir: null is no value"),
+    ("trainer", "seed", None, "trainer.seed: null is no value"),
+    ("trainer", "seed", -1, "trainer.seed=-1 must be a whole number from 0 to 4294967295"),
+    ("trainer", "participation", NAN, "trainer.participation: nan is not a number that it can work with"),
+    ("trainer", "participation", 1.5, "trainer.participation=1.5 must be a share in (0, 1]"),
+    ("trainer", "lr_decay", INF, "trainer.lr_decay: inf is not a number"),
+    ("trainer", "client_memory_gb", NAN, "trainer.client_memory_gb: nan"),
+    ("trainer", "num_nodes", 2, "trainer.num_nodes=2, but this process was not started on several machines"),
+    ("trainer", "devices", "text", "trainer.devices='text': no client can train with that"),
+    ("trainer", "strategy", "text", "trainer.strategy='text': no client can train with that"),
+    ("trainer", "precision", "text", "trainer.precision='text': no client can train with that"),
+    ("trainer", "check_val_every_n_epoch", 0, "trainer.check_val_every_n_epoch=0 must be a whole number of at least 1"),
+    ("trainer", "gradient_clip_val", -1, "trainer.gradient_clip_val=-1 must be a finite number of at least 0"),
+    (
+        "trainer",
+        "gradient_clip_algorithm",
+        "l3",
+        "trainer.gradient_clip_algorithm='l3' is unknown. Choose 'norm' or 'value'",
+    ),
+    (
+        "trainer",
+        "limit_train_batches",
+        1.5,
+        "trainer.limit_train_batches=1.5 must be a number of batches (an int) or a share",
+    ),
+    ("trainer", "val_check_interval", 0, "trainer.val_check_interval=0 must be a number of batches of at least 1"),
+    ("trainer", "log_every_n_steps", -1, "trainer.log_every_n_steps=-1 must be a whole number of at least 0"),
+    ("trainer", "stages", "G", "trainer.stages: must be a list"),
+    ("trainer", "engine", "warp", "trainer.engine: must be one of 'sequential', 'processes', 'vectorized'"),
+    ("trainer", "precison", 32, "trainer has no option 'precison'. Did you mean precision?"),
+    ("mu", "mu", NAN, "trainer.callbacks[0].mu: nan is not a number that it can work with; it must be finite"),
+    ("mu", "mu", None, "trainer.callbacks[0].mu: null is no value for it; it must be a number"),
+    ("mu", "mu", -0.1, "trainer.callbacks[0]: FedProx got mu=-0.1"),
+    ("mu", "mux", 0.1, "FedProx has no option 'mux' (in trainer.callbacks). Did you mean mu?"),
+    ("callback", "class_path", "FedProks", "Did you mean FedProx"),
+    ("model", "lr", -0.1, "model: Classifier(lr=-0.1): a learning rate must be a finite number of at least 0"),
+    ("model", "lr", NAN, "model.lr: nan is not a number"),
+    ("model", "label_smoothing", None, "model.label_smoothing: null is no value for it; it must be a number"),
+    ("net", "hidden", [-3], "model.net: MLP(hidden=[-3]): sizes must be whole numbers of at least 1"),
+    ("net", "in_features", 0, "model.net: MLP(in_features=0): it must be a whole number of at least 1"),
+    (
+        "net",
+        "in_features",
+        63,
+        "Classifier.training_step fails for client '0' on a batch of train data, tried before round 1",
+    ),
+    ("data", "num_workers", -1, "data: DigitsDataModule got num_workers=-1; use 0"),
+    ("data", "batch_size", None, "data.batch_size: null is no value for it; it must be a whole number"),
+    ("data", "val_fraction", NAN, "data.val_fraction: nan is not a number"),
+    ("data", "seed", None, "data.seed: null is no value"),
+    ("partitioner", "num_clients", 0, "IIDPartitioner"),
+    ("partitioner", "num_clients", "text", "data.partitioner"),
+]
+
+
+def mutated(place: str, key: str, value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(BASE)
+    section: Any = config
+    for step in PLACES[place]:
+        section = section[step]
+    section[key] = value
+    return config
+
+
+def refusal(config: Any, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the one line that the command prints for a configuration that it refuses."""
+    text = config if isinstance(config, str) else yaml.safe_dump(config)
+    Path("c.yaml").write_text(text)
+    assert main(["fit", "--config", "c.yaml", *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Warning")]
+    assert len(lines) == 1
+    assert not Path("runs").exists()
+    return lines[0]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value", "sentence"),
+    MUTATIONS,
+    ids=[f"{place}.{key}={value}" for place, key, value, _ in MUTATIONS],
+)
+def test_a_mutation_is_refused_in_a_sentence(
+    place: str, key: str, value: Any, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in refusal(mutated(place, key, value), capsys)
+
+
+def test_an_option_of_the_last_callback_is_misspelt(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(BASE, capsys, "--trainer.callbacks.mux=0.1")
+    assert "FedProx has no option 'mux' (in trainer.callbacks). Did you mean mu?" in said
+
+
+def test_two_callbacks_that_cannot_wrap_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    config = copy.deepcopy(BASE)
+    config["trainer"]["callbacks"] = [
+        {"class_path": "fedlightning.callbacks.FedIT"},
+        {"class_path": "fedlightning.callbacks.FENDA", "init_args": {"head": "net.fc2"}},
+    ]
+    assert "FENDA cannot wrap Classifier after FedIT, which changed its layers" in refusal(config, capsys)
+
+
+def test_aliases_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ["a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True):
+        lines.append(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]")
+    assert "holds more than 100,000 values" in refusal("\n".join([*lines, "trainer: {callbacks: *i}"]), capsys)
+    assert "it holds itself by an alias" in refusal("trainer: &t\n  callbacks: *t\n", capsys)
+
+
+def test_a_number_of_a_users_class_may_be_nan(tmp_path: Path) -> None:
+    from fedlightning.config.values import check_values
+    from fedlightning.trainer import FederatedTrainer
+
+    own = {"class_path": "sklearn.impute.SimpleImputer", "init_args": {"missing_values": NAN, "fill_value": INF}}
+    check_values({"trainer": {}, "model": own, "data": None}, FederatedTrainer)
+    ours = {"class_path": "fedlightning.callbacks.PLayerFL", "init_args": {"threshold": INF}}
+    check_values({"trainer": {"callbacks": [ours]}}, FederatedTrainer)

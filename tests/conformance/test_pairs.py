@@ -1,0 +1,86 @@
+"""Every pair of algorithms of the catalogue gives one result in both orders, or is refused in a sentence in both.
+
+Pairs that meet in a hook run always; all pairs are slow tests.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fedlightning.callbacks import FedProx
+from fedlightning.catalogue import ALGORITHMS, create
+from fedlightning.hooks import FederatedCallback
+from fedlightning.testing.pairs import check_pair
+
+GIVEN = {"FENDA": {"head": "head"}, "PerFCL": {"head": "head"}, "PLayerFL": {"split": 1}}
+"""Options without which the toy module cannot be trained."""
+NAMES = [row.name for row in ALGORITHMS]
+ROWS = {row.name: row for row in ALGORITHMS}
+MEETING = (
+    ("correct_gradient", "correct_gradient"),
+    ("correct_gradient", "on_before_optimizer_step"),
+    ("on_receive", "on_receive"),
+    ("wrap_module", "wrap_module"),
+)
+"""Pairs of hooks in which what one callback does changes what another one sees."""
+
+
+def algorithm(name):
+    """One of the catalogue, weighted as all others are."""
+    weighted = any(option.name == "weighting" for option in ROWS[name].options())
+    return create(name, **GIVEN.get(name, {}), **({"weighting": "uniform"} if weighted else {}))
+
+
+def has_hook(name, hook):
+    return getattr(ROWS[name].load(), hook) is not getattr(FederatedCallback, hook)
+
+
+def is_variant(name):
+    """A subclass of another algorithm has its hooks."""
+    cls = ROWS[name].load()
+    return any(issubclass(cls, ROWS[other].load()) for other in NAMES if other != name)
+
+
+def check(a, b):
+    options = {"local_steps": 1, "batch_size": 64} if "FedSGD" in (a, b) else {}
+    return check_pair(algorithm(a), algorithm(b), full="HeteroFL" not in (a, b), **options)
+
+
+@pytest.mark.parametrize("hooks", MEETING, ids="-".join)
+def test_pairs_that_meet_in_a_hook(hooks):
+    ours, theirs = ([name for name in NAMES if has_hook(name, hook) and not is_variant(name)] for hook in hooks)
+    pairs = {tuple(sorted((a, b))) for a in ours for b in theirs if a != b}
+    assert pairs
+    for a, b in sorted(pairs):
+        check(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", NAMES)
+def test_all_pairs(first):
+    for second in NAMES[NAMES.index(first) + 1 :]:
+        check(first, second)
+
+
+class Doubles(FedProx):
+    """Scales what came before it: its place in the list matters."""
+
+    def correct_gradient(self, ctx, name, parameter, gradient):
+        return 2 * gradient
+
+
+def test_an_order_that_matters_is_found():
+    with pytest.raises(
+        AssertionError, match=r"order of FedProx and Doubles in the list changes .* Give one of them a rank"
+    ):
+        check_pair(FedProx(mu=1.0), Doubles())
+
+
+class Breaks(FedProx):
+    def check(self, setup):
+        raise AttributeError("NoneType has no attribute 'x'")
+
+
+def test_a_raw_error_is_found():
+    with pytest.raises(AssertionError, match="no sentence about them: AttributeError"):
+        check_pair(FedProx(), Breaks())

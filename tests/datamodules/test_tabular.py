@@ -1,0 +1,173 @@
+import numpy as np
+import pytest
+import torch
+
+from fedlightning.datamodules import DirichletPartitioner, IIDPartitioner, TabularFederatedDataModule, describe
+from fedlightning.datamodules.tables import read_table
+
+RNG = np.random.default_rng(0)
+
+
+def write(folder, rows, name="table.csv"):
+    path = folder / name
+    path.write_text("\n".join(",".join(map(str, row)) for row in rows))
+    return path
+
+
+def patients(change=lambda row: row, count=90):
+    """Rows of three hospitals whose ages and doses differ by far."""
+    rows = [["id", "age", "sex", "dose", "hospital", "ill", "days"]]
+    for i in range(count):
+        hospital = ("Rome", "Oslo", "Bern")[i % 3]
+        age = 30 + 10 * (i % 3) + int(RNG.integers(0, 20))
+        dose = round(float(RNG.normal(5 * (i % 3), 1 + i % 3)), 3)
+        rows.append(
+            change([i, age, "fm"[i % 2], dose, hospital, ("no", "yes")[i // 3 % 2], round(float(RNG.uniform()), 4)])
+        )
+    return rows
+
+
+def ready(path, **options):
+    data = TabularFederatedDataModule(path, **{"target": "ill", "client": "hospital", "drop": ["id", "days"]} | options)
+    data.setup()
+    return data
+
+
+def rows_of(data, client, *splits):
+    found = [batch for split in splits for batch in data.client_dataloader(client, split)]
+    return torch.cat([x for x, _ in found]), torch.cat([y for _, y in found])
+
+
+def test_a_table_becomes_a_federation(tmp_path):
+    data = ready(write(tmp_path, patients()))
+    assert data.client_ids == ["Bern", "Oslo", "Rome"] and data.partition_name == "by hospital"
+    assert data.feature_names == ["age", "sex=f", "sex=m", "dose"] and data.class_names == ["no", "yes"]
+    assert data.num_classes == 2 and describe(data).counts.sum() == sum(map(data.num_samples, data.client_ids))
+    for client in data.client_ids:
+        assert [data.num_samples(client, split) for split in ("train", "val", "test")] == [19, 5, 6]
+        x, y = rows_of(data, client, "train", "val")
+        assert x.dtype == torch.float32 and y.dtype == torch.int64
+        for column in (0, 3):  # by the client's own rows, those for testing not among them
+            assert x[:, column].mean() == pytest.approx(0, abs=1e-5)
+            assert x[:, column].std(correction=0) == pytest.approx(1, abs=1e-5)
+        assert set(x[:, 1:3].sum(1).tolist()) == {1.0}
+
+
+def test_nothing_of_other_clients_and_of_test_rows_is_seen(tmp_path):
+    rows = patients()
+    one = ready(write(tmp_path, rows))
+    others = [[*row[:1], row[1] * 100, row[2], -row[3], *row[4:]] if row[4] == "Rome" else row for row in rows]
+    two = ready(write(tmp_path, others, "other.csv"))
+    for client in ("Oslo", "Bern"):
+        assert torch.equal(rows_of(one, client, "test")[0], rows_of(two, client, "test")[0])
+    held = {int(i) for i in one.indices("Rome", "test")}
+    changed = [row if i - 1 not in held else [*row[:3], 1e6, *row[4:]] for i, row in enumerate(rows)]
+    three = ready(write(tmp_path, changed, "test.csv"))
+    assert torch.equal(rows_of(one, "Rome", "val")[0], rows_of(three, "Rome", "val")[0])
+
+
+def test_statistics_that_are_given_hold_for_all(tmp_path):
+    path = write(tmp_path, patients())
+    ages = read_table(path)["age"].numbers
+    data = ready(path, statistics={"age": [50.0, 10.0]})
+    for client in data.client_ids:
+        x, _ = rows_of(data, client, "val")
+        assert x[:, 0].tolist() == pytest.approx(((ages[data.indices(client, "val")] - 50) / 10).tolist())
+    plain = ready(path, scaling=False)
+    assert rows_of(plain, "Rome", "test")[0][:, 0].tolist() == ages[plain.indices("Rome", "test")].tolist()
+
+
+def test_gaps(tmp_path):
+    def holes(row):
+        gap = ("", "?", "NA", "nan")[row[0] % 4]
+        return [row[0], gap if row[0] % 9 == 0 else row[1], gap if row[0] == 5 else row[2],
+                gap if row[4] == "Oslo" else row[3], *row[4:]]  # fmt: skip
+
+    path = write(tmp_path, patients(holes))
+    data = ready(path)
+    for client in data.client_ids:
+        x, _ = rows_of(data, client, "train", "val", "test")
+        assert x.isfinite().all() and (client != "Oslo" or (x[:, 3] == 0).all())
+    gaps = np.isnan(read_table(path)["age"].numbers[data.indices("Rome", "train")])
+    held = torch.stack([data.client_dataloader("Rome", "train").dataset[i][0] for i in range(len(gaps))])
+    assert gaps.any() and (held[torch.from_numpy(gaps), 0] == 0).all()  # the client's mean
+    assert [int((x[:, 1:3].sum(1) == 0).sum()) for x in [rows_of(data, "Bern", "train", "val", "test")[0]]] == [1]
+    with pytest.raises(ValueError, match="'age' has 10 gaps, which scaling fills"):
+        ready(path, scaling=False)
+
+
+def test_rows_without_a_target_are_left_out_and_it_is_said(tmp_path):
+    path = write(tmp_path, patients(lambda row: [*row[:5], "" if row[0] < 6 else row[5], row[6]]))
+    with pytest.warns(UserWarning, match="6 of 90 rows have no 'ill'"):
+        data = ready(path)
+    assert sum(data.num_samples(c, s) for c in data.client_ids for s in ("train", "val", "test")) == 84
+
+
+def test_regression_and_partitioners(tmp_path):
+    path = write(tmp_path, patients())
+    options = {"target": "days", "client": None, "drop": ["id", "hospital", "ill"]}
+    data = ready(path, **options, partitioner=IIDPartitioner(4, stratified=False), target_statistics=[0.5, 0.25])
+    days = read_table(path)["days"].numbers
+    _, y = rows_of(data, "2", "test")
+    assert y.tolist() == pytest.approx(((days[data.indices("2", "test")] - 0.5) / 0.25).tolist(), rel=1e-4)
+    assert data.num_classes is None and data.class_names is None and y.dtype == torch.float32
+    with pytest.raises(ValueError, match="DirichletPartitioner divides samples by label"):
+        ready(path, **options, partitioner=DirichletPartitioner(3, 0.5))
+    by_class = ready(path, client=None, partitioner=DirichletPartitioner(3, 0.5), drop=["id", "days", "hospital"])
+    assert by_class.num_classes == 2 and len(by_class.client_ids) == 3
+    ages = ready(path, target="age", drop=["id", "days"], client="hospital")
+    assert ages.num_classes is None  # many whole numbers are a measurement
+    assert ready(path, target="age", task="classification").num_classes == len(set(read_table(path)["age"].cells))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"target": "il"}, r"no column 'il' \(target\); did you mean 'ill'"),
+        ({"client": "clinic"}, r"no column 'clinic' \(client\)"),
+        ({"drop": ["no"]}, r"no column 'no' \(drop\)"),
+        ({"client": None}, "neither client nor partitioner"),
+        ({"partitioner": IIDPartitioner(2)}, "both client and partitioner"),
+        ({"task": "rank"}, "task='rank'"),
+        ({"task": "regression"}, "'ill' holds words; a regression needs numbers"),
+        ({"statistics": {"age": [1.0, 0.0]}}, "standard deviation > 0"),
+        ({"drop": ["id", "days", "age", "sex", "dose"]}, "no column is left as a feature"),
+        ({"test_fraction": 1.0}, "test_fraction=1.0"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ready(write(tmp_path, patients()), **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([["age", "ill"], [1, 2], [3]], "line 3: 1 cells under 2 names"),
+        ([["age", "age"], [1, 2]], "two columns of one name"),
+        ([["age", ""], [1, 2]], "a column without a name"),
+        ([["age", "ill"]], "no rows"),
+        (
+            [["age", "ill", "hospital"], [1, 0, "a"], [2, 1, "a"], ["x7", 1, "a"]],
+            "'age' holds numbers, but 'x7' in sample 3",
+        ),
+        ([["age", "ill", "hospital"], [1, 0, "a"], ["inf", 1, "a"]], "an infinite number"),
+        ([["age", "ill", "hospital"], [1, 0, "a"], [2, 1, ""]], "sample 2 has no 'hospital'"),
+        ([["age", "ill", "hospital"], [1, 1, "a"], [2, 1, "a"]], "nothing to learn"),
+        (
+            [["age", "ill", "hospital"], *[[f"name {i}", i % 2, "a"] for i in range(60)]],
+            r"60 different words.*drop: \[age\]",
+        ),
+    ],
+)
+def test_damaged_tables_are_refused(tmp_path, rows, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ready(write(tmp_path, rows), drop=[])
+
+
+def test_files_that_are_no_tables(tmp_path):
+    with pytest.raises(FileNotFoundError, match="give the path of a CSV file"):
+        ready(tmp_path / "absent.csv")
+    (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
+    with pytest.raises(ValueError, match="cannot be read as CSV in UTF-8"):
+        ready(tmp_path / "binary")

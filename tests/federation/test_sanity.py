@@ -1,0 +1,139 @@
+"""What only a later step would raise shows before round 1, and a good module does not notice."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedlightning.callbacks import FENDA, SCAFFOLD
+from fedlightning.errors import ConfigurationError
+from fedlightning.federation.sanity import spread
+from tests.helpers import Toy, federate, global_state, make_trainer, same, toy_data
+
+
+class BadTest(Toy):
+    def test_step(self, batch, batch_idx):
+        raise KeyError("age")
+
+
+class BadValidation(Toy):
+    def validation_step(self, batch, batch_idx):
+        return batch["x"]
+
+
+class LateLayers(Toy):
+    def setup(self, stage):
+        self.head = nn.Linear(3, 3)
+
+
+class Monitors(Toy):
+    def configure_optimizers(self):
+        sgd = torch.optim.SGD(self.parameters(), 0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd)
+        return {"optimizer": sgd, "lr_scheduler": {"scheduler": plateau, "monitor": "val_los"}}
+
+
+class Lazy(Toy):
+    def make(self, hidden, dropout):
+        return nn.Sequential(nn.LazyLinear(hidden), nn.ReLU(), nn.Linear(hidden, 3))
+
+
+class HoldsGraph(Toy):
+    def __init__(self):
+        super().__init__()
+        self.last = self.net[0].weight * 2
+
+
+class NegativeRate(Toy):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=-0.1)
+
+
+class NanRate(Toy):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=float("nan"))
+
+
+REFUSED = [
+    (
+        BadTest(),
+        r"BadTest.test_step fails for client '0' on a batch of test data.*KeyError: 'age' \(test_sanity.py, line",
+    ),
+    (BadValidation(), r"BadValidation.validation_step fails .* batch of val data, tried before round 1: TypeError"),
+    (LateLayers(), r"LateLayers.setup makes 'head.weight'.*Make layers in __init__ or configure_model"),
+    (Monitors(), r"A learning-rate scheduler monitors 'val_los', which Monitors does not log. It logs .*train_loss"),
+    (Lazy(), r"Lazy has layers without a size \('net.0.weight'\)"),
+    (HoldsGraph(), r"'last' of HoldsGraph is computed from other tensors.*detached"),
+    (NegativeRate(), r"NegativeRate.configure_optimizers fails: Invalid learning rate: -0.1"),
+    (NanRate(), r"SGD of NanRate has lr=nan; it must be finite"),
+]
+
+
+@pytest.mark.parametrize(("module", "sentence"), REFUSED, ids=[type(module).__name__ for module, _ in REFUSED])
+def test_refused_before_round_1(module, sentence, tmp_path):
+    with pytest.raises(ConfigurationError, match=sentence):
+        federate(module, toy_data(), root=tmp_path, sanity_check=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping("val_los"), ModelCheckpoint(monitor="val_los")])
+def test_a_callback_that_monitors_nothing_is_refused(callback, tmp_path):
+    with pytest.raises(
+        ConfigurationError, match=f"{type(callback).__name__} monitors 'val_los', which Toy does not log"
+    ):
+        federate(Toy(), toy_data(), [callback], root=tmp_path, sanity_check=True)
+
+
+def test_one_bad_client_is_left_to_the_rounds(tmp_path):
+    """Its data may be bad, which is no reason to refuse the others."""
+
+    class Picky(Toy):
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) == 7:
+                raise RuntimeError("seven")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="Round 1: client '0' failed: RuntimeError: seven"):
+        trainer = federate(Picky(), toy_data([7, 8]), root=tmp_path, sanity_check=True, max_rounds=1)
+    assert trainer.rounds_done == 1
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "loop"),
+    [([], "auto"), ([lambda: SCAFFOLD(option=1)], "trainer"), ([lambda: FENDA(head="net.3")], "auto")],
+    ids=["FedAvg", "SCAFFOLD", "FENDA"],
+)
+def test_results_do_not_depend_on_it(callbacks, loop, tmp_path):
+    runs, draws = [], []
+    for sanity in (False, True):
+        torch.manual_seed(3)
+        module = Toy("adam", dropout=0.3)
+        trainer = make_trainer(
+            tmp_path / str(sanity), [make() for make in callbacks], sanity_check=sanity, local_loop=loop
+        )
+        trainer.fit(module, datamodule=toy_data())
+        runs.append(trainer)
+        draws.append((random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()))
+    same(*map(global_state, runs))
+    assert draws[0] == draws[1]
+    assert runs[0].rows == runs[1].rows
+
+
+def test_the_users_loaders_are_not_touched():
+    generator = torch.Generator().manual_seed(0)
+    before = generator.get_state()
+    loader = DataLoader(
+        TensorDataset(torch.arange(10.0)), batch_size=4, shuffle=True, generator=generator, drop_last=True
+    )
+    whole, one = spread(loader), spread(loader, whole=False)
+    assert [len(batch[0]) for batch in whole] == [4, 4]
+    assert [len(batch[0]) for batch in one] == [4]
+    assert torch.equal(generator.get_state(), before)
+    assert next(iter(whole))[0].tolist() == [0, 2, 4, 6]
+    assert spread(DataLoader([1, 2], batch_size=None)) is None
