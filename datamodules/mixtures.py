@@ -43,7 +43,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule, MixtureDataModule
         >>> groups = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-        >>> data = MixtureDataModule(DigitsDataModule(), num_clients=4, groups=groups, mixture="10:90")
+        >>> data = MixtureDataModule(DigitsDataModule(), 4, groups, mixture="10:90", label_space="joint")
         >>> data.setup()
         >>> counts = data.class_counts("0")
         >>> round(sum(counts[:5]) / sum(counts), 2)
