@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
+from fedlightning.callbacks.cfl import CFL
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint, LocalCheckpoint
 from fedlightning.callbacks.diagnostics.gradient_variance import GradientVariance
 from fedlightning.callbacks.diagnostics.hessian_trace import HessianTrace
@@ -28,7 +29,9 @@ from fedlightning.callbacks.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedlightning.callbacks.fedproto import FedProto
 from fedlightning.callbacks.fedprox import FedProx
 from fedlightning.callbacks.fedrep import FedRep
+from fedlightning.callbacks.fedsoft import FedSoft
 from fedlightning.callbacks.fenda import FENDA
+from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
@@ -43,6 +46,7 @@ from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
+from fedlightning.callbacks.pi_fl import PIFL
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
 from fedlightning.callbacks.private_lr import PrivateLR
 from fedlightning.callbacks.scaffold import SCAFFOLD
@@ -51,6 +55,7 @@ from fedlightning.compat.renamed import present_class
 __all__ = [
     "APFL",
     "Central",
+    "CFL",
     "Ditto",
     "FedAdagrad",
     "FedAdam",
@@ -71,8 +76,10 @@ __all__ = [
     "FedProx",
     "FedRep",
     "FedSGD",
+    "FedSoft",
     "FedYogi",
     "FENDA",
+    "FeSEM",
     "FFALoRA",
     "FLIU",
     "GlobalCheckpoint",
@@ -96,6 +103,7 @@ __all__ = [
     "PerFedAvg",
     "pFedLA",
     "pFedMe",
+    "PIFL",
     "PLayerFL",
     "PLayerFLRandom",
     "PrivateLR",

@@ -25,7 +25,13 @@ from fedlightning.algorithm import (
     Wire,
     select,
 )
-from fedlightning.callbacks.shared.server_models import another_start, parameter_names, refuse_global_steps
+from fedlightning.callbacks.shared.memberships import draw_memberships, note_memberships
+from fedlightning.callbacks.shared.server_models import (
+    another_start,
+    check_starts,
+    parameter_names,
+    refuse_global_steps,
+)
 
 ESTIMATE = "estimate"
 
@@ -35,8 +41,8 @@ class FedSoft(FederatedCallback):
 
     Ruan, Joe-Wong, "FedSoft: soft clustered federated learning with proximal local updating", AAAI 2022.
 
-    * Every `interval` rounds the clients count for how many of their samples each centre has the least loss: `n_is`, and
-      `u_is = n_is / n_i` (`sigma` where there are none).
+    * Every `interval` rounds, and when they first take part, the clients count for how many of their samples each centre
+      has the least loss: `n_is`, and `u_is = n_is / n_i` (`sigma` where there are none).
     * For each centre s, `selected` clients are drawn without replacement, with probabilities in proportion to
       `u_is n_i`. A client that is drawn for several centres trains once.
     * Client: goes on from its own `w_i` and minimises `F_i(w) + lam/2 sum_s u_is ||w - c_s||^2`.
@@ -97,9 +103,11 @@ class FedSoft(FederatedCallback):
         """Refuse callbacks that work on one global model; warn of terms that lose their anchor.
 
         Raises:
-            ValueError: If a callback changes one global model.
+            ValueError: If a callback changes one global model, or the module cannot be initialised anew.
         """
         refuse_global_steps(self, setup)
+        if self.num_clusters > 1:
+            check_starts(self, setup, self.init)
         anchored = [other.key for other in setup.callbacks if other is not self and other.claims("correct_gradient")]
         if anchored:
             setup.warn(
@@ -126,12 +134,15 @@ class FedSoft(FederatedCallback):
     def plan_round(self, server: Server) -> Plan:
         """Estimate where it is time, draw, train, and average."""
         available = server.participants()
-        if server.round % self.interval == 0:
-            found = dict(server.state[self.key]["shares"])
-            for update in (yield [Job(client, work=0, returns=(), tag=ESTIMATE) for client in available]):
+        own = server.state[self.key]
+        due = server.round % self.interval == 0
+        asked = [client for client in available if due or client not in own["shares"]]
+        if asked:
+            found = dict(own["shares"])
+            for update in (yield [Job(client, work=0, returns=(), tag=ESTIMATE) for client in asked]):
                 if update.error is None:
                     found[update.client] = update.extras[self.key]["shares"]
-            server.state[self.key] |= {"shares": {c: found[c] for c in server.clients if c in found}}
+            server.state[self.key] = {**own, "shares": {c: found[c] for c in server.clients if c in found}}
         drawn = self.draw(server, available)
         chosen = [client for client in available if any(client in members for members in drawn.values())]
         answers = {}
@@ -144,8 +155,9 @@ class FedSoft(FederatedCallback):
                 if client in answers:
                     mean.add(answers[client].state, weight)
             server.models[centre] = {**server.models[centre], **mean.result()}
-        trained = {*server.state[self.key]["trained"], *answers}
-        server.state[self.key] |= {"trained": [client for client in server.clients if client in trained]}
+        trained = {*own["trained"], *answers}
+        ordered = [client for client in server.clients if client in trained]
+        server.state[self.key] = {**server.state[self.key], "trained": ordered}
 
     def draw(self, server: Server, available: list[str]) -> dict[str, dict[str, float]]:
         """Return for each centre the clients that train for it, and their weights in its mean.
@@ -187,10 +199,20 @@ class FedSoft(FederatedCallback):
             target = weighted_sum(share, [select(model, names) for model in models])
             message.extras[self.key] = {"target": target, "total": sum(share)}
 
+    def on_round_end(self, server: Server) -> None:
+        """Write `clusters.csv`."""
+        found = server.state[self.key]["shares"]
+        note_memberships(server, {c: dict(zip(self.centres, u.tolist(), strict=True)) for c, u in found.items()})
+
+    def on_federation_end(self, server: Server) -> None:
+        """Draw who belongs to which cluster."""
+        draw_memberships(server)
+
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
-        """Go on from the client's own model."""
+        """Go on from the client's own model. What was sent is no anchor: only the centres pull."""
         message.state = {**message.state, **client.state.get(self.key, {}).get("model", {})}
+        client.received = {}
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Add `lam sum_s u_is (w - c_s) = lam (U w - sum_s u_is c_s)` with `U = sum_s u_is`."""

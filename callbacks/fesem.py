@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
-from sklearn.cluster import kmeans_plusplus
+from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
 from fedlightning.algorithm import (
@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
     expand,
     select,
 )
+from fedlightning.callbacks.shared.memberships import draw_memberships, note_memberships
 from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps
 
 
@@ -41,8 +42,10 @@ class FeSEM(FederatedCallback):
       number of clients.
 
     No client sees more than one model, which makes it cheaper than IFCA. In round 1 all train from one model, and the
-    centres are drawn from what they send by k-means++, since equal models have no clusters. Down and up: one model. State
-    at the server: K centres, who is where, and every client's last `W_i` (O(N * model)). Deployed: the centre.
+    centres are those of k-means on what they send, since equal models have no clusters. A client whose first visit is
+    later trains from that first model too, and then only its cluster is looked for: a model of one visit would spoil the
+    mean. Down and up: one model. State at the server: K centres, who is where; with `stale`, every client's last `W_i`
+    (O(N * model)). Deployed: the centre, and the first model before the first visit.
 
     Distances between models that were initialised alike make sense; there is no matching of neurons.
 
@@ -104,7 +107,8 @@ class FeSEM(FederatedCallback):
     # -- server --------------------------------------------------------------------------------------------------------
     def cluster_of(self, server: Server, client: str) -> str:
         """Return the key of the centre that a client trains next; the global model before its first visit."""
-        found: str = server.state.get(self.key, {}).get("clusters", {}).get(client, GLOBAL)
+        alone = centre(1) if self.num_clusters == 1 and centre(1) in server.models else GLOBAL
+        found: str = server.state.get(self.key, {}).get("clusters", {}).get(client, alone)
         return found
 
     def plan_round(self, server: Server) -> Plan:
@@ -125,22 +129,24 @@ class FeSEM(FederatedCallback):
         taking_part = models if self.stale else fresh
         order = [client for client in server.clients if client in taking_part]
         rows = torch.stack([self._row(server, taking_part[client][1]) for client in order])
-        keys = [f"centre {k}" for k in range(1, self.num_clusters + 1)]
-        if keys[0] not in server.models:
-            for key, place in zip(keys, self._first(server, rows), strict=True):
-                server.models[key] = {**server.model, **taking_part[order[place]][1]}
+        keys = [centre(k) for k in range(1, self.num_clusters + 1)]
         clusters = dict(own["clusters"])
+        old = set(order) if keys[0] not in server.models or self.num_clusters == 1 else set(clusters)
+        if keys[0] not in server.models:
+            groups = first_groups(rows, self.num_clusters, address(server.blueprint.settings.seed, self.key))
+            for key, places in zip(keys, groups, strict=True):
+                server.models[key] = self.mean(server.model, [taking_part[order[place]] for place in places])
         for _ in range(self.steps):
             centres = torch.stack([self._row(server, server.models[key]) for key in keys])
             found = nearest(rows, centres).tolist()
             for k, key in enumerate(keys):
-                members = [client for client, cluster in zip(order, found, strict=True) if cluster == k]
+                members = [client for client, place in zip(order, found, strict=True) if place == k and client in old]
                 if members:
                     server.models[key] = self.mean(server.models[key], [taking_part[c] for c in members])
             clusters |= {client: keys[k] for client, k in zip(order, found, strict=True)}
-        kept = {client: models[client] for client in server.clients if client in models} if self.stale else {}
+        kept = {client: models[client] for client in server.clients if client in models and client in old}
         ordered = {client: clusters[client] for client in server.clients if client in clusters}
-        server.state[self.key] = {"clusters": ordered, "models": kept}
+        server.state[self.key] = {"clusters": ordered, "models": kept if self.stale else {}}
 
     def mean(self, old: State, members: Sequence[tuple[float, State]]) -> State:
         """Return a centre: the mean of its members' models, by their weights.
@@ -152,16 +158,15 @@ class FeSEM(FederatedCallback):
         travelling = select(old, members[0][1])
         return {**old, **combine(travelling, members)}
 
-    def _first(self, server: Server, rows: Tensor) -> list[int]:
-        """Return the rows that k-means++ begins with; the first ones again where there are too few."""
-        count, seed = min(self.num_clusters, len(rows)), address(server.blueprint.settings.seed, self.key) % 2**32
-        _, places = kmeans_plusplus(rows.numpy(), count, random_state=seed)
-        return [int(places[k % count]) for k in range(self.num_clusters)]
-
     def _row(self, server: Server, state: State) -> Tensor:
         """Return the parameters that distances are taken on, as float64 numbers."""
         chosen = set(server.trainable) if self.layers is None else set(expand(self.layers, server.kinds))
         names = [name for name in server.trainable if name in chosen and name in set(server.returned_names())]
+        if not names:
+            raise ValueError(
+                f"FeSEM compares clients by layers={self.layers}, none of which travels. Name layers that are not kept "
+                "by the clients."
+            )
         return torch.cat([state[name].double().flatten() for name in names])
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
@@ -169,6 +174,15 @@ class FeSEM(FederatedCallback):
         message.state = select(server.models[self.cluster_of(server, job.client)], message.state)
         if self.pull:
             message.extras[self.key] = {"clients": len(server.clients)}
+
+    def on_round_end(self, server: Server) -> None:
+        """Write `clusters.csv`."""
+        found = server.state.get(self.key, {}).get("clusters", {})
+        note_memberships(server, {client: {cluster: 1.0} for client, cluster in found.items()})
+
+    def on_federation_end(self, server: Server) -> None:
+        """Draw who belongs to which cluster."""
+        draw_memberships(server)
 
     # -- client --------------------------------------------------------------------------------------------------------
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -184,6 +198,30 @@ class FeSEM(FederatedCallback):
         if cluster == GLOBAL or len(server.shared_names()) < len(server.kinds):
             return None
         return server.module_with(server.models[cluster])
+
+
+def centre(k: int) -> str:
+    """Return the server's name of centre k, from 1."""
+    return f"centre {k}"
+
+
+def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
+    """Return the rows of each group that k-means finds; where there are fewer different rows than groups, some repeat.
+
+    Args:
+        rows: Models, `(clients, parameters)`.
+        count: Number of groups.
+        seed: Seed of the starts.
+
+    Example:
+        >>> first_groups(torch.tensor([[0.0], [5.0], [0.2]]), 2, seed=0)
+        [[0, 2], [1]]
+    """
+    different = len(torch.unique(rows, dim=0))
+    labels = KMeans(min(count, different), n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy())
+    order = list(dict.fromkeys(labels.tolist()))
+    groups = [[place for place, label in enumerate(labels) if label == first] for first in order]
+    return [groups[k % len(groups)] for k in range(count)]
 
 
 def nearest(rows: Tensor, centres: Tensor) -> Tensor:

@@ -22,12 +22,11 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     add,
-    equal,
     first_nonfinite,
-    module_state,
     select,
 )
-from fedlightning.callbacks.shared.server_models import another_start, refuse_global_steps
+from fedlightning.callbacks.shared.memberships import draw_memberships, note_memberships
+from fedlightning.callbacks.shared.server_models import another_start, check_starts, refuse_global_steps
 
 GRADIENT = "gradient at the chosen centre"
 
@@ -126,15 +125,7 @@ class IFCA(FederatedCallback):
         if self.num_clusters == 1:
             return
         refuse_global_steps(self, setup)
-        if self.init == 0:
-            setup.warn(
-                f"{self.key}(init=0) starts all centres from one model: they never separate, all clients choose 0."
-            )
-        elif equal(module_state(setup.module), another_start(setup.module, self.init, 0, self.key)):
-            raise ValueError(
-                f"{self.key} cannot initialise {type(setup.template).__name__} anew: no submodule has "
-                f"reset_parameters(). Use {self.key}(init=0.1): noise on its parameters."
-            )
+        check_starts(self, setup, self.init)
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the other centres down; the choice and, for option 1, a gradient up."""
@@ -210,6 +201,15 @@ class IFCA(FederatedCallback):
         if extras:
             chosen = server.state.get(self.key, {}).get("clusters", {}) | {update.client: extras["cluster"]}
             server.state[self.key] = {"clusters": {c: chosen[c] for c in server.clients if c in chosen}}
+
+    def on_round_end(self, server: Server) -> None:
+        """Write `clusters.csv`."""
+        found = server.state.get(self.key, {}).get("clusters", {}) if self.num_clusters > 1 else {}
+        note_memberships(server, {client: {centre(chosen): 1.0} for client, chosen in found.items()})
+
+    def on_federation_end(self, server: Server) -> None:
+        """Draw who belongs to which cluster."""
+        draw_memberships(server)
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the centre that ``client`` chose last; ``None`` for all, and for a client that never took part."""

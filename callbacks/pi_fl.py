@@ -10,9 +10,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from math import inf, nan
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,9 +20,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     GLOBAL,
-    POOLED,
     Client,
-    FederatedCallback,
     Job,
     Message,
     Plan,
@@ -34,20 +32,17 @@ from fedlightning.algorithm import (
     Wire,
     select,
 )
-from fedlightning.callbacks.shared.class_scores import class_scores, groups_by_class_scores
+from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Steps
+from fedlightning.callbacks.shared.class_scores import class_scores
+from fedlightning.callbacks.shared.memberships import draw_memberships, ledger_figure, note_memberships, save
 from fedlightning.callbacks.shared.representations import head_path
-from fedlightning.callbacks.shared.server_models import another_start, combine, refuse_global_steps
-from fedlightning.callbacks.shared.shapley import Coalition, Shapley, shapley_values
-from fedlightning.callbacks.shared.tokens import Ledger, contribution_ranks, refund_share, write_ledger
+from fedlightning.callbacks.shared.server_models import another_start, check_starts, combine, refuse_global_steps
+from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
 
-BID, UTILITY, CLASSES = "bid", "utility", "classes"
-TRIAL = "trial"
-"""Key of a server model that is there only while it is scored."""
-
-Steps = Generator[list[Job], list[Update], Any]
+BID = "bid"
 
 
-class PIFL(FederatedCallback):
+class PIFL(PIFLRound):
     r"""Clients pay tokens to train with a cluster that fits them, earn by what they contribute, and deploy a mixture.
 
     Khan et al., "PI-FL: personalized and incentivized federated learning", 2023 (later "IP-FL"). In every round
@@ -59,9 +54,13 @@ class PIFL(FederatedCallback):
     * `theta_k` of the cluster's pool goes back to those who paid, the less the more the accuracy has improved (Eq. 6, 7);
     * what is left is divided by the ranks of the clients' Shapley values in this round (Eq. 8).
 
-    Down: all `M_k`, and the one to train. Up: `v`, the trained models, accuracies. State at the server: `M_k`, the
-    accounts, contributions. Deployed: `P = sum_k v_k M_k / sum_j v_j` (Eq. 2, normalised). The ledger is in
-    `ledger.csv`.
+    Down: all `M_k`, the one to train, and with `utility="local"` each coalition's model that is to be scored (the bulk of
+    the traffic). Up: `v`, the trained models, accuracies. State at the server: `M_k`, the accounts, contributions.
+    Deployed: `P = sum_k v_k M_k / sum_j v_j` (Eq. 2, normalised). The ledger is in `ledger.csv`, and drawn in
+    `figures/ledger.png`; who trained which cluster, in `figures/clusters.png`.
+
+    One cluster with slots for all is FedAvg. A client without training samples
+    neither bids nor is assigned.
 
     Not given by the paper, hence ours: slots, price, tokens, `eta`, `gamma`, `Th`. Equations 7 and 8 are read so that
     tokens are conserved. The paper's Shapley approximation is in an appendix that is not public; here all coalitions are
@@ -73,7 +72,8 @@ class PIFL(FederatedCallback):
         random_slots: Slots of a cluster drawn from the others.
         importance: `"accuracy"`: `v_k` is the share of samples that `M_k` classifies correctly (the paper's words).
             `"matching"`: the share whose loss is least under `M_k` (FedSoft's definition, sums to 1).
-        threshold: `Th`. `"mean"`: bid for every model that is at least as good as the mean of them. A number in [0, 1).
+        threshold: `Th`. `"mean"`: bid for every model that is at least as good as the mean of them; of two models that is
+            one. A number below 1, exclusive; below 0 every client bids for all.
         normalize: Divide by `sum_j v_j` in Eq. 2. False is the equation as printed, which scales the parameters.
         split: Data on which `v` is computed: `"train"` or `"val"`, never test.
         price: Tokens for one cluster and round.
@@ -88,9 +88,11 @@ class PIFL(FederatedCallback):
         incentive: Let clients bid and contributions decide. Without, clients are assigned at random (Fig. 4).
         charge_first_round: Whether the random groups of round 1 pay too.
         pretrain_rounds: Rounds of FedAvg before there are clusters. Then clients are grouped by which classes their
-            models do well on, by per-class F1 scores on the pooled validation data.
+            models do well on, by per-class F1 scores on the pooled validation data. Fewer than `max_rounds`.
         head: Path of the layer that gives the logits, for the F1 scores. `None`: the last layer.
-        init: Start of the clusters' models without pre-training: `"random"` (default), or the deviation of noise.
+        init: Start of the other clusters' models without pre-training: the deviation of noise on the module's parameters, or
+            `"random"`. Default 0: one start for all, as pre-training gives too. The random groups of round 1 tell them
+            apart, and Eq. 2 averages their parameters, which makes sense only for models of one start.
         weighting: `"samples"` (default) or `"uniform"`, within a cluster.
 
     Raises:
@@ -124,7 +126,7 @@ class PIFL(FederatedCallback):
         charge_first_round: bool = True,
         pretrain_rounds: int = 0,
         head: str | None = None,
-        init: float | Literal["random"] = "random",
+        init: float | Literal["random"] = 0.0,
         weighting: WeightingName = "samples",
     ) -> None:
         rules = {
@@ -134,14 +136,14 @@ class PIFL(FederatedCallback):
             "importance": importance in ("accuracy", "matching"),
             "threshold": threshold == "mean" or (isinstance(threshold, int | float) and -1 <= threshold < 1),
             "split": split in ("train", "val"),
-            "price": 0 <= price < math.inf,
-            "tokens": tokens is None or 0 <= tokens < math.inf,
+            "price": 0 <= price < inf,
+            "tokens": tokens is None or 0 <= tokens < inf,
             "eta": 0 <= eta <= 1,
             "gamma": gamma > 0,
             "utility": utility in ("local", "pooled", "gradient"),
             "max_evaluations": max_evaluations >= 1,
             "pretrain_rounds": pretrain_rounds >= 0,
-            "init": init == "random" or (isinstance(init, int | float) and 0 <= init < math.inf),
+            "init": init == "random" or (isinstance(init, int | float) and 0 <= init < inf),
         }
         given = locals()
         for name, fits in rules.items():
@@ -153,25 +155,11 @@ class PIFL(FederatedCallback):
         self.weighting = weighting
 
     # The types of what the loop above sets.
-    num_clusters: int
-    performance_slots: int | None
-    random_slots: int
     importance: str
     threshold: float | Literal["mean"]
     split: str
-    price: float
     tokens: float | None
-    eta: float
-    gamma: float
-    utility: str
-    max_evaluations: int
-    pretrain_rounds: int
     init: float | Literal["random"]
-
-    @property
-    def clusters(self) -> list[str]:
-        """Keys of the clusters' models at the server."""
-        return [f"cluster {k}" for k in range(1, self.num_clusters + 1)]
 
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on one global model, and accuracies without validation data.
@@ -180,10 +168,18 @@ class PIFL(FederatedCallback):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
-        if (self.ledger or self.incentive or self.pretrain_rounds) and not setup.has_pooled("val"):
+        if self.num_clusters > 1 and not self.pretrain_rounds and self.init != 0:
+            check_starts(self, setup, self.init)
+        scores = self.ledger or (self.incentive and self.utility != "gradient") or self.pretrain_rounds > 0
+        if scores and not setup.has_pooled("val"):
             raise ValueError(
                 f"{self.key} pays by what validation data say, and there are none. Give the data module a val_fraction, "
                 "or use ledger=False and incentive=False."
+            )
+        if 0 < setup.max_rounds <= self.pretrain_rounds:
+            raise ValueError(
+                f"{self.key} has {self.pretrain_rounds} rounds of pre-training and there are {setup.max_rounds} in all: "
+                "no cluster would ever train. Use pretrain_rounds below max_rounds."
             )
 
     def wire(self, module: nn.Module) -> Wire:
@@ -195,9 +191,16 @@ class PIFL(FederatedCallback):
     # -- server: the round ---------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:
         """Open the accounts; initialise the clusters' models unless a pre-training will give them."""
-        tokens = 2 * self.num_clusters * self.price * server.max_rounds if self.tokens is None else self.tokens
+        whole = len(server.returned_names()) == len(server.kinds)
+        if not whole and (self.utility == "pooled" or self.pretrain_rounds):
+            raise ValueError(
+                f"{self.key} scores whole models on everybody's data (utility='pooled', pretrain_rounds), and here some "
+                "entries stay with the clients. Use utility='local' or 'gradient', and pretrain_rounds=0."
+            )
+        tokens = float(2 * self.num_clusters * self.price * server.max_rounds if self.tokens is None else self.tokens)
         server.state[self.key] = {
-            "balances": dict.fromkeys(server.clients, float(tokens)),
+            "tokens": tokens,
+            "balances": dict.fromkeys(server.clients, tokens),
             "contribution": {cluster: {} for cluster in self.clusters},  # mean over rounds, by client
             "taken_part": {cluster: {} for cluster in self.clusters},
             "best": dict.fromkeys(self.clusters),
@@ -208,11 +211,11 @@ class PIFL(FederatedCallback):
         }
         for number, cluster in enumerate(self.clusters if not self.pretrain_rounds else (), start=1):
             start = another_start(server.module, self.init, server.blueprint.settings.seed, self.key, number)
-            server.models[cluster] = start
+            server.models[cluster] = dict(server.model) if number == 1 else start
 
     def plan_round(self, server: Server) -> Plan:
         """Bid, pay, train, settle."""
-        available = server.participants()
+        available = [client for client in server.participants() if server.num_samples[client]]
         if server.round < self.pretrain_rounds:
             yield from self._pretrain(server, available)
             return
@@ -220,7 +223,7 @@ class PIFL(FederatedCallback):
         own = server.state[self.key]
         free = not self.ledger or (self._first(server) and not self.charge_first_round)
         ledger = Ledger(
-            dict.fromkeys(own["balances"], math.inf) if free else dict(own["balances"]),
+            dict.fromkeys(own["balances"], inf) if free else dict(own["balances"]),
             dict.fromkeys(self.clusters, 0.0),
         )
         chosen = self._schedule(server, ledger, available, bids)
@@ -231,11 +234,7 @@ class PIFL(FederatedCallback):
                 yield from self._settle(server, ledger, cluster, before[cluster], trained[cluster])
         if not free:
             entries = [{"round": server.round + 1, **entry} for entry in ledger.entries]
-            server.state[self.key] |= {"balances": ledger.balances, "ledger": own["ledger"] + entries}
-
-    def _first(self, server: Server) -> bool:
-        """Return True in the first round with clusters."""
-        return server.round == self.pretrain_rounds
+            self._note(server, balances=ledger.balances, ledger=own["ledger"] + entries)
 
     def _bids(self, server: Server, available: Sequence[str]) -> Steps:
         """Ask for importance weights; return who bids, by cluster."""
@@ -247,7 +246,7 @@ class PIFL(FederatedCallback):
                 found[update.client] = weights
                 for k in self.bids(weights):
                     bids[self.clusters[k]].append(update.client)
-        server.state[self.key] |= {"importance": {c: found[c] for c in server.clients if c in found}}
+        self._note(server, importance={c: found[c] for c in server.clients if c in found})
         return bids
 
     def bids(self, weights: Tensor) -> list[int]:
@@ -260,126 +259,21 @@ class PIFL(FederatedCallback):
             return [k for k, v in enumerate(weights.tolist()) if v >= float(weights.mean()) - 1e-12]
         return [k for k, v in enumerate(weights.tolist()) if v > self.threshold]
 
-    def _schedule(
-        self, server: Server, ledger: Ledger, available: Sequence[str], bids: Mapping[str, Sequence[str]] | None
-    ) -> dict[str, list[str]]:
-        """Choose each cluster's clients, and let them pay. Without bids, all are assigned at random."""
-        own, chosen = server.state[self.key], {cluster: list[str]() for cluster in self.clusters}
-        slots = len(available) if self.performance_slots is None else self.performance_slots
-        turn = server.round % self.num_clusters  # nobody is always the last to be paid
-        assigned = self._assigned(server, available) if bids is None else {}
-        for cluster in [*self.clusters[turn:], *self.clusters[:turn]]:
-            if bids is None:
-                willing = [client for client in assigned[cluster] if ledger.can_pay(client, self.price)]
-                picked = willing[: slots + self.random_slots]
-            else:
-                worth, before = own["contribution"][cluster], own["taken_part"][cluster]
-                willing = [client for client in bids[cluster] if ledger.can_pay(client, self.price)]
-                willing.sort(key=lambda client: (-worth.get(client, (0.0, 0))[0], before.get(client, 0)))
-                picked = willing[:slots]
-                others = [c for c in available if c not in picked and ledger.can_pay(c, self.price)]
-                order = torch.randperm(len(others), generator=server.rng(f"random slots of {cluster}")).tolist()
-                picked += [others[place] for place in order[: self.random_slots]]
-            for client in picked:
-                ledger.pay(client, cluster, self.price)
-            chosen[cluster] = [client for client in server.clients if client in set(picked)]
-        return chosen
-
-    def _assigned(self, server: Server, available: Sequence[str]) -> dict[str, list[str]]:
-        """Deal the clients to the clusters at random; those that the pre-training has grouped go to their group."""
-        order = torch.randperm(len(available), generator=server.rng("groups")).tolist()
-        groups = server.state[self.key]["groups"] if self._first(server) else {}
-        unknown = [available[place] for place in order if available[place] not in groups]
-        dealt = {cluster: unknown[k :: self.num_clusters] for k, cluster in enumerate(self.clusters)}
-        members = [available[place] for place in order if available[place] in groups]
-        return {cluster: [c for c in members if groups[c] == cluster] + dealt[cluster] for cluster in self.clusters}
-
-    def _train(self, server: Server, ledger: Ledger, chosen: Mapping[str, Sequence[str]]) -> Steps:
-        """Train and make the new models. Return each cluster's answers; who gave none gets the price back."""
-        settles = self.ledger or self.incentive
-        jobs = [Job(client, model=cluster, keep=settles) for cluster in self.clusters for client in chosen[cluster]]
-        answers: dict[str, list[Update]] = {cluster: [] for cluster in self.clusters}
-        for job, update in zip(jobs, (yield jobs) if jobs else (), strict=True):
-            if update.error is None and update.steps:
-                answers[job.model].append(update)
-            else:
-                ledger.give_back(job.client, job.model)
-        yield []
-        return answers if settles else {cluster: [] for cluster in self.clusters}
-
-    # -- server: contributions and tokens ------------------------------------------------------------------------------
-    def _settle(self, server: Server, ledger: Ledger, cluster: str, before: State, answers: Sequence[Update]) -> Steps:
-        """Compute contributions, refund and reward of one cluster."""
-        own, players = server.state[self.key], [update.client for update in answers]
-        new = server.models[cluster]
-        accuracy_before, accuracy = yield from self._scores(server, [before, new], players)
-        found: Shapley = yield from self._contributions(server, before, new, answers, (accuracy_before, accuracy))
-        best = own["best"][cluster]
-        best = accuracy_before if best is None else best
-        if not math.isnan(accuracy) and not math.isnan(best):
-            ledger.refund(cluster, refund_share(accuracy, best, self.eta, self.gamma))
-        means, counts = dict(own["contribution"][cluster]), dict(own["taken_part"][cluster])
-        for client, value in found.values.items():
-            mean, rounds = means.get(client, (0.0, 0))
-            means[client] = (mean + (value - mean) / (rounds + 1), rounds + 1)
-            counts[client] = counts.get(client, 0) + 1
-        ledger.reward(cluster, contribution_ranks(found.values, counts))
-        for entry in ledger.entries:
-            if entry["cluster"] == cluster and entry["client"] in found.values:
-                entry |= {"contribution": found.values[str(entry["client"])], "error": found.error}
-        server.state[self.key] |= {
-            "contribution": {**own["contribution"], cluster: means},
-            "taken_part": {**own["taken_part"], cluster: counts},
-            "best": {**own["best"], cluster: max(best, accuracy) if not math.isnan(accuracy) else best},
-            "evaluations": own["evaluations"] + found.evaluations,
-        }
-
-    def _contributions(
-        self, server: Server, before: State, new: State, answers: Sequence[Update], known: tuple[float, float]
-    ) -> Steps:
-        """Return the Shapley values of the answers to this round, or the cosines of their steps."""
-        players = [update.client for update in answers]
-        if self.utility == "gradient":
-            names = [name for name in server.trainable if name in answers[0].state]
-            mean = _flat(new, names) - _flat(before, names)
-            cosines = [torch.cosine_similarity(_flat(u.state, names) - _flat(before, names), mean, 0) for u in answers]
-            return Shapley(dict(zip(players, map(float, cosines), strict=True)), 0, exact=False)
-        models = {update.client: (server.weight(update), update.state) for update in answers}
-        draw = server.rng(f"permutations of {answers[0].model}")
-        game = shapley_values(players, max_evaluations=self.max_evaluations, draw=draw)
-        next(game)
-        wanted: list[Coalition] = []
-        worths = list(known)
-        while True:
-            try:
-                wanted = game.send(worths)
-            except StopIteration as end:
-                return end.value
-            worths = yield from self._scores(
-                server, [combine(before, (models[c] for c in players if c in some)) for some in wanted], players
-            )
-
-    def _scores(self, server: Server, states: Sequence[State], players: Sequence[str]) -> Steps:
-        """Return what each state scores on the players' validation data, or on everybody's; NaN if nobody could tell."""
-        if self.utility == "gradient" and not self.ledger:
-            return [math.nan] * len(states)
-        found = []
-        for state in states:
-            server.models[TRIAL] = state
-            if self.utility == "pooled":
-                jobs = [Job(POOLED, model=TRIAL, data="pooled", work=0, returns=(), tag=UTILITY)]
-            else:
-                jobs = [Job(client, model=TRIAL, work=0, returns=(), tag=UTILITY) for client in players]
-            answers = yield jobs
-            del server.models[TRIAL]
-            values = [update.extras[self.key]["utility"] for update in answers if update.error is None]
-            found.append(sum(values) / len(values) if values else math.nan)
-        return found
-
     def on_round_end(self, server: Server) -> None:
         """Write `ledger.csv`."""
         if server.run_dir is not None and self.ledger:
             write_ledger(server.run_dir / "ledger.csv", server.state[self.key]["ledger"])
+
+        own = server.state[self.key]["importance"]
+        note_memberships(server, {c: dict(zip(self.clusters, shares(v), strict=True)) for c, v in own.items()})
+
+    def on_federation_end(self, server: Server) -> None:
+        """Draw the ledger and who belongs to which cluster."""
+        draw_memberships(server)
+        own = server.state.get(self.key, {})
+        if server.run_dir is not None and self.ledger and own.get("ledger"):
+            figure = ledger_figure(own["ledger"], dict.fromkeys(server.clients, own["tokens"]))
+            save(figure, server.run_dir / "figures" / "ledger.png")
 
     # -- messages and clients ------------------------------------------------------------------------------------------
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
@@ -397,24 +291,28 @@ class PIFL(FederatedCallback):
         states = list(models.values())
         weights = self.weights(client, states)
         client.scratch[self.key] = weights
-        shares = (weights if weights.sum() > 0 else torch.ones_like(weights)).tolist()
-        message.state = combine(states[0], zip(shares, states, strict=True))
-        if not self.normalize:
+        message.state = combine(states[0], zip(shares(weights), states, strict=True))
+        if not self.normalize and weights.sum() > 0:
             trained = {name for name, _ in client.module.named_parameters()}
-            message.state = {n: v * sum(shares) if n in trained else v for n, v in message.state.items()}
+            message.state = {n: v * float(weights.sum()) if n in trained else v for n, v in message.state.items()}
         client.received = dict(message.state)
 
     def weights(self, client: Client, states: Sequence[State]) -> Tensor:
         """Return the importance weights `v`, `(num_clusters,)`, of the clusters' models for a client's data.
+
+        They are 0 for a client without data.
 
         Raises:
             ValueError: If validation does not log the monitored metric.
         """
         loader = client.loader(self.split)
         split = self.split if loader is not None and len(loader) > 0 else "train"
+        loader = client.loader(split)
+        if loader is None or len(loader) == 0:
+            return torch.zeros(len(states))
         if self.importance == "matching":
             losses = torch.stack([client.losses(state, split) for state in states])
-            return torch.bincount(losses.argmin(0), minlength=len(states)) / max(losses.shape[1], 1)
+            return torch.bincount(losses.argmin(0), minlength=len(states)) / losses.shape[1]
         return torch.tensor([self._score(client.evaluate(state, split)) for state in states])
 
     def _score(self, metrics: Mapping[str, float]) -> float:
@@ -430,7 +328,9 @@ class PIFL(FederatedCallback):
         if client.message.tag == BID:
             update.extras[self.key] = {"importance": client.scratch[self.key]}
         elif client.message.tag == UTILITY:
-            update.extras[self.key] = {"utility": self._score(client.evaluate(split="val"))}
+            loader = client.loader("val")
+            there = loader is not None and len(loader) > 0
+            update.extras[self.key] = {"utility": self._score(client.evaluate(split="val")) if there else nan}
         elif client.message.tag == CLASSES:
             update.extras[self.key] = {"f1": class_scores(client, head_path(client.module, self.head), self.key)}
 
@@ -441,27 +341,12 @@ class PIFL(FederatedCallback):
             return None
         return server.module_with(server.models[self.clusters[int(weights.argmax())]])
 
-    # -- pre-training --------------------------------------------------------------------------------------------------
-    def _pretrain(self, server: Server, available: Sequence[str]) -> Steps:
-        """Carry out a round of FedAvg; after the last one, group the clients and start the clusters."""
-        last = server.round + 1 == self.pretrain_rounds
-        updates = yield [Job(client, keep=last) for client in available]
-        yield []
-        if not last:
-            return
-        scores: dict[str, Tensor] = {}
-        for update in updates:
-            if update.error is None and update.steps:
-                server.models[TRIAL] = {**server.model, **update.state}
-                (answer,) = yield [Job(POOLED, model=TRIAL, data="pooled", work=0, returns=(), tag=CLASSES)]
-                if answer.error is None:
-                    scores[update.client] = answer.extras[self.key]["f1"]
-        server.models.pop(TRIAL, None)
-        groups = groups_by_class_scores(scores, self.num_clusters, server.blueprint.settings.seed)
-        server.state[self.key] |= {"groups": {client: self.clusters[group] for client, group in groups.items()}}
-        for cluster in self.clusters:
-            server.models[cluster] = dict(server.model)
 
+def shares(weights: Tensor) -> list[float]:
+    """Return importance weights that sum to 1; equal ones where all are 0.
 
-def _flat(state: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    return torch.cat([state[name].double().flatten() for name in names])
+    Args:
+        weights: `v`, `(num_clusters,)`.
+    """
+    whole = weights.double() if weights.sum() > 0 else torch.ones(len(weights), dtype=torch.float64)
+    return (whole / whole.sum()).tolist()

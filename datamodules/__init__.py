@@ -9,6 +9,7 @@ In order of importance:
   scanner.
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
   `CIFAR10DataModule` and `HeartDiseaseDataModule`. `TabularFederatedDataModule`: your own CSV file.
+* `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
 * `describe` and `plot_partition`: the samples of each client as a table and as a picture.
 * Bases for your own: `ArrayFederatedDataModule`, `ImageFederatedDataModule`, `IndexedFederatedDataModule`,
   `Partitioner`, `Plan`.
@@ -27,6 +28,7 @@ from fedlightning.datamodules.images import (
     MNISTDataModule,
 )
 from fedlightning.datamodules.loaders import LoaderDataModule
+from fedlightning.datamodules.mixtures import MixtureDataModule
 from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
@@ -61,6 +63,7 @@ __all__ = [
     "LabelSkewPartitioner",
     "LoaderDataModule",
     "MNISTDataModule",
+    "MixtureDataModule",
     "NaturalPartitioner",
     "PartitionReport",
     "Partitioned",

@@ -147,7 +147,7 @@ class IndexView(Dataset[Any]):
         return samples_at(self.dataset, chosen.tolist())
 
 
-def samples_at(dataset: Any, positions: Sequence[int]) -> Sequence[Any]:
+def samples_at(dataset: Any, positions: Sequence[int]) -> Any:
     """Return samples as a `DataLoader` reads them: all at once where the dataset has `__getitems__`.
 
     Args:
@@ -160,5 +160,4 @@ def samples_at(dataset: Any, positions: Sequence[int]) -> Sequence[Any]:
         ['c', 'a']
     """
     fetch = getattr(dataset, "__getitems__", None)
-    found: Sequence[Any] = fetch(list(positions)) if fetch else [dataset[position] for position in positions]
-    return found
+    return fetch(list(positions)) if fetch else [dataset[position] for position in positions]

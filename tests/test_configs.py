@@ -110,6 +110,28 @@ def test_models_are_made(path: Path) -> None:
     assert getattr(cli.model, "num_classes", 2) in (2, 10, 47)
 
 
+@pytest.mark.parametrize("name", ["digits", "matching", "no_incentive", "disjoint_classes"])
+def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
+    files = [CONFIGS / "pi_fl/digits.yaml", *([CONFIGS / f"pi_fl/{name}.yaml"] if name != "digits" else [])]
+    words = [word for file in files for word in ("--config", str(file))]
+    words += [word for word in small(tmp_path) if "partitioner" not in word and "data.max" not in word]
+    words += [
+        "--data.num_clients=4",
+        "--data.source.max_train=160",
+        "--trainer.max_rounds=2",
+        "--trainer.local_epochs=1",
+    ]
+    assert main(["fit", *words, "--data.source.max_test=60"]) == 0
+    (run,) = tmp_path.glob("*/version_0")
+    assert (run / "figures/ledger.png").exists()
+    assert (run / "clusters.csv").exists() == (name != "no_incentive")
+
+
+def test_pi_fl_on_cifar10_parses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", str(CONFIGS / "pi_fl/cifar10.yaml"), "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["data"]["class_path"].endswith("MixtureDataModule")
+
+
 def test_every_data_file_is_covered() -> None:
     assert {path.stem for path in DATA} == {"digits", *FITS}
     assert {FITS[name] for name in FITS} <= {path.stem for path in MODELS}

@@ -19,6 +19,7 @@ from fedlightning.algorithm import (
     clone,
     detached_copy,
     entry_kinds,
+    equal,
     isolated,
     module_state,
     select,
@@ -121,6 +122,23 @@ def another_start(module: LightningModule, init: float | Literal["random"], *add
                 for name in ("reset_parameters", "_reset_parameters"):
                     getattr(child, name, lambda: None)()
     return clone({name: old[name] if kinds[name] == "frozen" else value for name, value in module_state(fresh).items()})
+
+
+def check_starts(callback: FederatedCallback, setup: Setup, init: float | Literal["random"]) -> None:
+    """Refuse modules that cannot be initialised anew; warn of models that start equal and so never separate.
+
+    Raises:
+        ValueError: If no submodule of the module has `reset_parameters()` and `init` is `"random"`.
+    """
+    if init == 0:
+        setup.warn(
+            f"{callback.key}(init=0) starts all centres from one model: they never separate, all clients choose 0."
+        )
+    elif equal(module_state(setup.module), another_start(setup.module, init, 0, callback.key)):
+        raise ValueError(
+            f"{callback.key} cannot initialise {type(setup.template).__name__} anew: no submodule has "
+            f"reset_parameters(). Use {callback.key}(init=0.1): noise on its parameters."
+        )
 
 
 def parameter_names(server: Server, state: Mapping[str, Tensor]) -> list[str]:

@@ -52,8 +52,8 @@ def shapley_values(
     r"""Compute Shapley values as a generator of the coalitions whose worth is needed.
 
     `psi_i = sum_{S without i} |S|! (m - |S| - 1)! / m! (v(S + i) - v(S))`, over all `2^m` coalitions where these are not
-    more than allowed. Otherwise the mean of the players' marginal worth over random orders, in which each player
-    comes first equally often and a walk is cut off once it has come as close to `v` of all as `truncate_walk` (guided
+    more than allowed. Otherwise the mean of the players' marginal worth over random orders. The players lead in turn, each
+    counts alike as the leader, and a walk is cut off once it has come as close to `v` of all as `truncate_walk` (guided
     truncated sampling: Liu, Chen, Yu, Liu, Cui, "GTG-Shapley", ACM TIST 2022).
 
     Args:
@@ -130,6 +130,7 @@ def _sampled(
     m, evaluations = len(players), 0
     nobody, all_together = known[frozenset()], known[frozenset(players)]
     marginals: list[list[float]] = []
+    sums, walks = torch.zeros(m, m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)  # by who leads
     means: list[list[float]] = []
     while not _settled(means) and (len(marginals) < m or evaluations < max_evaluations) and len(marginals) < 20 * m:
         lead = len(marginals) % m
@@ -146,8 +147,11 @@ def _sampled(
             marginal[place] = known[coalition] - before
             before = known[coalition]
         marginals.append(marginal)
-        newest = torch.tensor(marginals, dtype=torch.float64)
-        means.append(newest.mean(0).tolist())
+        sums[lead] += torch.tensor(marginal, dtype=torch.float64)
+        walks[lead] += 1
+        led = walks > 0  # each leader counts alike, also where the last block of walks was not finished
+        means.append((sums[led] / walks[led, None]).mean(0).tolist())
+    newest = torch.tensor(marginals, dtype=torch.float64)
     deviations = newest.std(0) / len(marginals) ** 0.5 if len(marginals) > 1 else torch.zeros(m)
     return Shapley(dict(zip(players, means[-1], strict=True)), evaluations, exact=False, error=float(deviations.max()))
 

@@ -27,17 +27,6 @@ _PFEDLA = Algorithm(
     composes="FedProx, FedPer, FedBN; not with server optimizers",
 )
 
-_IFCA = Algorithm(
-    "IFCA", "personal",
-    "Several models; each client trains the one that fits its data best.",
-    'Ghosh et al., "An efficient framework for clustered federated learning", NeurIPS 2020',
-    down="K models theta_j", up="w_i (option 1: a gradient) and its choice",
-    server_state="K models, who chose what last",
-    deployed="the model that fits the client's data best; LocalCheckpoint",
-    weights="uniform (paper) or samples, within a cluster",
-    composes="FedProx, FedPer, FedBN; not with SCAFFOLD or server optimizers",
-)
-
 ROWS = (
     Algorithm(
         "FedFomo", "personal",
@@ -62,16 +51,6 @@ ROWS = (
         down="thbar_i without k layers",
         client_state="theta_i (its own model)",
         composes="as pFedLA",
-    ),
-    _IFCA,
-    _IFCA.variant(
-        "HypCluster", "IFCA with models averaged by samples and the deployed one chosen on validation data.",
-        paper='Mansour et al., "Three approaches for personalization with applications to federated learning", 2020',
-        down="q models h_k", up="w_i and its choice",
-        server_state="q models, who chose what last",
-        weights="samples (default) or uniform, within a cluster",
-        composes="as IFCA",
-        module="ifca",
     ),
 )
 # fmt: on

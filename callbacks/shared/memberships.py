@@ -1,0 +1,142 @@
+"""Who belongs to which cluster, round by round: `clusters.csv` and its picture, for every method with clusters."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlightning.algorithm import Server
+
+COLUMNS = ("round", "client", "cluster", "share")
+"""Columns of `clusters.csv`."""
+FILE = "clusters.csv"
+
+
+def note_memberships(server: Server, clusters: Mapping[str, Mapping[str, float]]) -> None:
+    """Add a round to `clusters.csv`. Rows of this round and later ones, left by a run that was resumed, go.
+
+    Args:
+        server: The server.
+        clusters: By client, the share of each cluster that it belongs to.
+    """
+    if server.run_dir is None or not clusters:
+        return
+    path = server.run_dir / FILE
+    rows: list[Sequence[Any]] = [
+        (row["round"], row["client"], row["cluster"], row["share"])
+        for row in read_memberships(path)
+        if row["round"] <= server.round
+    ]
+    rows += [
+        (server.round + 1, client, cluster, round(share, 6))
+        for client, found in clusters.items()
+        for cluster, share in found.items()
+        if share > 0
+    ]
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows(rows)
+    os.replace(beside, path)
+
+
+def read_memberships(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of `clusters.csv`, `round` and `share` as numbers; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [row | {"round": int(row["round"]), "share": float(row["share"])} for row in csv.DictReader(file)]
+
+
+def draw_memberships(server: Server) -> None:
+    """Draw `clusters.csv` to `figures/clusters.png`, if there is such a file."""
+    if server.run_dir is not None:
+        rows = read_memberships(server.run_dir / FILE)
+        if rows:
+            save(memberships_figure(rows), server.run_dir / "figures" / "clusters.png")
+
+
+def memberships_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a figure with a row for each client and a column for each round, in the colour of the client's cluster.
+
+    Of several clusters it is that with the largest share, the paler the smaller this share is. Clients stand in the order
+    of their last clusters. White: the client had not taken part.
+
+    Args:
+        rows: With the keys :data:`COLUMNS`.
+
+    Example:
+        >>> rows = [{"round": 1, "client": "a", "cluster": "one", "share": 1.0}]
+        >>> memberships_figure(rows).axes[0].get_xlabel()
+        'round'
+    """
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    strongest: dict[tuple[str, int], tuple[float, str]] = {}
+    for row in rows:
+        place = row["client"], row["round"]
+        if place not in strongest or row["share"] > strongest[place][0]:
+            strongest[place] = row["share"], row["cluster"]
+    clusters = list(dict.fromkeys(row["cluster"] for row in sorted(rows, key=lambda row: row["cluster"])))
+    last = {client: clusters.index(strongest[client, number][1]) for client, number in sorted(strongest)}
+    clients = sorted(last, key=lambda client: last[client])
+    rounds = max(row["round"] for row in rows)
+    colours = {cluster: colormaps["tab10"](number % 10)[:3] for number, cluster in enumerate(clusters)}
+    image = np.ones((len(clients), rounds, 3))
+    for (client, number), (share, cluster) in strongest.items():
+        image[clients.index(client), number - 1] = 1 - min(share, 1.0) * (1 - np.array(colours[cluster]))
+    figure = Figure(figsize=(6.4, 1.6 + 0.22 * min(len(clients), 40)), layout="constrained")
+    axis = figure.subplots()
+    axis.imshow(image, aspect="auto", interpolation="nearest", extent=(0.5, rounds + 0.5, len(clients) - 0.5, -0.5))
+    axis.set_xlabel("round")
+    axis.set_ylabel("client")
+    if len(clients) <= 40:
+        axis.set_yticks(range(len(clients)), clients, fontsize=7)
+    handles = [Patch(color=colours[cluster], label=cluster) for cluster in clusters[:12]]
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 4), fontsize=8, frameon=False)
+    return figure
+
+
+def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, float]) -> Any:
+    """Return a figure of every client's balance after each round.
+
+    Args:
+        entries: Of all rounds, with the keys `round`, `client`, `paid`, `refunded`, `rewarded`.
+        start: Tokens of each client before the first round.
+
+    Example:
+        >>> paid = {"round": 1, "client": "a", "paid": 1.0, "refunded": 0.0, "rewarded": 0.5}
+        >>> axis = ledger_figure([paid], {"a": 10.0}).axes[0]
+        >>> axis.lines[0].get_ydata().tolist()
+        [10.0, 9.5]
+    """
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    rounds = max(int(entry["round"]) for entry in entries)
+    change = {client: np.zeros(rounds + 1) for client in start}
+    for entry in entries:
+        change[entry["client"]][int(entry["round"])] += entry["refunded"] + entry["rewarded"] - entry["paid"]
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axis = figure.subplots()
+    for client, tokens in start.items():
+        axis.plot(np.arange(rounds + 1), tokens + np.cumsum(change[client]), lw=1, label=client)
+    axis.set_xlabel("round")
+    axis.set_ylabel("tokens")
+    axis.grid(alpha=0.3)
+    if len(start) <= 20:
+        figure.legend(loc="outside right upper", title="client", fontsize=7, frameon=False)
+    return figure
+
+
+def save(figure: Any, path: Path) -> None:
+    """Save a figure, in a folder that is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,80 @@
+"""Every model of the server on every source group's hold-out data: the table of FedSoft and PI-FL."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch import Trainer
+from scipy.optimize import linear_sum_assignment
+
+COLUMNS = ("model", "group", "matched", "metric", "value")
+
+
+def score_centres(
+    trainer: Any, data: Any, metric: str = "test_accuracy", path: Path | None = None
+) -> list[dict[str, Any]]:
+    """Score each cluster's model on each group's hold-out data.
+
+    Khan et al., "PI-FL", 2023, Table 1, and Ruan, Joe-Wong, "FedSoft", AAAI 2022. Centres are matched to groups so that the
+    sum of the matched scores is largest (Hungarian method).
+
+    Args:
+        trainer: A `FederatedTrainer` that has fitted a method with several models.
+        data: A data module with `num_groups` and `group_dataloader(group)`, such as `MixtureDataModule`.
+        metric: Metric of the test step; more is better.
+        path: Table to write (CSV). `None` writes none.
+
+    Returns:
+        A row for each model and group: `model`, `group` (from 0), `matched` (whether this is the model's group), `metric` and
+        `value`. The model called `global` has rows only where the others are fewer than the groups (it is IFCA's first
+        centre, and elsewhere the common start).
+
+    Raises:
+        ValueError: If the data have no groups, nothing was fitted, or the test step does not log the metric.
+    """
+    if not hasattr(data, "group_dataloader"):
+        raise ValueError(f"{type(data).__name__} has no group_dataloader(group); use MixtureDataModule.")
+    server = getattr(trainer, "server", None)
+    if server is None:
+        raise ValueError("score_centres needs a trainer that has fitted something.")
+    models = {key: state for key, state in server.models.items() if key != "global"}
+    if len(models) < data.num_groups:
+        models = dict(server.models)
+    if len(server.shared_names()) < len(server.kinds):
+        raise ValueError("score_centres scores whole models, and here some entries stay with the clients.")
+    tester = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    table = np.zeros((len(models), data.num_groups))
+    for row, state in enumerate(models.values()):
+        for group in range(data.num_groups):
+            found = tester.test(server.module_with(state), data.group_dataloader(group), verbose=False)[0]
+            if metric not in found:
+                raise ValueError(f"score_centres got metric='{metric}', but testing gives {sorted(found)}.")
+            table[row, group] = found[metric]
+    pairs = set(zip(*(places.tolist() for places in linear_sum_assignment(-table)), strict=True))
+    rows = [
+        {
+            "model": key,
+            "group": group,
+            "matched": (row, group) in pairs,
+            "metric": metric,
+            "value": float(table[row, group]),
+        }
+        for row, key in enumerate(models)
+        for group in range(data.num_groups)
+    ]
+    if path is not None:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+    return rows

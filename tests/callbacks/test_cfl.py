@@ -1,0 +1,165 @@
+"""CFL: sheet B 1.5."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from fedlightning.callbacks import CFL, FedAvg
+from fedlightning.callbacks.cfl import cosines, flat
+from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
+from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
+
+ALL = {"absent_clients": "it refuses partial participation", "resume": "its case below takes part as a whole"}
+CASES = {
+    "CFL": Case(CFL(), skip={"absent_clients": ALL["absent_clients"], "resume": ALL["resume"]}),
+    "CFL at once": Case(
+        CFL(eps1=10.0, eps2=0.0, gap=0.0),
+        skip={
+            "absent_clients": ALL["absent_clients"],
+            "resume": ALL["resume"],
+            "identical_clients": "clients whose updates are alike are split by rounding errors, since all is allowed",
+        },
+    ),
+}
+KEPT = {"CFL": Kept("CFL", server=("clusters", "first", "parents"))}
+
+A = [[1.0, 1.0, 1.0]] * 6
+B = [[5.0, 5.0, 4.0], [-5.0, -4.0, -5.0], [4.0, 5.0, 5.0], [-5.0, -5.0, -4.0], [5.0, 4.0, 5.0], [-4.0, -5.0, -5.0]]
+GROUPS = (["0", "2", "4"], ["1", "3", "5"])
+
+
+def parts(trainer):
+    clusters = {}
+    for client in trainer.server.clients:
+        clusters.setdefault(trainer.server.callbacks.role("plan_round").cluster_of(trainer.server, client), []).append(
+            client
+        )
+    return clusters
+
+
+@pytest.mark.parametrize("make", [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")])
+def test_without_a_stationary_point_it_is_uniform_fedavg(make):
+    module, data = make(), toy_data()
+    plain = federate(module, data, [FedAvg("uniform")], max_rounds=3)
+    ours = federate(module, data, [CFL(eps1=0.0)], max_rounds=3)
+    same(global_state(ours), global_state(plain))
+    for client in ours.server.clients:
+        same(module_state(ours.module(client)), global_state(plain))
+    same(module_state(ours.module()), global_state(plain))
+    assert ours.server.bytes_down == plain.server.bytes_down
+
+
+def test_opposed_groups_are_split_exactly_and_each_is_fedavg_on_its_own():
+    trainer = federate(Quadratic(), quadratic_data(A, B), [CFL()], max_rounds=4)
+    assert sorted(parts(trainer).values()) == list(GROUPS)
+    together = federate(Quadratic(), quadratic_data(A, B), [FedAvg("uniform")], max_rounds=1)
+    for cluster, members in parts(trainer).items():
+        w = global_state(together)["w"]
+        for _ in range(3):
+            w = w - 0.1 * sum(w - torch.tensor(B[int(c)], dtype=torch.float64) for c in members) / 3
+        close(trainer.server.models[cluster], {"w": w}, atol=1e-13)
+
+
+def test_the_number_of_clusters_never_falls_and_each_client_is_in_one():
+    trainer, spy = spied(
+        Quadratic(), quadratic_data(A, B), [CFL(eps1=9.0, eps2=0.0, gap=0.0, min_size=1)], max_rounds=6
+    )
+    counts = []
+    for state in spy.states:
+        clusters = state["CFL"]["clusters"]
+        counts.append(len(set(clusters.values())) or 1)
+        assert not clusters or set(clusters) == set(trainer.server.clients)
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] > 2
+    assert set(trainer.server.state["CFL"]["parents"].values()) <= set(trainer.server.models)
+
+
+def best_cut(rows):
+    """The cut into two with the smallest largest cosine across it, by trying all: what complete linkage aims at."""
+    table = (rows @ rows.T) / np.outer(*[np.linalg.norm(rows, axis=1)] * 2)
+    count = len(rows)
+    cuts = [set(s) | {0} for size in range(count - 1) for s in itertools.combinations(range(1, count), size)]
+    return min(cuts, key=lambda cut: max(table[i, j] for i in cut for j in set(range(count)) - cut))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_bundles_of_updates_are_told_apart(seed):
+    draw = torch.Generator().manual_seed(seed)
+    axes = torch.randn(2, 8, generator=draw, dtype=torch.float64)
+    rows = torch.stack([axes[i % 2] + 0.1 * torch.randn(8, generator=draw, dtype=torch.float64) for i in range(7)])
+    deltas = {str(i): {"w": row} for i, row in enumerate(rows)}
+    first, second = CFL().halves(deltas)
+    assert {int(c) for c in first} == best_cut(rows.numpy())
+    largest = max(float(torch.cosine_similarity(rows[int(a)], rows[int(b)], dim=0)) for a in first for b in second)
+    assert CFL().separation(deltas, first, second) == pytest.approx(math.sqrt((1 - largest) / 2), abs=1e-12)
+
+
+def test_norms_and_cosines():
+    deltas = {
+        "a": {"v": torch.tensor([3.0]), "w": torch.tensor([[4.0]])},
+        "b": {"v": torch.zeros(1), "w": torch.zeros(1, 1)},
+    }
+    assert CFL().norms(deltas) == (2.5, 5.0)
+    assert cosines(flat(deltas)).tolist() == [[1.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "split"),
+    [
+        ({}, True),
+        ({"start_round": 5}, False),
+        ({"min_size": 6}, False),
+        ({"eps2": 3.0}, False),
+        ({"gap": 0.9}, True),
+        ({"relative": False, "eps1": 0.2, "eps2": 0.5}, True),
+        ({"relative": False, "eps1": 0.2, "eps2": 1.0}, False),
+    ],
+)
+def test_when_a_cluster_is_split(options, split):
+    trainer = federate(Quadratic(), quadratic_data(A, B), [CFL(**options)], max_rounds=2)
+    assert (len(parts(trainer)) == 2) == split
+
+
+def test_a_gap_that_no_pair_has_forbids_the_split():
+    rows = [[5.0, 5.0, 4.0], [-5.0, -4.0, 5.0], [5.0, -4.0, 5.0]]
+    assert (
+        len(parts(federate(Quadratic(), quadratic_data(A[:3], rows), [CFL(eps1=9, eps2=0, gap=0)], max_rounds=2))) == 2
+    )
+    callback = CFL(eps1=9, eps2=0, gap=0.99)
+    assert len(parts(federate(Quadratic(), quadratic_data(A[:3], rows), [callback], max_rounds=2))) == 1
+
+
+def test_a_client_without_samples_does_not_stop_the_others():
+    data = quadratic_data(A, B)
+    data.tensors = {**data.tensors, "6": {s: tuple(t[:0] for t in p) for s, p in data.tensors["0"].items()}}
+    with pytest.warns(UserWarning, match="'6' has no training samples"):
+        trainer = federate(Quadratic(), data, [CFL()], max_rounds=3)
+    assert sorted(parts(trainer).values()) == [*GROUPS, ["6"]]
+
+
+def test_a_resumed_run_is_the_same(tmp_path):
+    from tests.callbacks.common import cut_and_resumed
+
+    make = lambda: [CFL(eps1=9.0, eps2=0.0, gap=0.0)]  # noqa: E731
+    whole, cut, again = cut_and_resumed(tmp_path, Toy(), toy_data([24, 16, 16, 8]), make, max_rounds=3)
+    assert len(parts(again)) > 1 and len(parts(cut)) == 1
+    assert whole.server.state == again.server.state
+    for key, model in whole.server.models.items():
+        same(model, again.server.models[key])
+
+
+@pytest.mark.parametrize("participation", [0.5, 2])
+def test_partial_participation_is_refused(participation):
+    with pytest.raises(ValueError, match=r"CFL splits a cluster by the updates of all.*participation=1.0"):
+        federate(Toy(), toy_data(), [CFL()], participation=participation)
+
+
+@pytest.mark.parametrize("options", [{"eps1": -1.0}, {"gap": 1.0}, {"start_round": 0}])
+def test_senseless_settings_are_refused(options):
+    with pytest.raises(ValueError, match=f"CFL got .*{next(iter(options))}="):
+        CFL(**options)

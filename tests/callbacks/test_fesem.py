@@ -1,0 +1,139 @@
+"""FeSEM: sheet B 1.4."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedlightning.callbacks import FedAvg, FedPer, FeSEM
+from fedlightning.callbacks.fesem import first_groups, nearest
+from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
+from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
+
+CASES = {
+    "FeSEM": Case(FeSEM(), neutral=FeSEM(num_clusters=1)),
+    "FeSEM stale": Case(FeSEM(stale=True, pull=0.1, steps=2), neutral=FeSEM(num_clusters=1)),
+}
+KEPT = {"FeSEM": Kept("FeSEM", server=("clusters", "models"), models=("global", "centre 1", "centre 2"))}
+
+A = [[1.0, 2.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.5, 2.0]]
+B = [[5.0, 5.0, 4.0], [-5.0, -4.0, -5.0], [4.0, 5.0, 5.0], [-5.0, -5.0, -6.0]]
+
+
+@pytest.mark.parametrize("participation", [1.0, 2])
+@pytest.mark.parametrize("make", [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")])
+def test_one_cluster_is_uniform_fedavg(make, participation):
+    options = {"max_rounds": 3, "participation": participation}
+    module, data = make(), toy_data()
+    plain = federate(module, data, [FedAvg("uniform")], **options)
+    ours = federate(module, data, [FeSEM(1)], **options)
+    kinds = ours.server.kinds
+    for name, value in global_state(plain).items():
+        if kinds[name] != "int_buffer":
+            assert torch.equal(ours.server.models["centre 1"][name], value), name
+
+
+def objective(rows, centres, groups):
+    return sum(float((row - centres[group]).square().sum()) for row, group in zip(rows, groups, strict=True))
+
+
+def test_the_objective_of_k_means_never_rises():
+    rows = torch.randn(12, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    centres, groups = rows[:3].clone(), torch.zeros(12, dtype=torch.int64)
+    before = objective(rows, centres, groups)
+    for _ in range(6):
+        groups = nearest(rows, centres)
+        assert torch.equal(groups, nearest(rows, centres))
+        middle = objective(rows, centres, groups)
+        centres = torch.stack([rows[groups == k].mean(0) if (groups == k).any() else centres[k] for k in range(3)])
+        after = objective(rows, centres, groups)
+        assert after <= middle + 1e-12 and middle <= before + 1e-12
+        before = after
+
+
+def test_planted_groups_are_found_and_a_centre_is_its_members_mean():
+    trainer, spy = spied(Quadratic(), quadratic_data(A, B), [FeSEM(2)], max_rounds=3)
+    for state in spy.states:
+        clusters = state["FeSEM"]["clusters"]
+        assert clusters["0"] == clusters["2"] != clusters["1"] == clusters["3"]
+    sent = spy.of_round(2)
+    for members in (("0", "2"), ("1", "3")):
+        mean = sum(sent[client].state["w"] for client in members) / 2
+        close(trainer.server.models[clusters[members[0]]], {"w": mean}, atol=1e-14)
+        for client in members:
+            same(module_state(trainer.module(client)), trainer.server.models[clusters[client]])
+
+
+def test_one_client_per_cluster_keeps_its_own_model():
+    trainer, spy = spied(Quadratic(), quadratic_data(A, B), [FeSEM(4)], max_rounds=1)
+    clusters = trainer.server.state["FeSEM"]["clusters"]
+    assert len(set(clusters.values())) == 4
+    for client, update in spy.of_round(0).items():
+        assert torch.equal(trainer.server.models[clusters[client]]["w"], update.state["w"])
+
+
+def test_the_first_round_trains_as_fedavg_does():
+    module = Toy("adam")
+    _, ours = spied(module, toy_data(), [FeSEM()], max_rounds=1)
+    _, plain = spied(module, toy_data(), [FedAvg()], max_rounds=1)
+    for client, update in ours.of_round(0).items():
+        same(update.state, plain.of_round(0)[client].state)
+
+
+def test_the_pull_is_the_gradient_of_the_distance():
+    data = quadratic_data(A, B)
+    _, spy = spied(Quadratic(0.1), data, [FeSEM(1, pull=2.0)], max_rounds=1, local_epochs=2)
+    a, b = (torch.tensor(rows[1], dtype=torch.float64) for rows in (A, B))
+    w = torch.zeros(3, dtype=torch.float64)
+    for _ in range(2):
+        v = w.clone().requires_grad_()
+        loss = 0.5 * (a * (v - b).square()).sum() + 2.0 / 4 * v.square().sum()  # the centre is at 0
+        w = w - 0.1 * torch.autograd.grad(loss, v)[0]
+    close(spy.of_round(0)["1"].state, {"w": w}, atol=1e-14)
+
+
+def test_a_late_client_is_looked_for_and_does_not_move_the_centre():
+    _trainer, spy = spied(Quadratic(), quadratic_data(A, B), [FeSEM(2)], max_rounds=6, participation=3)
+    seen = set()
+    for number in range(6):
+        came = set(spy.of_round(number))
+        new = came - seen if seen else set()
+        for update in spy.of_round(number).values():
+            sent = next(m for m in spy.messages if m.round == number and m.client == update.client)
+            assert (sent.state["w"] == 0).all() == (update.client not in seen)
+        clusters = spy.states[number]["FeSEM"]["clusters"]
+        assert new <= set(clusters)
+        seen |= came
+    assert clusters["0"] == clusters["2"] != clusters["1"] == clusters["3"]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_absent_clients_count_with_their_last_models_if_asked(stale):
+    trainer, spy = spied(
+        Quadratic(), quadratic_data(A[:3], B[:1] * 3), [FeSEM(1, stale=stale)], max_rounds=4, participation=2
+    )
+    last = {update.client: update.state["w"] for update in spy.updates}
+    counted = last if stale else {client: last[client] for client in spy.of_round(3)}
+    mean = sum(counted.values()) / len(counted)
+    close(trainer.server.models["centre 1"], {"w": mean}, atol=1e-14)
+    assert set(trainer.server.state["FeSEM"]["models"]) == (set(last) if stale else set())
+
+
+def test_distances_on_some_layers_only():
+    rows = torch.tensor([[0.0, 9.0], [0.1, -9.0], [5.0, 9.0]])
+    assert first_groups(rows[:, :1], 2, 0) == [[0, 1], [2]]
+    with pytest.raises(ValueError, match=r"FeSEM got layers=\['net.1.running_mean'\], none of which trains"):
+        federate(NormNet(), toy_data(), [FeSEM(layers=["net.1.running_mean"])])
+    with pytest.raises(ValueError, match="none of which travels"):
+        federate(Toy(), toy_data(), [FedPer(), FeSEM(layers=["net.3"])])
+
+
+def test_equal_clients_need_no_second_group():
+    assert first_groups(torch.ones(3, 2), 2, seed=0) == [[0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("options", [{"num_clusters": 0}, {"pull": -1.0}, {"steps": 0}])
+def test_senseless_settings_are_refused(options):
+    with pytest.raises(ValueError, match=f"FeSEM got {next(iter(options))}="):
+        FeSEM(**options)
