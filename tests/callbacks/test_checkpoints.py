@@ -8,6 +8,7 @@ import torch
 import fedlightning
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FLIU, FedPer, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.federation.stages import ScoringError
 from fedlightning.run.checkpoints import load
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, differs, federate, global_state, same, spied, toy_data
@@ -217,7 +218,9 @@ def test_without_a_global_model_it_is_refused_before_training():
 
 @pytest.mark.parametrize("callback", [GlobalCheckpoint(monitor="val_f1"), LocalCheckpoint(monitor="val_f1")])
 def test_an_unknown_metric_is_named(callback):
-    with pytest.raises(ValueError, match=r"monitors 'val_f1', but validation gives \['val_acc', 'val_loss'\]"):
+    with pytest.raises(
+        (ValueError, ScoringError), match=r"monitors 'val_f1', but validation gives \['val_acc', 'val_loss'\]"
+    ):
         federate(Toy(), toy_data(SIZES), [callback], evaluate_every=1, max_rounds=1)
 
 
@@ -233,7 +236,7 @@ class FakeServer:
     def next_round(self, values):
         self.round += 1
         self.found = {client: (value, 5) for client, value in values.items()}
-        self.scores = {("G", "local", "val", "val_loss"): self.found}
+        self.scores = {(None, "G", "local", "val", "val_loss"): self.found}
 
     def global_module(self, client):
         return Toy()

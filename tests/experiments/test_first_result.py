@@ -50,7 +50,7 @@ def test_only_the_first_run_that_ends_well_is_looked_at():
     assert seen == [Path("b")]
 
 
-def test_compare_stops_keeps_what_is_finished_and_goes_on(tmp_path, monkeypatch, capsys):
+def test_compare_stops_before_its_first_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["compare", small(Path("a.yaml")), "--seeds=2", "--out=out", "--baselines=none"]
 
@@ -59,17 +59,16 @@ def test_compare_stops_keeps_what_is_finished_and_goes_on(tmp_path, monkeypatch,
 
     assert main([*words, "--metric=acuracy"]) == 2
     said = capsys.readouterr().err
-    assert "fedlightning compare: --metric is 'acuracy', and the run in out/runs/a/seed_0 has no such score" in said
+    assert "fedlightning compare: --metric is 'acuracy', and the runs will have no such score" in said
     assert "Did you mean accuracy" in said
-    assert states() == ["done", "pending"]
+    assert "No run was made" in said
+    assert not Path("out/runs").exists()
 
-    assert main([*words, "--metric=loos"]) == 2  # a finished run is there: nothing more is run
-    assert "Did you mean loss" in capsys.readouterr().err
-    assert states() == ["done", "pending"]
-
-    before = Path("out/runs/a/seed_0/summary.json").stat().st_mtime_ns
     assert main([*words, "--metric=loss", "--no-report"]) == 0
     assert states() == ["done", "done"]
+    before = Path("out/runs/a/seed_0/summary.json").stat().st_mtime_ns
+    assert main([*words, "--metric=loos"]) == 2  # finished runs are there, and stay
+    assert "Did you mean loss" in capsys.readouterr().err
     assert Path("out/runs/a/seed_0/summary.json").stat().st_mtime_ns == before
 
 
