@@ -105,6 +105,8 @@ class PIFL(PIFLRound):
         [0, 1]
     """
 
+    infinite_arguments = ("gamma",)
+
     def __init__(
         self,
         num_clusters: int = 2,

@@ -37,7 +37,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         >>> len(data.train_dataloader().dataset) == sum(data.num_samples(client) for client in data.client_ids)
         True
         >>> data
-        <DigitsDataModule: 10 clients, 1149 training samples>
+        <DigitsDataModule: 10 clients, 1150 training samples>
     """
 
     def __repr__(self) -> str:

@@ -122,7 +122,7 @@ def test_data(given, sentence, tmp_path):
     [
         (Toy, r"got the class Toy, not an instance. Pass Toy\(...\)"),
         (nn.Linear(6, 3), "got a Linear as model. Pass a LightningModule"),
-        (None, "got a NoneType as model"),
+        (None, "There is no model to train"),
     ],
 )
 def test_models(model, sentence, tmp_path):

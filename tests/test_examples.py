@@ -64,7 +64,7 @@ def test_three_lines(tmp_path):
     assert "fedlightning" not in before.partition("# isort: split")[2], (
         "the project above the three lines is Lightning's own"
     )
-    assert len(re.findall(r"^    (trainer = |trainer\.fit|print_results)", source, re.MULTILINE)) == 3
+    assert len(re.findall(r"^    (trainer = |trainer\.fit|trainer\.test)", source, re.MULTILINE)) == 3
 
 
 def test_own_algorithm(tmp_path):

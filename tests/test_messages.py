@@ -89,7 +89,7 @@ def wires(monkeypatch):
     crossed = []
     original = SequentialEngine.run
 
-    def run(self, messages, evaluate):
+    def run(self, messages, evaluate, *more):
         kept = []
 
         def down():
@@ -97,7 +97,7 @@ def wires(monkeypatch):
                 kept.append(message)
                 yield message
 
-        for update in original(self, down(), evaluate):
+        for update in original(self, down(), evaluate, *more):
             crossed.append((kept[-1], update))
             yield update
 

@@ -4,7 +4,7 @@
 >>> list_algorithms("*sgd")
 ['FedSGD']
 >>> create("fedprox", mu=0.01)
-<fedlightning.callbacks.fedprox.FedProx object at ...>
+FedProx(mu=0.01, weighting=None)
 
 A new algorithm's row goes into the file of its kind:
 

@@ -126,7 +126,7 @@ def compare(words: Sequence[str], main: Main) -> int:
     metric: str | None = options.metric
     if metric is None and plan.metrics:
         metric = choose_metric([plan.metrics])
-    if tasks and metric is not None:
+    if metric is not None:
         check_known(metric, plan.metrics)
     show_plan(screen, plan, seeds, jobs, tasks, out)
     if options.dry_run:

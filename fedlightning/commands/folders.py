@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedlightning.config.errors import InputError
 from fedlightning.run.files import is_writer
+from fedlightning.run.logs import BEGINNING
 
 
 def find_run(path: str) -> Path:
@@ -53,9 +55,10 @@ def leave_nothing(trainer: Any) -> None:
     if trainer.run is None or trainer.rounds_done > 0 or not is_writer():
         return
     folder: Path = trainer.run.path
-    if folder.exists() and {path.name for path in folder.iterdir()} <= {"config.yaml"}:
-        (folder / "config.yaml").unlink(missing_ok=True)
-        for empty in (folder, folder.parent, folder.parent.parent):
+    ours = {Path("config.yaml"), Path("checkpoints"), Path("checkpoints", BEGINNING)}
+    if folder.exists() and {path.relative_to(folder) for path in folder.rglob("*")} <= ours:
+        shutil.rmtree(folder)
+        for empty in (folder.parent, folder.parent.parent):
             if any(empty.iterdir()):
                 break
             empty.rmdir()

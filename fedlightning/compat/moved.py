@@ -17,7 +17,7 @@ ROOMS = {
     "blueprint": "fast.copier",
     "visit": "client fit freezing lightning_loop loop_choice loss_terms probes requests",
     "visit.fast": "fast.evaluation fast.fit fast.hooks fast.log fast.refusals fast.sgd fast.step fast.trainer",
-    "scoring": "evaluation.metrics evaluation.results evaluation.tasks",
+    "scoring": "evaluation.metrics evaluation.results evaluation.table evaluation.tasks",
     "run": "checkpoints persistence progress recorder",
     "federation": "server evaluation.stages engines.store",
     "federation.loops": "loops.synchronous",
@@ -29,7 +29,7 @@ ROOMS = {
     "study": "evaluation.baselines evaluation.comparison evaluation.costs evaluation.curves evaluation.differences "
     "evaluation.export evaluation.fairness evaluation.incentives "
     "evaluation.measures evaluation.overview evaluation.problems evaluation.ranks evaluation.report evaluation.roles "
-    "evaluation.runs evaluation.scores evaluation.statistics evaluation.study evaluation.table",
+    "evaluation.runs evaluation.scores evaluation.statistics evaluation.study",
     "config": "commands.errors commands.parsing",
 }
 """Room: the modules that moved into it under their own (last) name."""
@@ -42,6 +42,7 @@ RENAMED = {
     "evaluation.wanted": "visit.requests",
     "fast": "visit.fast",
     "loops": "federation.loops",
+    "study.table": "scoring.table",
 }
 """Modules that have another name, too."""
 NAMES = {

@@ -200,6 +200,7 @@ def load(
 
 def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: dict[str, Any]) -> LightningModule:
     checkpoint, old = _read(path, trust)
+    checkpoint["state_dict"].pop(OPEN_WITH_LOAD, None)
     own = checkpoint["fedlightning"]
     wrapped = own.get("wrapped")
     if isinstance(wrapped, Tensor):

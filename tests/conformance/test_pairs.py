@@ -46,7 +46,15 @@ def check(a, b):
     return check_pair(algorithm(a), algorithm(b), full="HeteroFL" not in (a, b), **options)
 
 
-@pytest.mark.parametrize("hooks", MEETING, ids="-".join)
+LONG = ("correct_gradient-on_before_optimizer_step", "on_receive-on_receive")
+"""Hooks at which very many pairs meet."""
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [pytest.param(hooks, marks=pytest.mark.slow if "-".join(hooks) in LONG else ()) for hooks in MEETING],
+    ids="-".join,
+)
 def test_pairs_that_meet_in_a_hook(hooks):
     ours, theirs = ([name for name in NAMES if has_hook(name, hook) and not is_variant(name)] for hook in hooks)
     pairs = {tuple(sorted((a, b))) for a in ours for b in theirs if a != b}

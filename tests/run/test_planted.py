@@ -71,7 +71,7 @@ def test_the_plants_would_run(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("plant", [PLANTS[0], *(pytest.param(plant, marks=pytest.mark.slow) for plant in PLANTS[1:])])
 def test_a_planted_pickle_does_not_run(run, flag, kind, plant, capsys):
     path, root = run / KINDS[kind], run.parents[1]
     PLANTS[plant](path, flag)

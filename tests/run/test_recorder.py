@@ -55,6 +55,7 @@ def scores_of(round, clients=200):
     return [row(round, str(client), value=client / 7 + round) for client in range(clients)]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_rounds(tmp_path, monkeypatch):
     monkeypatch.setattr("fedlightning.run.recorder.HELD", 500)
     recorder = Recorder(RunFolder(tmp_path, "run"))
