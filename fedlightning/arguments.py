@@ -60,6 +60,7 @@ def check(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: With a sentence.
     """
+    adapt(given["callbacks"], given["logger"])
     for name, instead in REPLACED.items():
         if given[name] is not None:
             raise ConfigurationError(f"{name}={given[name]!r} has no meaning in a federation. Use {instead}.")
@@ -117,7 +118,6 @@ def check(given: Mapping[str, Any]) -> None:
         if unknown:
             raise ConfigurationError(f"{name} holds {unknown[0]!r}. Known: {list(known)}.")
     check_forwarded(given)
-    adapt(given["callbacks"], given["logger"])
     items = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
     if isinstance(items, str | Mapping | type) or not isinstance(items, Iterable):
         raise ConfigurationError(

@@ -12,7 +12,12 @@ from fedlightning.catalogue import ALGORITHMS, create
 from fedlightning.hooks import FederatedCallback
 from fedlightning.testing.pairs import check_pair
 
-GIVEN = {"FENDA": {"head": "head"}, "PerFCL": {"head": "head"}, "PLayerFL": {"split": 1}}
+GIVEN = {
+    "FENDA": {"head": "head"},
+    "PerFCL": {"head": "head"},
+    "PLayerFL": {"split": 1},
+    "PIFL": {"monitor": "val_loss"},
+}
 """Options without which the toy module cannot be trained."""
 NAMES = [row.name for row in ALGORITHMS]
 ROWS = {row.name: row for row in ALGORITHMS}
