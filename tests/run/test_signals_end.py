@@ -22,6 +22,18 @@ from tests.helpers import Toy, make_trainer, same, toy_data
 CODES = {"SIGTERM": 143, "SIGHUP": 129, "SIGINT": None}
 
 
+@pytest.fixture(autouse=True)
+def usual_signals():
+    """Signals as in a terminal: under nohup, or in the background of a script, some are ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def send(name, times=2):
     """Send a signal twice, as a batch system does: to the process, and to its group."""
     for _ in range(times):
