@@ -65,6 +65,9 @@ class Watchdog:
             return
         self._start(timeout)
         handler = signal.getsignal(signal.SIGINT)
+        outermost = self._depth == 0 and threading.current_thread() is threading.main_thread()
+        if outermost:  # ignored in the background of a script; else the run would take the interrupt for Ctrl-C
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         before = self._deadline, self._who
         own = self._attempts().clock() + timeout * allowance
         self._set(own if before[0] is None else min(own, before[0]), clients)
@@ -75,6 +78,8 @@ class Watchdog:
             finally:
                 self._depth -= 1
                 self._set(*before)
+                if outermost and self._fired is None:
+                    signal.signal(signal.SIGINT, handler)
             if self._fired is not None:
                 raise TimeIsUp  # it came back by itself at that moment
         except BaseException:

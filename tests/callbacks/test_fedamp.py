@@ -31,7 +31,7 @@ CASES = {
 }
 KEPT = {
     "FedAMP observed": Kept("FedAMP", server=("models", "sigma", "step"), client=("w",)),
-    "FedAMP": Kept("FedAMP", server=("models",), client=("w",)),
+    "FedAMP": Kept("FedAMP", server=("models",), client=("w",), options={"sigma": 1.0}),
     "HeurFedAMP": Kept("HeurFedAMP", server=("models", "sigma", "step"), client=("w",)),
 }
 

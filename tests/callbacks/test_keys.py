@@ -58,8 +58,9 @@ def test_a_saved_state_is_made_of(tmp_path):
     trainer = federate(NormNet(), toy_data((8, 8)), callbacks[:2], tmp_path, max_rounds=1, local_steps=1)
     last = trainer.run.path / "checkpoints" / "last"
     manifest = json.loads((last / "manifest.json").read_text())
-    assert set(manifest) == {"version", "rounds_done", "server", "clients", "packs", "sha256", "extra"}
-    assert set(manifest["extra"]) == {"seconds", "final", "history", "lasting", "metrics", "failures", "explosions"}
+    assert set(manifest) == {"version", "rounds_done", "server", "clients", "packs", "sha256", "extra", "check"}
+    marks = {"metrics", "loggers", "local_loop", "spent", "spent_of_rounds"}
+    assert set(manifest["extra"]) == {"seconds", "final", "history", "lasting", "failures", "explosions"} | marks
     server, client = (
         torch.load(last / name, weights_only=False) for name in (manifest["server"], manifest["clients"]["0"])
     )
