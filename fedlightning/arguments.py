@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -474,7 +475,7 @@ def _check_loaders(owner: str, loaders: Any) -> None:
             f"{owner}={{'site 1': DataLoader(...)}}."
         )
     for client, loader in (loaders or {}).items():
-        if isinstance(loader, Iterator):
+        if isinstance(loader, Iterator) and not isinstance(loader, CombinedLoader):
             raise ConfigurationError(
                 f"{owner}[{client!r}] is a {type(loader).__name__}, which ends after one epoch. Pass a DataLoader."
             )

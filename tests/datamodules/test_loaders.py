@@ -54,7 +54,7 @@ def test_other_loaders_are_left_as_they_are(shuffle):
         (CombinedLoader({"x": DataLoader(data())}), "is a CombinedLoader of several loaders.*ConcatDataset"),
         ({"x": DataLoader(data())}, "is a dict of several loaders"),
         ([DataLoader(data()), DataLoader(data())], "is a list of several loaders"),
-        (data(), "is a TensorDataset. A client has one torch DataLoader"),
+        (data(), "is a TensorDataset(. A client has one torch DataLoader|, which has no batches. Pass DataLoader)"),
         (DataLoader(Stream()), "reads a Stream, which does not say how many samples it has.*__len__"),
     ],
 )
