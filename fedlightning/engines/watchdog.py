@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from fedlightning.errors import ControlFlow
 from fedlightning.federation.failures import Attempts, ClientTimeoutError
@@ -66,8 +68,8 @@ class Watchdog:
         self._start(timeout)
         handler = signal.getsignal(signal.SIGINT)
         outermost = self._depth == 0 and threading.current_thread() is threading.main_thread()
-        if outermost:  # ignored in the background of a script; else the run would take the interrupt for Ctrl-C
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if outermost:
+            signal.signal(signal.SIGINT, partial(self._interrupted, handler))
         before = self._deadline, self._who
         own = self._attempts().clock() + timeout * allowance
         self._set(own if before[0] is None else min(own, before[0]), clients)
@@ -97,6 +99,16 @@ class Watchdog:
         """End the watching thread. It starts again when it is needed."""
         self._closed.set()
         self._watcher = self._fired = None
+
+    def _interrupted(self, handler: Any, number: int, frame: Any) -> None:
+        """Handle SIGINT: the watchdog's own ends the client; another one is Ctrl-C, and means what it meant before."""
+        if self._fired is not None:
+            raise KeyboardInterrupt
+        if callable(handler):
+            handler(number, frame)
+        elif handler != signal.SIG_IGN:  # ignored in the background of a script
+            signal.signal(signal.SIGINT, handler)
+            signal.raise_signal(signal.SIGINT)
 
     def _set(self, deadline: float | None, who: Sequence[str]) -> None:
         with self._lock:

@@ -107,6 +107,18 @@ def test_during_training(tmp_path, whole, local_loop, name):
     assert again.rows == whole.rows
 
 
+@pytest.mark.parametrize("local_loop", ["trainer", "fast"])
+def test_ctrl_c_stays_ctrl_c_where_the_watchdog_looks_on(tmp_path, whole, local_loop):
+    ended(tmp_path, Sender("training", "SIGINT"), name="SIGINT", local_loop=local_loop, client_timeout=600)
+    assert run(tmp_path).rows == whole.rows
+
+
+def test_an_ignored_ctrl_c_stays_ignored_where_the_watchdog_looks_on(tmp_path, whole):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
+    assert run(tmp_path, Sender("training", "SIGINT"), client_timeout=600).rows == whole.rows
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
 @pytest.mark.parametrize(("place", "saved"), [("round start", 1), ("round end", 1), ("after the last round", 3)])
 def test_at_other_moments(tmp_path, whole, place, saved):
     assert f"after round {saved} is saved" in ended(tmp_path, Sender(place))
