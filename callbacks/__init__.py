@@ -17,7 +17,7 @@ from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 from fedlightning.callbacks.ditto import Ditto
 from fedlightning.callbacks.fedala import FedALA
-from fedlightning.callbacks.fedamp import FedAMP, HeurFedAMP
+from fedlightning.callbacks.fedamp import FedAMP
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
@@ -34,6 +34,7 @@ from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.heterofl import HeteroFL
+from fedlightning.callbacks.heurfedamp import HeurFedAMP
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
 from fedlightning.callbacks.ifca import IFCA, HypCluster
 from fedlightning.callbacks.l2gd import L2GD

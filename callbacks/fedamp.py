@@ -8,7 +8,6 @@ import warnings
 from collections import defaultdict
 from typing import Literal
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -38,8 +37,6 @@ FLAT = 0.01
 """Exponents of attention below this count all clients alike."""
 GONE = 20.0
 """Exponents of attention above this count no other client."""
-ROUNDING = 1e-14
-"""What ``1 - cos`` of a vector with itself may be in float64."""
 NEAR_TWO = 1.8
 """Share of the way to ``u_i`` in one step from which a warning is due: SGD diverges at 2."""
 
@@ -279,98 +276,3 @@ class FedAMP(ClientModels):
         module = client.copy_module()
         load_state(module, self._own(client))
         return module
-
-
-class HeurFedAMP(FedAMP):
-    """FedAMP with attention by angles, for deep networks, whose distances say little.
-
-    Huang et al., AAAI 2021 (see :class:`FedAMP`). ``xi_ij = (1 - xi_ii) softmax_{j != i}(sigma cos(w_i, w_j))`` with a
-    fixed ``xi_ii``. All else is FedAMP's: the client's part, what travels, what is kept and what is deployed.
-
-    Models that start from one initialisation have cosines near 1 whose differences are small, and the softmax of small
-    differences is flat. By default ``sigma`` is therefore observed, as in FedAMP: 1 / the mean of ``1 - cos`` over all pairs.
-
-    Args:
-        lam: Strength of the pull. Default 1.
-        alpha: ``alpha_k`` of the first round, which only scales the pull ``lam / alpha_k`` here. Default 1e4 (paper).
-        sigma: Sharpness of the softmax. ``None`` (default): observed. 0 counts all others alike. The paper tunes it.
-        xi_self: ``xi_ii`` in [0, 1]. ``None`` (default) is ``1 / N`` (ours: the paper tunes it). 1 is Local with a pull
-            to itself.
-        alpha_decay: Factor on ``alpha`` per round, in (0, 1]. Default 1.
-        start: Where local training starts: ``"cloud"`` (``u_i``, default) or ``"own"`` (``w_i``).
-
-    Raises:
-        ValueError: If an argument is outside its range.
-
-    Example:
-        >>> import torch
-        >>> from types import SimpleNamespace
-        >>> from fedlightning.callbacks import HeurFedAMP
-        >>> module, kinds = torch.nn.Linear(2, 1, bias=False), {"weight": "trainable"}
-        >>> server = SimpleNamespace(module=module, kinds=kinds, state={})
-        >>> vectors = {"a": [1.0, 0.0], "b": [9.0, 0.0], "c": [0.0, 1.0]}  # b points where a does
-        >>> models = {client: {"weight": torch.tensor([w])} for client, w in vectors.items()}
-        >>> xi = HeurFedAMP(sigma=1.0, xi_self=0.2).attention(server, "a", models)
-        >>> {client: round(weight, 3) for client, weight in xi.items()}
-        {'a': 0.2, 'b': 0.585, 'c': 0.215}
-    """
-
-    def __init__(
-        self,
-        lam: float = 1.0,
-        alpha: float = PAPER_ALPHA,
-        sigma: float | None = None,
-        xi_self: float | None = None,
-        alpha_decay: float = 1.0,
-        start: Literal["cloud", "own"] = "cloud",
-    ) -> None:
-        if xi_self is not None and not 0.0 <= xi_self <= 1.0:
-            raise ValueError(f"HeurFedAMP got xi_self={xi_self}; a client's weight on itself must be in [0, 1].")
-        if sigma is not None and not 0 <= sigma < math.inf:
-            raise ValueError(f"HeurFedAMP got sigma={sigma}; the sharpness of the softmax cannot be negative.")
-        super().__init__(lam, alpha, sigma or None, alpha_decay, start)
-        self.sigma = sigma
-        self.xi_self = xi_self
-
-    def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a global model; warn of a pull that diverges. Weights are never negative here.
-
-        Raises:
-            ValueError: If a callback changes one global model.
-        """
-        ClientModels.check(self, setup)
-        self._warn_of_pull(setup)
-
-    def unlikeness(self, server: Server, a: State, b: State) -> float:
-        """Return ``1 - cos(a, b)`` over trainable parameters."""
-        names = parameter_names(server, a)
-        unlike = 1.0 - float(torch.cosine_similarity(flat(a, names), flat(b, names), dim=0))
-        return unlike if unlike > ROUNDING else 0.0
-
-    def _warn_of_attention(self, pairs: list[float]) -> None:
-        """Warn where the clients' models differ, but the softmax counts them alike."""
-        if pairs and self.sigma and 0 < self.sigma * (max(pairs) - min(pairs)) < FLAT:
-            warnings.warn(
-                f"HeurFedAMP(sigma={self.sigma:g}) counts all clients alike: the cosines between their models are "
-                f"{1 - max(pairs):.6g} to {1 - min(pairs):.6g} after the first round. Leave sigma out to have it follow "
-                "them.",
-                stacklevel=2,
-            )
-
-    def attention(self, server: Server, client: str, models: dict[str, State]) -> dict[str, float]:
-        """Return row i of ``xi``: a softmax of cosines."""
-        others = [j for j in models if j != client]
-        if not others:
-            return {client: 1.0}
-        itself = 1.0 / len(models) if self.xi_self is None else self.xi_self
-        sharpness = 1.0 / self.observed(server, models)["sigma"] if self.sigma is None else self.sigma
-        unlike = [self.unlikeness(server, models[client], models[j]) for j in others]
-        weights = (1.0 - itself) * torch.softmax(-sharpness * torch.tensor(unlike, dtype=torch.float64), dim=0)
-        return {j: dict(zip(others, weights.tolist(), strict=True)).get(j, itself) for j in models}
-
-
-def flat(state: State, names: list[str]) -> Tensor:
-    """Return the entries under ``names`` as one vector ``(numbers,)`` in float64; of none, nothing."""
-    if not names:  # another callback keeps all trainable parameters with the clients
-        return torch.zeros(0, dtype=torch.float64)
-    return torch.cat([state[name].double().flatten() for name in names])

@@ -43,7 +43,6 @@ ROWS = (
         "HeurFedAMP", "FedAMP with attention by the angles between models, for deep networks.",
         weights="attention by cosines",
         composes="as FedAMP",
-        module="fedamp",
     ),
     _PFEDLA,
     _PFEDLA.variant(

@@ -1,0 +1,31 @@
+"""The trainer's arguments, checked at the door: every refusal names the thing, the value, the rule and the way out."""
+
+from typing import Any
+
+from fedlightning.arguments.inputs import check_clients, check_model, check_prediction_data, federated_data
+from fedlightning.arguments.local import check_keeping, local_trainer, logged_clients, loggers, ordinary_callbacks
+from fedlightning.arguments.values import REPLACED, check, check_folder, failure_policy, parse_time
+
+__all__ = [
+    "REPLACED",
+    "check",
+    "check_clients",
+    "check_folder",
+    "check_keeping",
+    "check_model",
+    "check_prediction_data",
+    "failure_policy",
+    "federated_data",
+    "local_trainer",
+    "logged_clients",
+    "loggers",
+    "ordinary_callbacks",
+    "parse_time",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Find what has moved from here."""
+    from fedlightning.compat.moved import moved_name
+
+    return moved_name(__name__, name)

@@ -1,0 +1,179 @@
+"""What `fit` and its kin are given (module, data, clients' ids), checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from fedlightning.blueprint.module_check import check_module
+from fedlightning.compat.pytorch_lightning import adapt
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.loaders import LoaderDataModule
+from fedlightning.errors import ConfigurationError
+from fedlightning.hooks import POOLED
+
+if TYPE_CHECKING:
+    pass
+
+
+def check_model(model: Any) -> LightningModule:
+    """Return a LightningModule instance, or refuse. One of `pytorch_lightning` is made one of `lightning.pytorch`.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    adapt(model)
+    if isinstance(model, LightningModule):
+        check_module(model)
+        return model
+    if model is None:
+        raise ConfigurationError("There is no model to train. Pass a LightningModule: fit(MyModule(), datamodule).")
+    if isinstance(model, type) and issubclass(model, LightningModule):
+        raise ConfigurationError(f"fit() got the class {model.__name__}, not an instance. Pass {model.__name__}(...).")
+    raise ConfigurationError(
+        f"fit() got a {type(model).__name__} as model. Pass a LightningModule: it says how to train and what to optimise."
+    )
+
+
+def check_prediction_data(found: Any, client: str | None) -> None:
+    """Refuse to predict on what holds no batches.
+
+    Args:
+        found: What is to be predicted on; `None` if there are no test data.
+        client: The client whose test data were asked for, if any.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    way = "Pass a DataLoader: predict(DataLoader(dataset, batch_size=64), client='a')."
+    if found is None:
+        whose = "The federation has" if client is None else f"Client '{client}' has"
+        raise ConfigurationError(f"{whose} no test data to predict on. {way}")
+    if isinstance(found, LightningModule):
+        raise ConfigurationError(
+            f"predict() uses the models that fit() trained, and got a {type(found).__name__}. {way}"
+        )
+    batches = isinstance(found, LightningDataModule) or (
+        hasattr(found, "__iter__") and not isinstance(found, str | bytes)
+    )
+    if not batches:
+        raise ConfigurationError(f"predict() got a {type(found).__name__}, which gives no batches. {way}")
+
+
+def federated_data(
+    datamodule: LightningDataModule | None,
+    train: Mapping[str, Any] | None,
+    val: Mapping[str, Any] | None,
+    test: Mapping[str, Any] | None,
+) -> FederatedDataModule:
+    """Return the data of a fit, from a federated data module or from loaders by client.
+
+    Raises:
+        ConfigurationError: If there is none, or one that does not know clients.
+    """
+    adapt(datamodule, getattr(datamodule, "datamodule", None))
+    if datamodule is not None and train is not None:
+        raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
+    if datamodule is not None and (val is not None or test is not None):
+        name = "val_dataloaders" if val is not None else "test_dataloaders"
+        raise ConfigurationError(f"fit() got a datamodule and {name}. The datamodule has its own: leave {name} out.")
+    if train is not None:
+        for name, loaders in (("train", train), ("val", val), ("test", test)):
+            _check_loaders(f"{name}_dataloaders", loaders)
+            _check_ids(f"{name}_dataloaders", list(loaders or ()))
+        try:
+            return LoaderDataModule(train, val, test)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+    if datamodule is None:
+        raise ConfigurationError(
+            "fit() got no data. Pass datamodule=Partitioned(MyDataModule(), IIDPartitioner(10)), a federated data module, "
+            "or train_dataloaders={client: loader}."
+        )
+    if not isinstance(datamodule, FederatedDataModule):
+        raise ConfigurationError(
+            f"{type(datamodule).__name__} does not know which client has which samples. "
+            "Wrap it: Partitioned(datamodule, DirichletPartitioner(num_clients=10, alpha=0.5))."
+        )
+    return datamodule
+
+
+def _check_loaders(owner: str, loaders: Any) -> None:
+    """Refuse what is no mapping of clients to loaders, and what no client can iterate again and again.
+
+    Raises:
+        ConfigurationError: Naming the client.
+    """
+    if loaders is not None and not isinstance(loaders, Mapping):
+        raise ConfigurationError(
+            f"{owner} is a {type(loaders).__name__}. Pass one loader per client, by name: "
+            f"{owner}={{'site 1': DataLoader(...)}}."
+        )
+    for client, loader in (loaders or {}).items():
+        if isinstance(loader, Iterator) and not isinstance(loader, CombinedLoader):
+            raise ConfigurationError(
+                f"{owner}[{client!r}] is a {type(loader).__name__}, which ends after one epoch. Pass a DataLoader."
+            )
+        if loader is None or isinstance(loader, Tensor | Dataset | str):
+            raise ConfigurationError(
+                f"{owner}[{client!r}] is a {type(loader).__name__}, which has no batches. "
+                "Pass DataLoader(dataset, batch_size=...)."
+            )
+
+
+def _check_ids(owner: str, ids: Iterable[Any]) -> None:
+    """Refuse ids that are two clients with one name, and the name of the pooled client.
+
+    Raises:
+        ConfigurationError: Naming the id.
+    """
+    seen: dict[str, Any] = {}
+    for client in ids:
+        name = str(client)
+        if (
+            isinstance(client, bool)
+            or not isinstance(client, str | Integral)
+            or len(quote(name, safe="", errors="replace")) > 240
+        ):
+            raise ConfigurationError(
+                f"{owner} has a client {client!r:.80}, which is no name of a client: it must be a whole number, or a text "
+                "after which a file can be named: at most 240 letters of plain English, fewer of others."
+            )
+        if not _is_text(name):
+            raise ConfigurationError(
+                f"{owner} has a client {client!r}, which is no valid Unicode. Give it another name."
+            )
+        if name in seen:
+            raise ConfigurationError(
+                f"{owner} has the clients {seen[name]!r} and {client!r}, which are one name. Give every client a name of "
+                "its own."
+            )
+        if name == POOLED:
+            raise ConfigurationError(
+                f"{owner} has a client '{POOLED}', which is the name of the union of all clients. Give it another name."
+            )
+        seen[name] = client
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_clients(data: FederatedDataModule) -> None:
+    """Refuse data whose clients cannot be told apart.
+
+    Raises:
+        ConfigurationError: Naming the client.
+    """
+    _check_ids(type(data).__name__, data.client_ids)

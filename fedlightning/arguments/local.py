@@ -1,0 +1,160 @@
+"""What runs inside clients (callbacks, loggers, their Trainers' arguments), checked at the door."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    LearningRateMonitor,
+    ProgressBar,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+from fedlightning.blueprint.trainer_arguments import FORWARDED
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.errors import ConfigurationError, warn
+from fedlightning.hooks import FederatedCallback
+
+if TYPE_CHECKING:
+    from fedlightning.run.folder import RunFolder
+
+
+def check_callbacks(given: Mapping[str, Any]) -> None:
+    """Refuse what is no callback, and callbacks that have no place inside clients; see also :func:`check_logs`.
+
+    Raises:
+        ConfigurationError: Naming the callback.
+    """
+    items = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
+    if isinstance(items, str | Mapping | type) or not isinstance(items, Iterable):
+        raise ConfigurationError(
+            f"callbacks={items!r} must be a list of callbacks, as in callbacks=[FedProx(mu=0.1)]. Pass instances, not "
+            "classes or names."
+        )
+    for item in items:
+        if not isinstance(item, Callback):
+            raise ConfigurationError(
+                f"callbacks holds {item!r}, which is not a callback. Pass instances of callbacks, not classes or names."
+            )
+        if isinstance(item, FederatedCallback):
+            _check_numbers(item)
+        if isinstance(item, BatchSizeFinder):
+            raise ConfigurationError(
+                f"{type(item).__name__} would search a batch size in every visit of every client. Set batch_size in the data."
+            )
+    check_logs(given, items)
+
+
+def _check_numbers(callback: FederatedCallback) -> None:
+    """Refuse NaN among a callback's arguments, and infinity where it does not say that it can be.
+
+    Raises:
+        ConfigurationError: Naming the argument.
+    """
+    for name, value in callback.hyperparameters().items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(number, float) or math.isfinite(number):
+                continue
+            if math.isnan(number) or name not in callback.infinite_arguments:
+                raise ConfigurationError(f"{callback.key} has {name}={value}; it must be finite.")
+
+
+def check_keeping(callbacks: Iterable[Callback], optimizer_state: str) -> None:
+    """Refuse averages of weights that would go on from visit to visit: they bring a client's old weights back.
+
+    Raises:
+        ConfigurationError: Naming the callback.
+    """
+    for item in callbacks:
+        if optimizer_state == "keep" and isinstance(item, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigurationError(
+                f"{type(item).__name__} averages the weights of one fit, but optimizer_state='keep' makes one fit of all "
+                "visits, between which the server's model replaces the weights. Use optimizer_state='reset', or leave it out."
+            )
+
+
+def ordinary_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Return the Lightning callbacks that run inside clients: all but progress bars, of which a visit has none."""
+    kept: list[Callback] = []
+    for item in callbacks:
+        if isinstance(item, ProgressBar):
+            warn(f"{type(item).__name__} is left out: one display shows rounds and clients (enable_progress_bar).")
+        elif not isinstance(item, FederatedCallback):
+            kept.append(item)
+    return kept
+
+
+def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+    """Refuse logs of clients that have nowhere to go; warn of callbacks that only log, without logs.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    asked = given["log_clients"]
+    if not isinstance(asked, bool | list | tuple):
+        raise ConfigurationError(f"log_clients={asked!r} must be true, false or a list of clients.")
+    if asked and not given["logger"]:
+        raise ConfigurationError(
+            f"log_clients={asked!r}, but logger={given['logger']!r}: there is no logger to write to. Use logger=True."
+        )
+    if asked and given["engine"] == "vectorized":
+        raise ConfigurationError(
+            f"log_clients={asked!r}, but engine='vectorized' trains clients as one stack, whose steps are not logged. Use "
+            "engine='sequential' or 'processes'."
+        )
+    loud = [type(item).__name__ for item in callbacks if isinstance(item, LearningRateMonitor | DeviceStatsMonitor)]
+    if loud and not asked:
+        warn(f"{loud[0]} logs inside clients, and their logs are off. log_clients=True writes them to the loggers.")
+
+
+def logged_clients(asked: bool | Iterable[str | int], data: FederatedDataModule) -> bool | list[str]:
+    """Return `log_clients` with the clients by name.
+
+    Raises:
+        ConfigurationError: If there is no such client.
+    """
+    if isinstance(asked, bool):
+        return asked
+    names = [str(client) for client in asked]
+    unknown = [name for name in names if name not in data.client_ids]
+    if unknown:
+        raise ConfigurationError(
+            f"log_clients holds '{unknown[0]}', which is no client. They are {list(data.client_ids)[:20]}."
+        )
+    return names
+
+
+def local_trainer(given: Mapping[str, Any], run: RunFolder | None) -> dict[str, Any]:
+    """Return the arguments of the clients' Lightning Trainers."""
+    out = {name: given[name] for name in FORWARDED if given[name] is not None}
+    out["check_val_every_n_epoch"] = given["check_val_every_n_epoch"]
+    if given["check_val_every_n_epoch"] is None:
+        out.pop("check_val_every_n_epoch")
+    if given["fast_dev_run"]:
+        out |= {f"limit_{split}_batches": 1 for split in ("train", "val", "test", "predict")}
+    if run is not None:
+        out["default_root_dir"] = str(run.path)
+    return out
+
+
+def loggers(value: Logger | Iterable[Logger] | bool | None, run: RunFolder | None) -> list[Logger]:
+    """Return the run's Lightning loggers: CSV in the run's folder by default."""
+    if isinstance(value, Logger):
+        return [value]
+    if isinstance(value, bool) or value is None:
+        if not value or run is None:
+            return []
+        return [CSVLogger(run.path, name="", version="logs")]
+    for item in value:
+        if not isinstance(item, Logger):
+            raise ConfigurationError(
+                f"logger={value!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
+            )
+    return list(value)

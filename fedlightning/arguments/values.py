@@ -1,0 +1,271 @@
+"""The trainer's numbers, words and folders, checked at the door."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers import Logger
+
+from fedlightning.arguments.local import check_callbacks
+from fedlightning.blueprint.trainer_arguments import check_forwarded
+from fedlightning.compat.pytorch_lightning import adapt
+from fedlightning.errors import ConfigurationError, warn
+from fedlightning.federation.failures import FailurePolicy
+from fedlightning.hooks import POOLED
+from fedlightning.run.manifest import is_file_name
+from fedlightning.scoring.tasks import LOCAL
+
+if TYPE_CHECKING:
+    pass
+
+
+REPLACED = {
+    "max_epochs": "max_rounds and local_epochs",
+    "min_epochs": "local_epochs",
+    "max_steps": "max_rounds and local_steps",
+    "min_steps": "local_steps",
+    "enable_checkpointing": "save_state (resume) and the callbacks LocalCheckpoint and GlobalCheckpoint (selection)",
+}
+CHOICES = {
+    "optimizer_state": (None, "reset", "keep"),
+    "float_buffers": ("average", "local", "server"),
+    "local_loop": ("auto", "trainer", "fast"),
+    "engine": ("sequential", "processes", "vectorized"),
+    "on_client_error": ("skip", "retry", "stop"),
+}
+STAGES = ("G", "L1", "L2")
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that contradict each other or are out of range.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    adapt(given["callbacks"], given["logger"])
+    for name, instead in REPLACED.items():
+        if given[name] is not None:
+            raise ConfigurationError(f"{name}={given[name]!r} has no meaning in a federation. Use {instead}.")
+    check_place(given["name"], given["version"])
+    if given["local_epochs"] is not None and given["local_steps"] is not None:
+        raise ConfigurationError(
+            f"local_epochs={given['local_epochs']} and local_steps={given['local_steps']} are both set. "
+            "A visit is counted in epochs or in steps: remove one of them."
+        )
+    for name in ("max_rounds", "local_epochs", "local_steps"):
+        value = given[name]
+        if (value is not None or name == "max_rounds") and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ):
+            raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+    for name in ("evaluate_every", "save_state"):
+        if not isinstance(given[name], int) or isinstance(given[name], bool) or given[name] < 0:
+            raise ConfigurationError(f"{name}={given[name]!r} must be a whole number; 0 switches it off.")
+    _check_kinds(given)
+    memory = given["client_memory_gb"]
+    known_type = isinstance(memory, int | float) and not isinstance(memory, bool)
+    if memory is not None and not (known_type and 0 <= memory < math.inf):
+        raise ConfigurationError(
+            f"client_memory_gb={memory!r} must be a number of gigabytes; 0 keeps all but one on disk."
+        )
+    share = given["participation"]
+    known_type = isinstance(share, int | float) and not isinstance(share, bool)
+    if not known_type or not share > 0 or (isinstance(share, float) and share > 1.0):
+        raise ConfigurationError(
+            f"participation={share!r} must be a share in (0, 1] (a float) or a number of clients (an int of at least 1)."
+        )
+    if known_type and isinstance(share, int) and share == 1:
+        warn("participation=1 is one client a round. All clients are participation=1.0.")
+    if (
+        not isinstance(given["lr_decay"], int | float)
+        or isinstance(given["lr_decay"], bool)
+        or not 0.0 < given["lr_decay"] <= 10.0
+    ):
+        raise ConfigurationError(f"lr_decay={given['lr_decay']!r} must be a positive factor per round, such as 0.99.")
+    for name, allowed in CHOICES.items():
+        if not isinstance(given[name], str | None) or given[name] not in allowed:
+            raise ConfigurationError(f"{name}={given[name]!r} is unknown. Choose one of {list(allowed)}.")
+    check_engine(given)
+    check_failures(given)
+    for name, known in (
+        ("stages", STAGES),
+        ("evaluate_data", (LOCAL, POOLED)),
+        ("test_data", (LOCAL, POOLED, "clients")),
+    ):
+        if isinstance(given[name], str) or not isinstance(given[name], Iterable | None):
+            raise ConfigurationError(
+                f"{name}={given[name]!r} must be a list, as in {name}=[{known[0]!r}]. Known: {list(known)}."
+            )
+        unknown = [value for value in given[name] or () if value not in known]
+        if unknown:
+            raise ConfigurationError(f"{name} holds {unknown[0]!r}. Known: {list(known)}.")
+    check_forwarded(given)
+    check_callbacks(given)
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    """Refuse names, folders and switches that are of another kind.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    if not isinstance(given["seed"], int) or isinstance(given["seed"], bool):
+        raise ConfigurationError(f"seed={given['seed']!r} must be a whole number.")
+    if not isinstance(given["default_root_dir"], str | Path):
+        raise ConfigurationError(f"default_root_dir={given['default_root_dir']!r} must be the path of a folder.")
+    for name in ("enable_progress_bar", "fast_dev_run", "sanity_check"):
+        if not isinstance(given[name], bool | None):
+            raise ConfigurationError(f"{name}={given[name]!r} must be True or False.")
+    if not isinstance(given["logger"], bool | None | Logger | Iterable) or isinstance(given["logger"], str | Mapping):
+        raise ConfigurationError(
+            f"logger={given['logger']!r} is no logger. Pass True, False or instances such as CSVLogger('logs')."
+        )
+
+
+LONGEST = 255
+"""Bytes of a folder's name that file systems take."""
+
+
+def check_place(name: Any, version: Any) -> None:
+    """Refuse a name or version that would put the run anywhere but below `default_root_dir`.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    if not isinstance(name, str) or not all(is_file_name(part) for part in name.split("/")):
+        raise ConfigurationError(
+            f"name={name!r} must be the name of a folder below default_root_dir, such as 'fedprox' or 'study/fedprox'. To "
+            "put runs somewhere else set default_root_dir."
+        )
+    if version is not None and not is_file_name(version):
+        raise ConfigurationError(
+            f"version={version!r} must be the name of one folder, such as 'seed_1', without separators."
+        )
+    for what, place in (("name", name), ("version", version or "")):
+        if not place.isprintable() or any(len(part.encode()) > LONGEST for part in place.split("/")):
+            raise ConfigurationError(
+                f"{what}={place!r:.80} cannot name a folder: it is longer than {LONGEST} bytes or holds characters that "
+                "cannot be printed, such as line breaks. Choose a shorter, plain one."
+            )
+
+
+def check_engine(given: Mapping[str, Any]) -> None:
+    """Refuse options of another engine, and what worker processes cannot do.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    workers, devices, strategy = given["workers"], given["devices"], given["strategy"]
+    stack = given["clients_per_stack"]
+    if stack is not None and (not isinstance(stack, int) or isinstance(stack, bool) or stack < 1):
+        raise ConfigurationError(f"clients_per_stack={stack!r} must be a whole number of at least 1, or None.")
+    if stack is not None and given["engine"] != "vectorized":
+        raise ConfigurationError(
+            f"clients_per_stack={stack} means nothing to engine={given['engine']!r}. Use engine='vectorized', or leave it "
+            "out."
+        )
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
+        raise ConfigurationError(f"workers={workers!r} must be a whole number of at least 1, or None for every core.")
+    if given["engine"] != "processes":
+        if workers is not None:
+            raise ConfigurationError(
+                f"workers={workers} means nothing to engine={given['engine']!r}. Use engine='processes', or leave it out."
+            )
+        return
+    if given["num_nodes"] != 1:
+        raise ConfigurationError(
+            f"num_nodes={given['num_nodes']}, but the workers of engine='processes' are on one machine. Leave it out."
+        )
+    if devices not in (1, "1", "auto") and not (isinstance(devices, list) and len(devices) == 1):
+        raise ConfigurationError(
+            f"devices={devices!r} shares one client among devices; engine='processes' trains each client on one device, "
+            "several clients at once. Use devices=1 and workers=..., or engine='sequential'."
+        )
+    if strategy != "auto":
+        raise ConfigurationError(
+            f"strategy={strategy!r} may share one client among processes; engine='processes' trains each client in one. "
+            "Leave it out, or use engine='sequential'."
+        )
+
+
+def check_failures(given: Mapping[str, Any]) -> None:
+    """Refuse options about failing clients that are out of range, or mean nothing.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    retries, least, timeout = given["client_retries"], given["min_clients"], given["client_timeout"]
+    if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 1):
+        raise ConfigurationError(f"client_retries={retries!r} must be a whole number of at least 1, or None.")
+    if retries is not None and given["on_client_error"] != "retry":
+        raise ConfigurationError(
+            f"client_retries={retries} means nothing to on_client_error={given['on_client_error']!r}. Use "
+            "on_client_error='retry', or leave it out."
+        )
+    number = isinstance(least, int | float) and not isinstance(least, bool)
+    if not number or not least > 0 or (isinstance(least, float) and least > 1.0):
+        raise ConfigurationError(
+            f"min_clients={least!r} must be a number of clients (an int of at least 1) or a share in (0, 1] (a float)."
+        )
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and 0 < timeout < math.inf):
+        raise ConfigurationError(f"client_timeout={timeout!r} must be a positive number of seconds, or None.")
+
+
+def failure_policy(given: Mapping[str, Any]) -> FailurePolicy:
+    """Return what becomes of clients that fail."""
+    return FailurePolicy(
+        on_error=given["on_client_error"],
+        retries=given["client_retries"] or 1,
+        min_clients=given["min_clients"],
+        timeout=given["client_timeout"],
+    )
+
+
+def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
+    """Return `max_time`, given in any of Lightning's three forms.
+
+    Raises:
+        ConfigurationError: For what is no time, or none that passes.
+    """
+    if value is None:
+        return None
+    if isinstance(value, timedelta):
+        return _not_negative(value, value)
+    if isinstance(value, Mapping):
+        try:
+            found = timedelta(**value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigurationError(
+                f"max_time={dict(value)!r} is not a time ({error}). Use {{'hours': 1}}."
+            ) from error
+        return _not_negative(found, value)
+    parts = value.split(":") if isinstance(value, str) else []
+    if len(parts) != 4 or not all(part.isdigit() for part in parts):
+        raise ConfigurationError(f"max_time={value!r} is not of the form 'DD:HH:MM:SS'. One hour is '00:01:00:00'.")
+    days, hours, minutes, seconds = map(int, parts)
+    return _not_negative(timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds), value)
+
+
+def _not_negative(time: timedelta, given: Any) -> timedelta:
+    if time < timedelta(0) or given == {}:
+        raise ConfigurationError(f"max_time={given!r} is no time. One hour is '00:01:00:00'.")
+    return time
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder in which Lightning would find a checkpoint of a requeued job and load it into every client.
+
+    Raises:
+        ConfigurationError: Naming the file.
+    """
+    found = sorted(folder.glob("hpc_ckpt_*.ckpt"))
+    if found:
+        raise ConfigurationError(
+            f"{found[0]} is a checkpoint of a job that SLURM ended; Lightning would load it into every client's training. "
+            "Remove it: the run's own state is in checkpoints/last."
+        )
