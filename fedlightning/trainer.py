@@ -273,6 +273,8 @@ class FederatedTrainer(Fitted):
         self.given = (model, datamodule)
         self.federation, self.stopped_by = None, None
         with ExitStack() as stack:
+            if run is not None and is_writer():
+                stack.callback(run.remove_empty)
             request = stack.enter_context(stop_requests(self._saved))
             lock = None
             if run is not None and not is_new:
@@ -309,7 +311,8 @@ class FederatedTrainer(Fitted):
                         break
             federation.finish()
             federation.summarise(self.arguments)
-            federation.export()
+            if federation.export():
+                federation.summarise(self.arguments)
             self.recorder.close()
             if request.name is not None and federation.rounds_done < self.max_rounds:
                 self.stopped_by = request

@@ -354,10 +354,15 @@ class Federation:
         done, every = self.rounds_done, self.evaluate_every
         return done // every + (done == self.server.max_rounds and done % every > 0)
 
-    def export(self) -> None:
-        """Write the models to use as Lightning checkpoints, in the process that writes."""
-        if self.recorder.run is not None and self.recorder.writes:
-            export(self.recorder.run, self.server, self.engine)
+    def export(self) -> bool:
+        """Write the models to use as Lightning checkpoints, in the process that writes.
+
+        Returns:
+            Whether a client failed: :meth:`summarise` tells of it.
+        """
+        if self.recorder.run is None or not self.recorder.writes:
+            return False
+        return export(self.recorder.run, self.server, self.engine)
 
     def evaluate(self, split: str, checkpoint: str) -> list[Row]:
         """Score the models as they stand, or as callbacks selected them; see `FederatedTrainer.test`."""

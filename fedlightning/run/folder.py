@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,36 @@ class RunFolder:
     """
 
     def __init__(self, root: str | Path, name: str, version: str | None = None) -> None:
+        self._made: list[Path] = []
         base = Path(root) / name
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not group and not is_writer() and RUN_FOLDER in os.environ:
             self.path = Path(os.environ[RUN_FOLDER])
             return
-        if version is None:
-            taken = [int(p.name[8:]) for p in base.glob("version_*") if p.name[8:].isdigit()] if base.exists() else []
-            version = f"version_{max(taken, default=-1) + 1}"
-        self.path = base / version
+        self.path = base / version if version is not None else self._next_version(base)
         if group and torch.distributed.get_world_size() > 1:  # a later run of the same processes
             agreed = [str(self.path)]
             torch.distributed.broadcast_object_list(agreed, src=0)
             self.path = Path(agreed[0])
         os.environ[RUN_FOLDER] = str(self.path)  # processes that DDP starts later inherit it
+
+    def _next_version(self, base: Path) -> Path:
+        """Return the next free `version_N`, made by the process that writes: runs that start at one instant get others."""
+        while True:
+            taken = [int(p.name[8:]) for p in base.glob("version_*") if p.name[8:].isdigit()] if base.exists() else []
+            path = base / f"version_{max(taken, default=-1) + 1}"
+            if not is_writer():
+                return path
+            self._made = [folder for folder in (path, *path.parents) if not folder.exists()]
+            with writing(path), suppress(FileExistsError):
+                path.mkdir(parents=True)
+                return path
+
+    def remove_empty(self) -> None:
+        """Remove the folders that were made for a run, if it has written nothing."""
+        with suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
 
     def refuse_used(self, discard_unsaved: bool = False) -> None:
         """Refuse to start a new run in a folder that holds one.

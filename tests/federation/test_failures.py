@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 
+from fedlightning import FederatedCallback
 from fedlightning.callbacks import FedAvg, LocalCheckpoint
 from fedlightning.engines import watchdog as watchdogs
 from fedlightning.errors import ConfigurationError
@@ -409,3 +410,37 @@ def test_attempts_are_numbered_within_a_round():
     assert [attempts.of(Task()).address[3] for _ in range(2)] == [1, 2]
     Task.address = (2, "training", "a")
     assert attempts.of(Task()).address[3] == 1
+
+
+# -- checkpoints to use ------------------------------------------------------------------------------------------------
+class BreaksInTheEnd(FederatedCallback):
+    """The client's code fails when its model is made for the last time."""
+
+    takes_part = False
+    over = False
+
+    def __init__(self, times):
+        self.times = times
+
+    def on_federation_end(self, server):
+        self.over = True
+
+    def on_receive(self, client, message):
+        if self.over and client.id == "1" and self.times:
+            self.times -= 1
+            raise OSError("a disk that fails at times")
+
+
+@pytest.mark.parametrize(("policy", "times", "kept"), [("skip", 1, False), ("retry", 1, True), ("retry", 2, False)])
+def test_a_client_whose_model_cannot_be_made_has_no_checkpoint_and_the_run_ends_well(tmp_path, policy, times, kept):
+    trainer = run([BreaksInTheEnd(times)], root=tmp_path, on_client_error=policy)
+    clients = trainer.run.path / "checkpoints" / "clients"
+    assert (clients / "1.ckpt").exists() == kept and (clients / "0.ckpt").exists()
+    told = json.loads((trainer.run.path / "summary.json").read_text())["failures"]
+    assert {(one["client"], one["where"]) for one in told} == {("1", "checkpoint")}
+    assert (told[-1]["decision"] == "not written") == (not kept)
+
+
+def test_a_client_whose_model_cannot_be_made_ends_a_run_that_is_to_stop(tmp_path):
+    with pytest.raises(ClientFailedError, match="no checkpoint of client '1' could be made: OSError: a disk"):
+        run([BreaksInTheEnd(1)], root=tmp_path, on_client_error="stop")
