@@ -14,7 +14,6 @@ from torch import Tensor
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
-    FederatedCallback,
     Job,
     Message,
     Plan,
@@ -27,11 +26,11 @@ from fedlightning.algorithm import (
     select,
     subtract,
 )
-from fedlightning.callbacks.shared.memberships import draw_memberships, note_memberships
+from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import refuse_global_steps
 
 
-class CFL(FederatedCallback):
+class CFL(Clusters):
     r"""Clustered federated learning: a cluster whose clients pull apart when it has stopped to move is split in two.
 
     Sattler, Mueller, Samek, "Clustered federated learning: model-agnostic distributed multi-task optimization under
@@ -151,8 +150,7 @@ class CFL(FederatedCallback):
             server.models[child] = {**before, **total.result()}
             clusters |= dict.fromkeys(clients, child)
             parents[child] = cluster
-        ordered = {client: clusters[client] for client in server.clients if client in clusters}
-        server.state[self.key] = {**own, "clusters": ordered, "parents": parents}
+        server.state[self.key] = {**own, "clusters": in_client_order(server, clusters), "parents": parents}
 
     def delta(self, server: Server, before: State, update: Update) -> State:
         """Return what training has added to the trainable parameters."""
@@ -181,14 +179,9 @@ class CFL(FederatedCallback):
         across = table[np.ix_([order.index(c) for c in first], [order.index(c) for c in second])]
         return math.sqrt(max(0.0, 1.0 - float(across.max())) / 2)
 
-    def on_round_end(self, server: Server) -> None:
-        """Write `clusters.csv`."""
-        members = {client: {self.cluster_of(server, client): 1.0} for client in server.clients}
-        note_memberships(server, members)
-
-    def on_federation_end(self, server: Server) -> None:
-        """Draw who belongs to which cluster."""
-        draw_memberships(server)
+    def memberships(self, server: Server) -> dict[str, dict[str, float]]:
+        """Return every client's cluster."""
+        return {client: {self.cluster_of(server, client): 1.0} for client in server.clients}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the client's own cluster's model."""
@@ -200,11 +193,10 @@ class CFL(FederatedCallback):
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the model of a client's cluster; for all, the global one as long as nothing was split."""
-        whole = len(server.shared_names()) == len(server.kinds)
-        split = bool(server.state.get(self.key, {}).get("clusters"))
-        if not whole or (client is None and split):
-            return None
-        return server.module_with(server.models[GLOBAL if client is None else self.cluster_of(server, client)])
+        if client is None:
+            split = bool(server.state.get(self.key, {}).get("clusters"))
+            return cluster_module(server, None if split else GLOBAL)
+        return cluster_module(server, self.cluster_of(server, client))
 
 
 def flat(deltas: Mapping[str, State]) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Client,
-    FederatedCallback,
     GradientContext,
     Job,
     Message,
@@ -25,7 +24,7 @@ from fedlightning.algorithm import (
     Wire,
     select,
 )
-from fedlightning.callbacks.shared.memberships import draw_memberships, note_memberships
+from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
     another_start,
     check_starts,
@@ -36,7 +35,7 @@ from fedlightning.callbacks.shared.server_models import (
 ESTIMATE = "estimate"
 
 
-class FedSoft(FederatedCallback):
+class FedSoft(Clusters):
     r"""Soft clusters: each client's data are a mixture, and its own model is pulled to all centres by their shares.
 
     Ruan, Joe-Wong, "FedSoft: soft clustered federated learning with proximal local updating", AAAI 2022.
@@ -142,7 +141,7 @@ class FedSoft(FederatedCallback):
             for update in (yield [Job(client, work=0, returns=(), tag=ESTIMATE) for client in asked]):
                 if update.error is None:
                     found[update.client] = update.extras[self.key]["shares"]
-            server.state[self.key] = {**own, "shares": {c: found[c] for c in server.clients if c in found}}
+            server.state[self.key] = {**own, "shares": in_client_order(server, found)}
         drawn = self.draw(server, available)
         chosen = [client for client in available if any(client in members for members in drawn.values())]
         answers = {}
@@ -199,14 +198,10 @@ class FedSoft(FederatedCallback):
             target = weighted_sum(share, [select(model, names) for model in models])
             message.extras[self.key] = {"target": target, "total": sum(share)}
 
-    def on_round_end(self, server: Server) -> None:
-        """Write `clusters.csv`."""
+    def memberships(self, server: Server) -> dict[str, dict[str, float]]:
+        """Return every known client's shares."""
         found = server.state[self.key]["shares"]
-        note_memberships(server, {c: dict(zip(self.centres, u.tolist(), strict=True)) for c, u in found.items()})
-
-    def on_federation_end(self, server: Server) -> None:
-        """Draw who belongs to which cluster."""
-        draw_memberships(server)
+        return {client: dict(zip(self.centres, u.tolist(), strict=True)) for client, u in found.items()}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
@@ -235,9 +230,7 @@ class FedSoft(FederatedCallback):
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the centre that has the largest share of a client's data; `None` for all, and before an estimate."""
         share = server.state.get(self.key, {}).get("shares", {}).get(client)
-        if share is None or len(server.shared_names()) < len(server.kinds):
-            return None
-        return server.module_with(server.models[self.centres[int(share.argmax())]])
+        return cluster_module(server, None if share is None else self.centres[int(share.argmax())])
 
 
 def shares(losses: Tensor, sigma: float) -> Tensor:

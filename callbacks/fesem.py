@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     GLOBAL,
-    FederatedCallback,
     GradientContext,
     Job,
     Message,
@@ -26,11 +25,11 @@ from fedlightning.algorithm import (
     expand,
     select,
 )
-from fedlightning.callbacks.shared.memberships import draw_memberships, note_memberships
+from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps
 
 
-class FeSEM(FederatedCallback):
+class FeSEM(Clusters):
     r"""Multi-centre federated learning: clients' models are clustered by k-means; each trains its cluster's centre.
 
     Xie, Long, Shen, Zhou, Wang, Jiang, Zhang, "Multi-center federated learning", 2020; journal version in World Wide
@@ -145,7 +144,7 @@ class FeSEM(FederatedCallback):
                     server.models[key] = self.mean(server.models[key], [taking_part[c] for c in members])
             clusters |= {client: keys[k] for client, k in zip(order, found, strict=True)}
         kept = {client: models[client] for client in server.clients if client in models and client in old}
-        ordered = {client: clusters[client] for client in server.clients if client in clusters}
+        ordered = in_client_order(server, clusters)
         server.state[self.key] = {"clusters": ordered, "models": kept if self.stale else {}}
 
     def mean(self, old: State, members: Sequence[tuple[float, State]]) -> State:
@@ -175,14 +174,10 @@ class FeSEM(FederatedCallback):
         if self.pull:
             message.extras[self.key] = {"clients": len(server.clients)}
 
-    def on_round_end(self, server: Server) -> None:
-        """Write `clusters.csv`."""
+    def memberships(self, server: Server) -> dict[str, dict[str, float]]:
+        """Return the cluster of every client that has been visited."""
         found = server.state.get(self.key, {}).get("clusters", {})
-        note_memberships(server, {client: {cluster: 1.0} for client, cluster in found.items()})
-
-    def on_federation_end(self, server: Server) -> None:
-        """Draw who belongs to which cluster."""
-        draw_memberships(server)
+        return {client: {cluster: 1.0} for client, cluster in found.items()}
 
     # -- client --------------------------------------------------------------------------------------------------------
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -195,9 +190,7 @@ class FeSEM(FederatedCallback):
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the centre of a client's cluster; `None` for all, and before its first visit."""
         cluster = GLOBAL if client is None else self.cluster_of(server, client)
-        if cluster == GLOBAL or len(server.shared_names()) < len(server.kinds):
-            return None
-        return server.module_with(server.models[cluster])
+        return cluster_module(server, None if cluster == GLOBAL else cluster)
 
 
 def centre(k: int) -> str:

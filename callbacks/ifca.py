@@ -11,7 +11,6 @@ from torch import nn
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
-    FederatedCallback,
     Job,
     Message,
     Plan,
@@ -25,13 +24,13 @@ from fedlightning.algorithm import (
     first_nonfinite,
     select,
 )
-from fedlightning.callbacks.shared.memberships import draw_memberships, note_memberships
+from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import another_start, check_starts, refuse_global_steps
 
 GRADIENT = "gradient at the chosen centre"
 
 
-class IFCA(FederatedCallback):
+class IFCA(Clusters):
     """Iterative federated clustering: several models, of which each client trains the one that fits its data best.
 
     Ghosh, Chung, Yin, Ramchandran, "An efficient framework for clustered federated learning", NeurIPS 2020.
@@ -200,22 +199,17 @@ class IFCA(FederatedCallback):
         extras = update.extras.get(self.key)
         if extras:
             chosen = server.state.get(self.key, {}).get("clusters", {}) | {update.client: extras["cluster"]}
-            server.state[self.key] = {"clusters": {c: chosen[c] for c in server.clients if c in chosen}}
+            server.state[self.key] = {"clusters": in_client_order(server, chosen)}
 
-    def on_round_end(self, server: Server) -> None:
-        """Write `clusters.csv`."""
+    def memberships(self, server: Server) -> dict[str, dict[str, float]]:
+        """Return which centre each client chose last; nothing where there is one for all."""
         found = server.state.get(self.key, {}).get("clusters", {}) if self.num_clusters > 1 else {}
-        note_memberships(server, {client: {centre(chosen): 1.0} for client, chosen in found.items()})
-
-    def on_federation_end(self, server: Server) -> None:
-        """Draw who belongs to which cluster."""
-        draw_memberships(server)
+        return {client: {centre(chosen): 1.0} for client, chosen in found.items()}
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the centre that ``client`` chose last; ``None`` for all, and for a client that never took part."""
         chosen = server.state.get(self.key, {}).get("clusters", {}).get(client)
-        complete = len(server.shared_names()) == len(server.kinds)
-        return server.module_with(server.models[centre(chosen)]) if chosen is not None and complete else None
+        return cluster_module(server, None if chosen is None else centre(chosen))
 
 
 class HypCluster(IFCA):

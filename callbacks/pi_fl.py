@@ -32,12 +32,12 @@ from fedlightning.algorithm import (
     Wire,
     select,
 )
-from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Steps
+from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Steps, shares
 from fedlightning.callbacks.shared.class_scores import class_scores
-from fedlightning.callbacks.shared.memberships import draw_memberships, ledger_figure, note_memberships, save
+from fedlightning.callbacks.shared.memberships import cluster_module, in_client_order, ledger_figure, save
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import another_start, check_starts, combine, refuse_global_steps
-from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
+from fedlightning.callbacks.shared.tokens import CLOSE, Ledger, write_ledger
 
 BID = "bid"
 
@@ -248,7 +248,7 @@ class PIFL(PIFLRound):
                 found[update.client] = weights
                 for k in self.bids(weights):
                     bids[self.clusters[k]].append(update.client)
-        self._note(server, importance={c: found[c] for c in server.clients if c in found})
+        self._note(server, importance=in_client_order(server, found))
         return bids
 
     def bids(self, weights: Tensor) -> list[int]:
@@ -258,20 +258,18 @@ class PIFL(PIFLRound):
             weights: Its importance weights `v`, `(num_clusters,)`.
         """
         if self.threshold == "mean":
-            return [k for k, v in enumerate(weights.tolist()) if v >= float(weights.mean()) - 1e-12]
-        return [k for k, v in enumerate(weights.tolist()) if v > self.threshold]
+            return [k for k, v in enumerate(weights.tolist()) if v >= float(weights.double().mean()) - CLOSE]
+        return [k for k, v in enumerate(weights.tolist()) if v > self.threshold + CLOSE]
 
     def on_round_end(self, server: Server) -> None:
-        """Write `ledger.csv`."""
+        """Write `ledger.csv` and `clusters.csv`."""
         if server.run_dir is not None and self.ledger:
             write_ledger(server.run_dir / "ledger.csv", server.state[self.key]["ledger"])
-
-        own = server.state[self.key]["importance"]
-        note_memberships(server, {c: dict(zip(self.clusters, shares(v), strict=True)) for c, v in own.items()})
+        super().on_round_end(server)
 
     def on_federation_end(self, server: Server) -> None:
         """Draw the ledger and who belongs to which cluster."""
-        draw_memberships(server)
+        super().on_federation_end(server)
         own = server.state.get(self.key, {})
         if server.run_dir is not None and self.ledger and own.get("ledger"):
             figure = ledger_figure(own["ledger"], dict.fromkeys(server.clients, own["tokens"]))
@@ -339,16 +337,4 @@ class PIFL(PIFLRound):
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the model of the cluster that a client's last weights favour; `None` for all, and before it has bid."""
         weights = server.state.get(self.key, {}).get("importance", {}).get(client)
-        if weights is None or len(server.shared_names()) < len(server.kinds):
-            return None
-        return server.module_with(server.models[self.clusters[int(weights.argmax())]])
-
-
-def shares(weights: Tensor) -> list[float]:
-    """Return importance weights that sum to 1; equal ones where all are 0.
-
-    Args:
-        weights: `v`, `(num_clusters,)`.
-    """
-    whole = weights.double() if weights.sum() > 0 else torch.ones(len(weights), dtype=torch.float64)
-    return (whole / whole.sum()).tolist()
+        return cluster_module(server, None if weights is None else self.clusters[int(weights.argmax())])

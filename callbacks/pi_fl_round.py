@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import POOLED, FederatedCallback, Job, Server, State, Update
+from fedlightning.algorithm import POOLED, Job, Server, State, Update
 from fedlightning.callbacks.shared.class_scores import groups_by_class_scores
+from fedlightning.callbacks.shared.memberships import Clusters
 from fedlightning.callbacks.shared.server_models import combine
 from fedlightning.callbacks.shared.shapley import Coalition, Shapley, shapley_values
-from fedlightning.callbacks.shared.tokens import Ledger, contribution_ranks, refund_share
+from fedlightning.callbacks.shared.tokens import Ledger, contribution_ranks, levels, refund_share
 
 UTILITY, CLASSES = "utility", "classes"
 TRIAL = "trial"
@@ -22,7 +23,7 @@ TRIAL = "trial"
 Steps = Generator[list[Job], list[Update], Any]
 
 
-class PIFLRound(FederatedCallback):
+class PIFLRound(Clusters):
     """The steps of :class:`~fedlightning.callbacks.PIFL` that work on the server's state; see there for the options."""
 
     num_clusters: int
@@ -50,6 +51,11 @@ class PIFLRound(FederatedCallback):
         """Return True in the first round with clusters."""
         return server.round == self.pretrain_rounds
 
+    def memberships(self, server: Server) -> dict[str, dict[str, float]]:
+        """Return the shares of Eq. 2 of every client that has been asked for a bid."""
+        found = server.state[self.key]["importance"]
+        return {client: dict(zip(self.clusters, shares(v), strict=True)) for client, v in found.items()}
+
     # -- who trains what -----------------------------------------------------------------------------------------------
     def _schedule(
         self, server: Server, ledger: Ledger, available: Sequence[str], bids: Mapping[str, Sequence[str]] | None
@@ -66,7 +72,8 @@ class PIFLRound(FederatedCallback):
             else:
                 worth, before = own["contribution"][cluster], own["taken_part"][cluster]
                 willing = [client for client in bids[cluster] if ledger.can_pay(client, self.price)]
-                willing.sort(key=lambda client: (-worth.get(client, (0.0, 0))[0], before.get(client, 0)))
+                level = levels({client: worth.get(client, (0.0, 0))[0] for client in willing})
+                willing.sort(key=lambda client: (-level[client], before.get(client, 0)))
                 picked = willing[:slots]
                 others = [c for c in available if c not in picked and ledger.can_pay(c, self.price)]
                 order = torch.randperm(len(others), generator=server.rng(f"random slots of {cluster}")).tolist()
@@ -199,3 +206,13 @@ class PIFLRound(FederatedCallback):
 
 def _flat(state: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     return torch.cat([state[name].double().flatten() for name in names])
+
+
+def shares(weights: Tensor) -> list[float]:
+    """Return importance weights that sum to 1; equal ones where all are 0.
+
+    Args:
+        weights: `v`, `(num_clusters,)`.
+    """
+    whole = weights.double() if weights.sum() > 0 else torch.ones(len(weights), dtype=torch.float64)
+    return (whole / whole.sum()).tolist()

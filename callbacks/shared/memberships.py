@@ -1,4 +1,4 @@
-"""Who belongs to which cluster, round by round: `clusters.csv` and its picture, for every method with clusters."""
+"""What methods with clusters share: who belongs to which, round by round, in `clusters.csv` and its picture."""
 
 from __future__ import annotations
 
@@ -6,13 +6,52 @@ import csv
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fedlightning.algorithm import Server
+from lightning.pytorch import LightningModule
+
+from fedlightning.algorithm import FederatedCallback, Server
 
 COLUMNS = ("round", "client", "cluster", "share")
 """Columns of `clusters.csv`."""
 FILE = "clusters.csv"
+T = TypeVar("T")
+
+
+class Clusters(FederatedCallback):
+    """Base of methods in which each client belongs to clusters, whose models the server keeps in `server.models`.
+
+    It writes who belongs to which cluster after every round, and draws it at the end.
+    """
+
+    def memberships(self, server: Server) -> Mapping[str, Mapping[str, float]]:
+        """Return by client the share of each cluster that it belongs to; clients that are not known yet are left out."""
+        raise NotImplementedError
+
+    def on_round_end(self, server: Server) -> None:
+        """Write `clusters.csv`."""
+        note_memberships(server, self.memberships(server))
+
+    def on_federation_end(self, server: Server) -> None:
+        """Draw who belongs to which cluster."""
+        draw_memberships(server)
+
+
+def cluster_module(server: Server, cluster: str | None) -> LightningModule | None:
+    """Return a module with a cluster's model; `None` for no cluster, and where some entries stay with the clients.
+
+    Args:
+        server: The server.
+        cluster: Key of the model in `server.models`.
+    """
+    if cluster is None or len(server.shared_names()) < len(server.kinds):
+        return None
+    return server.module_with(server.models[cluster])
+
+
+def in_client_order(server: Server, found: Mapping[str, T]) -> dict[str, T]:
+    """Return what is known of clients in the server's order, so that state does not depend on who answered first."""
+    return {client: found[client] for client in server.clients if client in found}
 
 
 def note_memberships(server: Server, clusters: Mapping[str, Mapping[str, float]]) -> None:

@@ -13,6 +13,8 @@ from scipy.stats import rankdata
 
 COLUMNS = ("round", "cluster", "client", "paid", "refunded", "rewarded", "contribution", "error")
 """Columns of `ledger.csv`."""
+CLOSE = 1e-6
+"""Difference of two contributions below which they are equal: scores are numbers of single precision."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Ledger:
 
     def can_pay(self, client: str, price: float) -> bool:
         """Return True if a client has the price, after all that it has paid in this round."""
-        return self.balances[client] >= price
+        return self.balances[client] >= price * (1 - 1e-9)  # what rounding takes away does not count
 
     def pay(self, client: str, cluster: str, price: float) -> None:
         """Move the price of one round from a client to a cluster's pool (Eq. 4, 5).
@@ -57,9 +59,10 @@ class Ledger:
         """
         if not self.can_pay(client, price):
             raise ValueError(f"Client '{client}' has {self.balances[client]} tokens and cannot pay {price}.")
-        self.balances[client] -= price
-        self.pools[cluster] += price
-        self._entry(cluster, client)["paid"] = price
+        paid = min(price, self.balances[client])  # what rounding took away is not made up
+        self.balances[client] -= paid
+        self.pools[cluster] += paid
+        self._entry(cluster, client)["paid"] = paid
 
     def give_back(self, client: str, cluster: str) -> None:
         """Return the whole price to a client that paid and did not answer; it earns no reward."""
@@ -136,7 +139,8 @@ def contribution_ranks(
 ) -> dict[str, float]:
     """Return each provider's rank from 1 (worst) to P; of equal ones, those who took part more often rank higher.
 
-    Clients that are equal in both share the mean rank, so that ranks always add up to P (P + 1) / 2.
+    Clients that are equal in both share the mean rank, so that ranks always add up to P (P + 1) / 2. Rounding separates
+    nobody: contributions are compared as in :func:`levels`.
 
     Args:
         contributions: By provider.
@@ -145,13 +149,34 @@ def contribution_ranks(
     Example:
         >>> contribution_ranks({"a": 0.2, "b": 0.1, "c": 0.2}, {"a": 1, "b": 9, "c": 2})
         {'a': 2.0, 'b': 1.0, 'c': 3.0}
-        >>> contribution_ranks({"a": 0.2, "b": 0.2})
+        >>> contribution_ranks({"a": 0.3, "b": 0.1 + 0.2})
         {'a': 1.5, 'b': 1.5}
     """
-    keys = [(value, (taken_part or {}).get(client, 0)) for client, value in contributions.items()]
-    order: Sequence[tuple[float, int]] = sorted(set(keys))
+    keys = [(level, (taken_part or {}).get(client, 0)) for client, level in levels(contributions).items()]
+    order: Sequence[tuple[int, int]] = sorted(set(keys))
     ranks = rankdata(np.array([order.index(key) for key in keys])) if keys else []
     return {client: float(rank) for client, rank in zip(contributions, ranks, strict=True)}
+
+
+def levels(contributions: Mapping[str, float]) -> dict[str, int]:
+    """Return the place of each contribution among the different ones, from 0 (least); neighbours within `CLOSE` are equal.
+
+    Equal clients get Shapley values that differ in the last digit, since the terms of their sums come in another order.
+
+    Args:
+        contributions: By client.
+
+    Example:
+        >>> levels({"a": 0.3, "b": 0.1, "c": 0.1 + 0.2})
+        {'a': 1, 'b': 0, 'c': 1}
+    """
+    order = sorted(contributions, key=contributions.__getitem__)
+    found, level = {}, 0
+    for before, client in zip([None, *order], order, strict=False):
+        if before is not None and contributions[client] - contributions[before] > CLOSE:
+            level += 1
+        found[client] = level
+    return {client: found[client] for client in contributions}
 
 
 def write_ledger(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
