@@ -21,6 +21,7 @@ from fedlightning.callbacks.fedamp import FedAMP
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
+from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
@@ -66,6 +67,7 @@ __all__ = [
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedCovid",
     "FederationSensitivity",
     "FedFomo",
     "FedIT",
