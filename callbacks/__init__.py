@@ -25,6 +25,7 @@ from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
+from fedlightning.callbacks.fedmultimodal import FedMultimodal
 from fedlightning.callbacks.fednova import FedNova
 from fedlightning.callbacks.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedlightning.callbacks.fedproto import FedProto
@@ -34,6 +35,7 @@ from fedlightning.callbacks.fedsoft import FedSoft
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
@@ -73,6 +75,7 @@ __all__ = [
     "FedIT",
     "FedLAMA",
     "FedLP",
+    "FedMultimodal",
     "FedNova",
     "FedPer",
     "FedProto",
@@ -87,6 +90,7 @@ __all__ = [
     "FLIU",
     "GlobalCheckpoint",
     "GradientVariance",
+    "Harmony",
     "HessianTrace",
     "HeteroFL",
     "HeurFedAMP",
