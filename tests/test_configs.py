@@ -131,6 +131,19 @@ def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
     assert (run / "clusters.csv").exists() == (name != "no_incentive")
 
 
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("multimodal/*.yaml")), ids=ids)
+def test_several_modalities(path: Path, tmp_path: Path) -> None:
+    """Few rounds and few samples of what the file says, both stages of Harmony among them."""
+    words = ["fit", "--config", str(path), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_rounds=2"]
+    words += ["--data.max_train=320", "--data.max_test=100", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    if "harmony" in path.stem:
+        words.append("--trainer.callbacks.stage1=1")
+    assert main([*words, "--trainer.local_epochs=1"]) == 0
+    (summary,) = tmp_path.glob("*/version_0/summary.json")
+    assert "failures" not in json.loads(summary.read_text())
+    assert any(row["split"] == "test" and row["mean"] is not None for row in read_results(summary.parent))
+
+
 def test_pi_fl_on_cifar10_parses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--config", str(CONFIGS / "pi_fl/cifar10.yaml"), "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["data"]["class_path"].endswith("MixtureDataModule")

@@ -146,13 +146,12 @@ class MultimodalNet(nn.Module):
 
     def _encoded(self, name: str, inputs: Tensor) -> Tensor:
         found: Tensor = self.encoders[name](inputs)
-        found = found.unsqueeze(1) if found.ndim == 2 else found
-        if found.ndim != 3 or found.shape[-1] != self.width:
+        if found.ndim not in (2, 3) or found.shape[-1] != self.width:
             raise ValueError(
                 f"The encoder of {name!r} returns {tuple(found.shape)}, but MultimodalNet(width={self.width}) needs "
                 f"(batch, {self.width}) or (batch, steps, {self.width}). Give both the same width."
             )
-        return found
+        return found.unsqueeze(1) if found.ndim == 2 else found
 
     def _fused(self, tokens: Mapping[str, Tensor], there: Tensor) -> Tensor:
         if self.fusion_kind == "attention":
