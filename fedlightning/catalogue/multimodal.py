@@ -34,5 +34,14 @@ ROWS = (
         weights="uniform (default), samples or log",
         composes="FedProx, FedBN; not with server optimizers or other plans",
     ),
+    Algorithm(
+        "pFedKnow", "global",
+        "Labels at the server only; clients train pruned models on pseudo-labels of the model that they receive.",
+        'Wang et al., "Knowledge-enhanced semi-supervised federated learning for aggregating heterogeneous lightweight '
+        'clients in IoT", SDM 2023',
+        down="w, pruned for each client", up="w_i, pruned",
+        weights="samples (default), uniform or log, over those who hold an element",
+        composes="FedProx, FedBN; not with server optimizers or other plans",
+    ),
 )
 # fmt: on
