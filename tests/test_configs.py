@@ -135,7 +135,12 @@ def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
 def test_several_modalities(path: Path, tmp_path: Path) -> None:
     """Few rounds and few samples of what the file says, both stages of Harmony among them."""
     words = ["fit", "--config", str(path), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_rounds=2"]
-    words += ["--data.max_train=320", "--data.max_test=100", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    words += [
+        "--data.max_train=320",
+        "--data.max_test=100",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.logger=false",
+    ]
     if "harmony" in path.stem:
         words.append("--trainer.callbacks.stage1=1")
     assert main([*words, "--trainer.local_epochs=1"]) == 0

@@ -128,3 +128,33 @@ def test_data_and_module_that_do_not_fit_are_refused():
         federate(network("AD"), senses(), [FedMultimodal()])
     with pytest.raises(ValueError, match="is in the encoders of two modalities"):
         federate(network(), senses(), [FedMultimodal(encoders={"A": ["net.encoders"], "D": ["net.encoders.D"]})])
+
+
+def accuracy(names, root, sensors=None):
+    """Mean test accuracy of the global model on digits of which each modality is a half."""
+    from fedlightning.datamodules import DirichletPartitioner, PairedDigitsDataModule
+    from fedlightning.models import MLP, Classifier, MultimodalNet
+
+    torch.manual_seed(0)
+    split = DirichletPartitioner(4, 1.0)
+    data = PairedDigitsDataModule(split, batch_size=16, modalities=names, sensors=sensors)
+    net = MultimodalNet({name: MLP(32, [64], 64) for name in names}, 10, fusion="attention")
+    options = {"max_rounds": 8, "local_epochs": 2, "evaluate_every": 0}
+    trainer = federate(Classifier(net, 10, lr=0.1), data, [FedMultimodal()], root, **options)
+    rows = trainer.test()
+    return next(
+        row["mean"]
+        for row in trainer.results
+        if (row["stage"], row["data"], row["split"], row["metric"]) == ("G", "local", "test", "test_accuracy")
+    ), rows
+
+
+@pytest.mark.slow
+def test_both_halves_are_better_than_each_alone_and_a_client_without_one_does_no_harm(tmp_path):
+    upper, lower, both = (
+        accuracy(names, tmp_path / "".join(names))[0] for names in (["upper"], ["lower"], ["upper", "lower"])
+    )
+    assert 0.6 < upper < 0.9 and 0.6 < lower < 0.9
+    assert both > max(upper, lower) + 0.05
+    lacking, _ = accuracy(["upper", "lower"], tmp_path / "lacking", {"upper": 1, "upper+lower": 3})
+    assert lacking > max(upper, lower)
