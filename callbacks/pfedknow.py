@@ -34,7 +34,7 @@ from fedlightning.wrappers import FeatureTap
 LABELLED, UNLABELLED = "labelled", "unlabelled"
 
 
-class pFedKnow(FederatedCallback):  # noqa: N801  the paper's name
+class pFedKnow(FederatedCallback):
     r"""Labels at the server only: clients train pruned models on what the received model is sure of.
 
     After Wang, Zeng, Long, Wang, Xiao, Ma, "Knowledge-enhanced semi-supervised federated learning for aggregating

@@ -93,14 +93,14 @@ class Blind(LightningModule):
 
 
 def test_modules_that_train_an_encoder_blindly_are_refused():
-    with pytest.raises(ValueError, match="without 'A' Blind gives 'encoders.A.weight' a gradient"):
+    with pytest.raises(ValueError, match=r"without 'A' Blind gives 'encoders\.A\.weight' a gradient"):
         federate(Blind(zeros=True), senses(sensors=SENSORS), [FedMultimodal()])
     with pytest.raises(ValueError, match="without 'A' Blind has the loss nan"):
         federate(Blind(zeros=False), senses(sensors=SENSORS), [FedMultimodal()])
 
 
 def test_the_check_also_sees_what_the_first_client_lacks():
-    with pytest.raises(ValueError, match="without 'D' Blind gives 'encoders.D.weight' a gradient"):
+    with pytest.raises(ValueError, match=r"without 'D' Blind gives 'encoders\.D\.weight' a gradient"):
         federate(Blind(zeros=True), senses(sensors={"A": 1, "A+D+R": 2}), [FedMultimodal()])
 
 
@@ -115,7 +115,9 @@ class Unchecked(FedMultimodal):
 
 def test_a_client_that_trained_an_encoder_blindly_is_left_out():
     data = senses(sensors={"A": 1, "A+D": 1, "A+D+R": 1})
-    with pytest.warns(UserWarning, match="no sample has 'D', but 'encoders.D.weight' of its encoder has been trained"):
+    with pytest.warns(
+        UserWarning, match=r"no sample has 'D', but 'encoders\.D\.weight' of its encoder has been trained"
+    ):
         trainer, spy = spied(Blind(zeros=True), data, [Unchecked()], max_rounds=1)
     assert [failure["client"] for failure in trainer.server.failures] == ["0", "1"]
     assert set(spy.of_round(0)) == {"2"}
