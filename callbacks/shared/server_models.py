@@ -93,11 +93,12 @@ def refuse_parts_of_models(callback: FederatedCallback, setup: Setup) -> None:
     Raises:
         ValueError: If there is one. The sentence names the two callbacks.
     """
+    name = type(callback).__name__
     for other in setup.callbacks:
         if other.sends_less:
             raise ValueError(
-                f"{callback.key} compares what clients send as a whole, and {other.key} leaves entries out. Remove "
-                f"{other.key} or {callback.key}."
+                f"{name} compares what clients send as a whole, and {other.key} leaves entries out. Remove {other.key} or "
+                f"{name}."
             )
 
 
