@@ -169,7 +169,7 @@ def check_every_kind_of_entry(algorithm: FederatedCallback, root: Path, **given:
 
 def check_small_and_empty_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that clients with one sample or none do not stop a round, whatever they are called, and models stay finite."""
-    names = ("_a", "Süd, $\\x$", "10", "a/b")  # files and figures take some of these for something else
+    names = ("_a", "Süd², $\\x$", "10", "a/b")  # files and figures take some of these for something else
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         trainer = federate(algorithm, ToyData(sizes=(12, 1, 0, 9), names=names), root, **given, evaluate_every=1)
