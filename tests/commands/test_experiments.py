@@ -110,7 +110,7 @@ def processes_in(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_runs_end_with_the_process_that_watches_them(tmp_path, number):
+def test_runs_end_with_the_process_that_watches_them(tmp_path, number, usual_signals):
     file = small(tmp_path / "a.yaml", max_rounds=5000)
     words = [sys.executable, "-m", "fedlightning.cli", "compare", file, "--seeds=2", "--jobs=2", "--out=out"]
     process = subprocess.Popen([*words, "--baselines=none"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
