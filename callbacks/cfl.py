@@ -184,6 +184,11 @@ class CFL(Clusters):
         """Return every client's cluster."""
         return {client: {self.cluster_of(server, client): 1.0} for client in server.clients}
 
+    def models_in_use(self, server: Server) -> list[str]:
+        """Return the keys of the clusters that were not split; the others' models are only remembered."""
+        split = set(server.state.get(self.key, {}).get("parents", {}).values())
+        return [key for key in server.models if key not in split]
+
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the client's own cluster's model."""
         message.state = select(server.models[self.cluster_of(server, job.client)], message.state)

@@ -191,6 +191,11 @@ class PIFL(PIFLRound):
                 f"{self.key} has {self.pretrain_rounds} rounds of pre-training and there are {setup.max_rounds} in all: "
                 "no cluster would ever train. Use pretrain_rounds below max_rounds."
             )
+        if self.num_clusters > 1 and setup.optimizer_state == "keep":
+            raise ValueError(
+                f"{self.key} lets a client train several clusters' models in one round, and with optimizer_state='keep' the "
+                "moments and clocks of one would go on in the next. Use optimizer_state='reset'."
+            )
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare all cluster models down; importance weights or an accuracy up."""
