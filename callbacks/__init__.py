@@ -22,6 +22,7 @@ from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
 from fedlightning.callbacks.fedfomo import FedFomo
+from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
 from fedlightning.callbacks.fednova import FedNova
@@ -41,6 +42,7 @@ from fedlightning.callbacks.l2gd import L2GD
 from fedlightning.callbacks.local_adaptation import LocalAdaptation
 from fedlightning.callbacks.lora import FedIT, FFALoRA
 from fedlightning.callbacks.mapper import MAPPER
+from fedlightning.callbacks.maxfl import MaxFL
 from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
@@ -68,6 +70,7 @@ __all__ = [
     "FedBN",
     "FederationSensitivity",
     "FedFomo",
+    "FedGroup",
     "FedIT",
     "FedLAMA",
     "FedLP",
@@ -99,6 +102,7 @@ __all__ = [
     "LocalAdaptation",
     "LocalCheckpoint",
     "MAPPER",
+    "MaxFL",
     "MOON",
     "PerFCL",
     "PerFedAvg",

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
-from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
 from fedlightning.algorithm import (
@@ -25,6 +24,7 @@ from fedlightning.algorithm import (
     expand,
     select,
 )
+from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps
 
@@ -196,25 +196,6 @@ class FeSEM(Clusters):
 def centre(k: int) -> str:
     """Return the server's name of centre k, from 1."""
     return f"centre {k}"
-
-
-def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
-    """Return the rows of each group that k-means finds; where there are fewer different rows than groups, some repeat.
-
-    Args:
-        rows: Models, `(clients, parameters)`.
-        count: Number of groups.
-        seed: Seed of the starts.
-
-    Example:
-        >>> first_groups(torch.tensor([[0.0], [5.0], [0.2]]), 2, seed=0)
-        [[0, 2], [1]]
-    """
-    different = len(torch.unique(rows, dim=0))
-    labels = KMeans(min(count, different), n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy())
-    order = list(dict.fromkeys(labels.tolist()))
-    groups = [[place for place, label in enumerate(labels) if label == first] for first in order]
-    return [groups[k % len(groups)] for k in range(count)]
 
 
 def nearest(rows: Tensor, centres: Tensor) -> Tensor:

@@ -49,6 +49,17 @@ ROWS = (
         composes="FedProx, FedPer, FedBN; participation=1.0 only; not with SCAFFOLD or server optimizers",
     ),
     Algorithm(
+        "FedGroup", "personal",
+        "Clients are grouped once, by the directions of their first updates; each group trains by FedAvg.",
+        'Duan et al., "FedGroup: efficient federated learning via decomposed similarity-based clustering", ISPA 2021; '
+        "FlexCFL, IEEE TPDS 2022",
+        down="its group's model; the first model to newcomers",
+        server_state="the first model, m models, m directions, who is where",
+        deployed="the model of the client's group; LocalCheckpoint",
+        weights="samples (authors) or uniform, within a group; the cold start is uniform",
+        composes="FedProx, FedPer, FedBN; not with SCAFFOLD or server optimizers",
+    ),
+    Algorithm(
         "FedSoft", "personal",
         "Soft clusters: a client's own model is pulled to all centres by the shares of its data that they fit.",
         'Ruan, Joe-Wong, "FedSoft: soft clustered federated learning with proximal local updating", AAAI 2022',
