@@ -33,6 +33,7 @@ from fedlightning.callbacks.fedrep import FedRep
 from fedlightning.callbacks.fedsoft import FedSoft
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
+from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
@@ -53,6 +54,7 @@ from fedlightning.callbacks.pi_fl import PIFL
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
 from fedlightning.callbacks.private_lr import PrivateLR
 from fedlightning.callbacks.scaffold import SCAFFOLD
+from fedlightning.callbacks.tiff import TIFF
 from fedlightning.compat.renamed import present_class
 
 __all__ = [
@@ -84,6 +86,7 @@ __all__ = [
     "FedYogi",
     "FENDA",
     "FeSEM",
+    "FeSEMMA",
     "FFALoRA",
     "FLIU",
     "GlobalCheckpoint",
@@ -114,6 +117,7 @@ __all__ = [
     "PrivateLR",
     "SCAFFOLD",
     "Sensitivity",
+    "TIFF",
 ]
 
 

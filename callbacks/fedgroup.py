@@ -129,7 +129,9 @@ class FedGroup(Clusters):
             yield []
             self._mix(server)
 
-    def _pretrained(self, server: Server, clients: Sequence[str]) -> Generator[list[Job], list[Update], dict[str, State]]:
+    def _pretrained(
+        self, server: Server, clients: Sequence[str]
+    ) -> Generator[list[Job], list[Update], dict[str, State]]:
         """Let clients train from the first model; return what they have made of it."""
         server.models[COLD_START] = server.model
         jobs = [Job(client, model=COLD_START, work=self.pretrain, keep=True) for client in clients]
@@ -163,9 +165,7 @@ class FedGroup(Clusters):
         found = dict(own["clusters"])
         for client, state in (yield from self._pretrained(server, new)).items():
             moved = _row(self._moved(server, state))
-            cosines = [
-                float(torch.cosine_similarity(moved, _row(path), dim=0)) for path in own["directions"].values()
-            ]
+            cosines = [float(torch.cosine_similarity(moved, _row(path), dim=0)) for path in own["directions"].values()]
             found[client] = self.clusters[cosines.index(max(cosines))]
         server.state[self.key] = {**own, "clusters": in_client_order(server, found)}
 
@@ -189,7 +189,9 @@ class FedGroup(Clusters):
         """Add the other groups' models, each of length `mix`, to every group's."""
         names = self._names(server)
         before = {cluster: server.models[cluster] for cluster in self.clusters}
-        weights = {cluster: self.mix / max(float(_row(select(w, names)).norm()), 1e-12) for cluster, w in before.items()}
+        weights = {
+            cluster: self.mix / max(float(_row(select(w, names)).norm()), 1e-12) for cluster, w in before.items()
+        }
         for cluster, own in before.items():
             others = [(weights[other], model) for other, model in before.items() if other != cluster]
             whole = 1.0 + sum(weight for weight, _ in others) if self.mix_mean else 1.0

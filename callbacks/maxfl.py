@@ -116,7 +116,9 @@ class MaxFL(FederatedCallback):
             ValueError: If something that training changes does not travel.
         """
         shared = set(server.shared_names())
-        kept = [name for name, kind in server.kinds.items() if kind in ("trainable", "float_buffer") and name not in shared]
+        kept = [
+            name for name, kind in server.kinds.items() if kind in ("trainable", "float_buffer") and name not in shared
+        ]
         if kept:
             raise ValueError(
                 f"MaxFL asks whether one model for all satisfies each client, but here '{kept[0]}' stays with the clients. "

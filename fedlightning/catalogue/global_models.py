@@ -64,6 +64,14 @@ ROWS = (
         weights="q_i: largest where F_i(w) is near rho_i",
         composes="FedProx and other terms in the gradient; not with server optimizers or parts that stay local",
     ),
+    Algorithm(
+        "TIFF", "global",
+        "FedAvg that clients pay tokens for, and are paid by for what they contribute.",
+        'Han et al., "TIFF: tokenized incentive for federated learning", IEEE CLOUD 2022',
+        server_state="the model, balances, contributions, the ledger",
+        weights="samples (default) or uniform",
+        composes="FedProx and other terms in the gradient; not with server optimizers or parts that stay local",
+    ),
     _FEDADAM,
     _FEDADAM.variant(
         "FedYogi", "FedAdam whose second moment moves by at most the new square: it forgets large changes slowly.",

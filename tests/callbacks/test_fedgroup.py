@@ -109,9 +109,7 @@ def test_newcomers_join_the_group_of_largest_cosine_and_train_with_it_at_once():
         visits = [(update.client, update.model) for update in spy.updates if update.round == number]
         for client in {client for client, _ in visits} - known:
             moved = step(int(client), np.zeros(3))
-            cosines = {
-                k: moved @ path / np.linalg.norm(moved) / np.linalg.norm(path) for k, path in start[0].items()
-            }
+            cosines = {k: moved @ path / np.linalg.norm(moved) / np.linalg.norm(path) for k, path in start[0].items()}
             assert state["clusters"][client] == max(cosines, key=cosines.get)
             assert [model for c, model in visits if c == client] == [COLD_START, state["clusters"][client]]
             joined += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedlightning.callbacks import FedAvg, FedPer, FeSEM
+from fedlightning.callbacks import FedAvg, FedLP, FedPer, FeSEM
 from fedlightning.callbacks.fesem import first_groups, nearest
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
@@ -137,3 +137,15 @@ def test_equal_clients_need_no_second_group():
 def test_senseless_settings_are_refused(options):
     with pytest.raises(ValueError, match=f"FeSEM got {next(iter(options))}="):
         FeSEM(**options)
+
+
+def test_a_layer_that_was_not_sent_keeps_out_of_the_mean():
+    module = Toy()
+    before = federate(module, toy_data(), [FedLP(0.4), FeSEM(1)], max_rounds=2).server.models["centre 1"]
+    trainer, spy = spied(module, toy_data(), [FedLP(0.4), FeSEM(1)], max_rounds=3)
+    sent = spy.of_round(2)
+    assert any(len(update.state) < len(before) for update in sent.values())
+    for name, value in before.items():
+        senders = [update.state[name].double() for update in sent.values() if name in update.state]
+        mean = sum(senders) / len(senders) if senders else value.double()
+        close({name: trainer.server.models["centre 1"][name]}, {name: mean}, atol=1e-7)

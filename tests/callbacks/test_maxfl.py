@@ -72,7 +72,9 @@ def test_weights_are_symmetric_and_largest_at_the_requirement(z):
 
 def test_one_client_at_its_requirement_decides_where_all_others_are_far():
     far = [[1.0, 1.0, 1.0], [900.0, 900.0, 900.0], [-900.0, 700.0, 800.0]]
-    _, spy = spied(Quadratic(1e-3), quadratic_data([[1.0, 1.0, 1.0]] * 3, far), [MaxFL(alone=20, eps=0.0)], max_rounds=1)
+    _, spy = spied(
+        Quadratic(1e-3), quadratic_data([[1.0, 1.0, 1.0]] * 3, far), [MaxFL(alone=20, eps=0.0)], max_rounds=1
+    )
     (near,) = (update for update in spy.updates if update.client == "0" and not update.tag)
     close(spy.rounds[0], near.state, atol=1e-6)
 
@@ -119,7 +121,9 @@ def test_a_round_of_hopeless_clients_says_that_it_stands_still():
 
 @pytest.mark.parametrize("other", [FedPer(), FedBN(), FLIU(), HeteroFL(), FedAdam(), FedAvg()])
 def test_what_leaves_no_one_model_to_weigh_is_refused(other):
-    with pytest.raises(ValueError, match=f"MaxFL .*(stays with the clients|{other.key})|{other.key} .*MaxFL|weightings"):
+    with pytest.raises(
+        ValueError, match=f"MaxFL .*(stays with the clients|{other.key})|{other.key} .*MaxFL|weightings"
+    ):
         federate(NormNet(), toy_data(), [MaxFL(), other])
 
 
