@@ -74,8 +74,8 @@ class FeSEMMA(FeSEM):
         ]
         if kept:
             raise ValueError(
-                f"{self.key} changes the order of hidden units, and '{kept[0]}', which stays with the clients, would keep the "
-                "old one. Share it, or use FeSEM."
+                f"{self.key} changes the order of hidden units, and '{kept[0]}', which stays with the clients, would keep "
+                "the old one. Share it, or use FeSEM."
             )
 
     def places(self, server: Server, states: Sequence[State], centres: Sequence[State]) -> list[int]:

@@ -132,8 +132,8 @@ def check_matching(setup: Setup, cuts: Sequence[Cut], owner: str) -> None:
                 losses.append(training_loss(module, batch))
     if not torch.allclose(*losses, rtol=1e-3, atol=1e-4):
         raise ValueError(
-            f"{owner} puts hidden units of {type(setup.template).__name__} into another order, and then it computes something "
-            "else: its layers do not follow one another as they are registered. Use FeSEM."
+            f"{owner} puts hidden units of {type(setup.template).__name__} into another order, and then it computes "
+            "something else: its layers do not follow one another as they are registered. Use FeSEM."
         )
 
 

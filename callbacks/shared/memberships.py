@@ -104,7 +104,7 @@ def memberships_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Return a figure with a row for each client and a column for each round, in the colour of the client's cluster.
 
     Of several clusters it is that with the largest share, the paler the smaller this share is. Clients stand in the order
-    of their last clusters. White: the client had not taken part.
+    of their last clusters. White: nothing was known of the client yet.
 
     Args:
         rows: With the keys :data:`COLUMNS`.
@@ -167,7 +167,9 @@ def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, floa
         [10.0, 9.5]
     """
     import numpy as np
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     rounds = max(int(entry["round"]) for entry in entries)
     change = {client: np.zeros(rounds + 1) for client in start}
@@ -175,9 +177,12 @@ def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, floa
         change[entry["client"]][int(entry["round"])] += entry["refunded"] + entry["rewarded"] - entry["paid"]
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axis = figure.subplots()
-    for client, tokens in start.items():
-        axis.plot(np.arange(rounds + 1), tokens + np.cumsum(change[client]), lw=1, label=client)
+    colours = colormaps["tab10" if len(start) <= 10 else "tab20"]
+    for number, (client, tokens) in enumerate(start.items()):
+        balance = tokens + np.cumsum(change[client])
+        axis.plot(np.arange(rounds + 1), balance, lw=1, color=colours(number % colours.N), label=client)
     axis.set_xlabel("round")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylabel("tokens")
     axis.grid(alpha=0.3)
     if len(start) <= 20:

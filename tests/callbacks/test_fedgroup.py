@@ -99,7 +99,7 @@ def test_points_of_few_or_motionless_clients():
 
 def test_newcomers_join_the_group_of_largest_cosine_and_train_with_it_at_once():
     options = {"max_rounds": 6, "participation": 2, "local_epochs": 1}
-    trainer, spy = spied(Quadratic(), quadratic_data(A, B), [FedGroup(alpha=1)], **options)
+    _, spy = spied(Quadratic(), quadratic_data(A, B), [FedGroup(alpha=1)], **options)
     first = spy.of_round(0)
     assert len(first) == 2  # alpha m clients, from all
     known, joined = set(first), 0

@@ -111,7 +111,7 @@ def test_the_order_in_which_clients_answer_does_not_matter(make):
 def test_planted_groups_are_found():
     a, b = [[1.0, 2.0, 1.0]] * 4, [[5.0, 5.0, 4.0], [-5.0, -4.0, -5.0], [4.0, 5.0, 5.0], [-5.0, -5.0, -6.0]]
     with pytest.warns(UserWarning, match="no hidden layer to match: FeSEMMA does what FeSEM does"):
-        trainer, spy = spied(Quadratic(), quadratic_data(a, b), [FeSEMMA()], max_rounds=2)
+        _, spy = spied(Quadratic(), quadratic_data(a, b), [FeSEMMA()], max_rounds=2)
     clusters = spy.states[-1]["FeSEMMA"]["clusters"]
     assert clusters["0"] == clusters["2"] != clusters["1"] == clusters["3"]
 

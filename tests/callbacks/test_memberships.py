@@ -28,11 +28,18 @@ def test_clients_and_clusters_stand_in_the_order_of_their_numbers():
 
 @pytest.mark.parametrize("rounds", [1, 3, 15])
 def test_rounds_are_whole_numbers(rounds):
-    figure = memberships_figure(rows([("a", "one", 1.0)], rounds))
-    figure.canvas.draw()
-    low, high = figure.axes[0].get_xlim()
-    ticks = [tick for tick in figure.axes[0].get_xticks() if low <= tick <= high]
-    assert ticks and all(tick == round(tick) for tick in ticks)
+    entry = {"round": rounds, "client": "a", "paid": 1.0, "refunded": 0.0, "rewarded": 0.0}
+    for figure in (memberships_figure(rows([("a", "one", 1.0)], rounds)), ledger_figure([entry], {"a": 2.0})):
+        axis = figure.axes[0]
+        low, high = axis.get_xlim()
+        ticks = [tick for tick in axis.get_xticks() if low <= tick <= high]
+        assert ticks and all(tick == round(tick) for tick in ticks)
+
+
+def test_twenty_clients_have_twenty_colours():
+    entry = {"round": 1, "client": "0", "paid": 1.0, "refunded": 0.0, "rewarded": 0.0}
+    lines = ledger_figure([entry], {str(i): 2.0 for i in range(20)}).axes[0].lines
+    assert len({line.get_color() for line in lines}) == 20
 
 
 def test_the_strongest_cluster_colours_a_client_the_paler_the_smaller_its_share():

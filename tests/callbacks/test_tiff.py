@@ -98,7 +98,7 @@ def test_refusals():
         federate(Toy(), toy_data(), [tiff(), FedPer()])
     with pytest.raises(ValueError, match="TIFF got utility='local'"):
         TIFF(utility="local")
-    with pytest.raises(ValueError, match="TIFF got eta=2.0"):
+    with pytest.raises(ValueError, match=r"TIFF got eta=2\.0"):
         TIFF(eta=2.0)
     with pytest.raises(ValueError, match="TIFF pays by what validation data say"):
         federate(Toy(), toy_data(val=0), [tiff()])
