@@ -22,6 +22,7 @@ from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
 from fedlightning.callbacks.fedfomo import FedFomo
+from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
 from fedlightning.callbacks.fednova import FedNova
@@ -32,6 +33,7 @@ from fedlightning.callbacks.fedrep import FedRep
 from fedlightning.callbacks.fedsoft import FedSoft
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
+from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
@@ -41,6 +43,7 @@ from fedlightning.callbacks.l2gd import L2GD
 from fedlightning.callbacks.local_adaptation import LocalAdaptation
 from fedlightning.callbacks.lora import FedIT, FFALoRA
 from fedlightning.callbacks.mapper import MAPPER
+from fedlightning.callbacks.maxfl import MaxFL
 from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
@@ -51,6 +54,7 @@ from fedlightning.callbacks.pi_fl import PIFL
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
 from fedlightning.callbacks.private_lr import PrivateLR
 from fedlightning.callbacks.scaffold import SCAFFOLD
+from fedlightning.callbacks.tiff import TIFF
 from fedlightning.compat.renamed import present_class
 
 __all__ = [
@@ -68,6 +72,7 @@ __all__ = [
     "FedBN",
     "FederationSensitivity",
     "FedFomo",
+    "FedGroup",
     "FedIT",
     "FedLAMA",
     "FedLP",
@@ -81,6 +86,7 @@ __all__ = [
     "FedYogi",
     "FENDA",
     "FeSEM",
+    "FeSEMMA",
     "FFALoRA",
     "FLIU",
     "GlobalCheckpoint",
@@ -99,6 +105,7 @@ __all__ = [
     "LocalAdaptation",
     "LocalCheckpoint",
     "MAPPER",
+    "MaxFL",
     "MOON",
     "PerFCL",
     "PerFedAvg",
@@ -110,6 +117,7 @@ __all__ = [
     "PrivateLR",
     "SCAFFOLD",
     "Sensitivity",
+    "TIFF",
 ]
 
 

@@ -132,6 +132,33 @@ def test_pi_fl_on_cifar10_parses(capsys: pytest.CaptureFixture[str]) -> None:
     assert yaml.safe_load(capsys.readouterr().out)["data"]["class_path"].endswith("MixtureDataModule")
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("clusters/digits", "algorithms/fedgroup"),
+        ("clusters/digits", "clusters/classes", "algorithms/fesemma"),
+        ("clusters/fesem_digits", "clusters/fesem/fesem_3"),
+    ],
+    ids="-".join,
+)
+def test_clusters_of_digits(files: tuple[str, ...], tmp_path: Path) -> None:
+    words = [word for name in files for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
+    words += [*small(tmp_path)[:4], "--trainer.local_epochs=1", "--trainer.evaluate_every=1"]
+    size = ["partitioner.num_clients=3", "max_train=150", "max_test=60"]
+    if "fesem_digits" not in files[0]:
+        size = ["num_clients=4", "source.max_train=160", "source.max_test=60"]
+    assert main(["fit", *words, *[f"--data.{option}" for option in size]]) == 0
+    (run,) = tmp_path.glob("*/version_0")
+    assert (run / "figures/clusters.png").exists()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("clusters/fesem/*.yaml")), ids=ids)
+def test_the_comparison_of_fesem_parses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "-c", str(CONFIGS / "clusters/fesem_emnist.yaml"), "-c", str(path), "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["participation"] == 9 and len(printed["trainer"]["callbacks"]) == 2
+
+
 def test_every_data_file_is_covered() -> None:
     assert {path.stem for path in DATA} == {"digits", *FITS}
     assert {FITS[name] for name in FITS} <= {path.stem for path in MODELS}

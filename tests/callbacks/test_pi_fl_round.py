@@ -156,7 +156,9 @@ def test_a_score_on_all_data_is_no_client_that_contributed():
 
 
 def test_optimizers_that_go_on_from_one_cluster_to_the_next_are_refused():
-    with pytest.raises(ValueError, match=r"PIFL lets a client train several clusters' models .* optimizer_state='reset'"):
+    with pytest.raises(
+        ValueError, match=r"PIFL lets a client train several clusters' models .* optimizer_state='reset'"
+    ):
         federate(start_of(Breaks), toy_data(), [PIFL(monitor="val_acc")], optimizer_state="keep")
     one = PIFL(num_clusters=1, monitor="val_acc")
     federate(start_of(Breaks), fixed_data([8, 8]), [one], optimizer_state="keep", max_rounds=1)
