@@ -27,7 +27,7 @@ from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
-from fedlightning.scoring.results import Row, summarise
+from fedlightning.scoring.results import UNSEEN, Row, summarise
 from fedlightning.scoring.table import print_results
 from fedlightning.scoring.tasks import LOCAL
 
@@ -226,7 +226,8 @@ class Fitted:
 
     def client(self, client: str | int) -> ClientView:
         """Return the client as it stands: the module it would deploy now (stage L1) and its training samples."""
-        return ClientView(str(client), self.module(str(client)), self._fitted().server.num_samples[str(client)])
+        data = self._fitted().engine.runner.data
+        return ClientView(str(client), self.module(str(client)), data.num_samples(str(client)))
 
     def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
         """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
@@ -285,7 +286,7 @@ class Fitted:
         since = max(self.rounds_done - max(self.federation.evaluate_every, 1) + 1, 0)
         found: dict[str, dict[tuple[int, int], list[float]]] = {}
         for row in self.rows:
-            if row.round >= since and row.checkpoint == "latest" and row.data == LOCAL:
+            if row.round >= since and row.checkpoint == "latest" and row.data == LOCAL and row.model != UNSEEN:
                 place = (row.round, ("L2", "G", "L1").index(row.stage))
                 found.setdefault(row.metric, {}).setdefault(place, []).append(row.value)
         return {metric: torch.tensor(places[max(places)]).mean() for metric, places in found.items()}

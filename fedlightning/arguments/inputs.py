@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 
 from fedlightning.blueprint.module_check import check_module
 from fedlightning.compat.pytorch_lightning import adapt
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.base import FederatedDataModule, in_order
+from fedlightning.datamodules.held_out import draw_held_out
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import POOLED
@@ -177,3 +178,32 @@ def check_clients(data: FederatedDataModule) -> None:
         ConfigurationError: Naming the client.
     """
     _check_ids(type(data).__name__, data.client_ids)
+
+
+def held_out_clients(given: Any, data: FederatedDataModule, seed: int) -> list[str]:
+    """Return the clients that are kept out of training.
+
+    Args:
+        given: The argument `held_out`, checked by :func:`fedlightning.arguments.values.check_held_out`.
+        data: The data, set up.
+        seed: Seed of the run.
+
+    Raises:
+        ConfigurationError: For an id that is no client, or where nobody would train.
+    """
+    clients = in_order(data.client_ids)
+    if isinstance(given, list | tuple):
+        chosen = in_order({str(client) for client in given})
+        unknown = [client for client in chosen if client not in clients]
+        if unknown:
+            raise ConfigurationError(
+                f"held_out has client '{unknown[0]}', which the data do not have. The clients are "
+                f"{', '.join(clients[:20])}{', ...' if len(clients) > 20 else ''}."
+            )
+    else:
+        chosen = [] if given is None else draw_held_out(clients, given, seed)
+    if chosen and len(chosen) == len(clients):
+        raise ConfigurationError(
+            f"held_out={given!r} keeps all {len(clients)} clients out of training. Leave at least one to train."
+        )
+    return chosen
