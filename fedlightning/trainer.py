@@ -26,7 +26,7 @@ from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.held_out import without
 from fedlightning.engines import make_engine
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.dry_run import SMALL, FewClients, distinct_clients, rehearse
+from fedlightning.federation.dry_run import SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, rehearse
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.server import Server
@@ -358,8 +358,10 @@ class FederatedTrainer(Fitted):
             with closing(whole.engine):
                 whole.check()
                 steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
-                few = FewClients(data, distinct_clients(data))
-                small = self._copy(SMALL | steps)._assemble(model, few, None)
+                server, trained = whole.server, whole.engine.runner.data
+                unseen = server.held_out[:UNSEEN_CLIENTS]
+                few = FewClients(data, [*distinct_clients(trained), *unseen])
+                small = self._copy(SMALL | steps | {"held_out": unseen})._assemble(model, few, None)
                 return rehearse(whole, small, self.max_rounds)
 
     def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
