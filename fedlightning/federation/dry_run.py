@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fedlightning.blueprint.optimizers import optimizers_of
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.federation.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.federation import Federation
@@ -212,7 +212,14 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
         local_loop="",
         device=str(runner.blueprint.device),
         held_out=[
-            ClientSize(client, *(data.num_samples(client, split) for split in SPLITS), batches=0, tried=client in tried)
+            ClientSize(
+                client,
+                data.num_samples(client, "train"),
+                data.num_samples(client, "val"),
+                data.num_samples(client, "test"),
+                batches=0,
+                tried=client in tried,
+            )
             for client in server.held_out
         ],
         callbacks=[_role(callback, module) for callback in (*server.callbacks, *settings.callbacks)],

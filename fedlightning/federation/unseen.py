@@ -94,10 +94,10 @@ class Unseen:
         if not self.server.held_out or not splits or self.refusal is not None:
             return []
         evaluate = Evaluate(tuple(splits))
-        rows = self._stage_g(evaluate) if "G" in stages else []
+        rows = self._without_gaps(self._stage_g(evaluate)) if "G" in stages else []
         if "L1" in stages:
-            rows += self._stage_l1(evaluate, rows)
-        return self._without_gaps(rows)
+            rows += self._without_gaps(self._stage_l1(evaluate, rows))
+        return rows
 
     def checkpoint_rows(self, splits: Sequence[str], checkpoint: str) -> list[Row]:
         """Score the global models that callbacks selected.
