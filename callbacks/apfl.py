@@ -161,7 +161,7 @@ class APFL(FederatedCallback):
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return `vbar`, with the `w` that the client's module holds at `stage`; `w` where no `v` was ever trained for it."""
-        if client.message.tag == NEWCOMER:
+        if client.message.tag == NEWCOMER and self.key not in client.state and not client.steps:
             return client.copy_module()
         return self._mixture(client).deployed(client.copy_module())
 

@@ -213,9 +213,10 @@ class FedSoft(Clusters):
 
         A client that takes no part in training has no model of its own: it uses the centre that fits most of its samples.
         """
-        message.state = {**message.state, **client.state.get(self.key, {}).get("model", {})}
-        if message.tag == NEWCOMER:
-            centres = list(message.extras[self.key]["centres"].values())
+        own = client.state.get(self.key, {}).get("model", {})
+        message.state = {**message.state, **own}
+        centres = list(message.extras.get(self.key, {}).get("centres", {}).values())
+        if centres and message.tag != ESTIMATE and not own:
             message.state |= centres[int(self._shares(client, centres).argmax())]
         client.received = {}
 

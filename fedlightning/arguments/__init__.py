@@ -8,6 +8,8 @@ from fedlightning.arguments.inputs import (
     check_prediction_data,
     federated_data,
     held_out_clients,
+    new_clients,
+    new_clients_data,
 )
 from fedlightning.arguments.local import check_keeping, local_trainer, logged_clients, loggers, ordinary_callbacks
 from fedlightning.arguments.values import REPLACED, check, check_folder, failure_policy, parse_time
@@ -26,6 +28,8 @@ __all__ = [
     "local_trainer",
     "logged_clients",
     "loggers",
+    "new_clients",
+    "new_clients_data",
     "ordinary_callbacks",
     "parse_time",
 ]
