@@ -36,6 +36,7 @@ from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import UNSEEN, Row, summarise
 from fedlightning.scoring.table import print_results
 from fedlightning.scoring.tasks import LOCAL
+from fedlightning.seeding import preserved
 from fedlightning.visit.runner import LocalRunner
 
 
@@ -263,7 +264,7 @@ class Fitted:
             self.arguments["clients_per_stack"],
         )
         onboarding = Onboarding(server, engine, epochs)
-        with nullcontext() if folder is None else only_writer(folder.path), closing(engine):
+        with nullcontext() if folder is None else only_writer(folder.path), closing(engine), preserved():
             onboarding.run()
             if folder is not None and is_writer():
                 onboarding.write(folder.path)

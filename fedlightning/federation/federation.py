@@ -126,6 +126,13 @@ class Federation:
         self.rounds_saved = self.rounds_done
         before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
         changed = differences(before, self.lasting) if go_on else []
+        others = [text for text in changed if text.startswith("held_out ")]
+        if others:
+            raise ValueError(
+                f"The run in {run.path} cannot go on with other held-out clients: {others[0]}. Who trains is fixed when a "
+                "run starts, since methods keep state for each client. Resume with the held_out of its config.yaml, let new "
+                "clients join by trainer.onboard or `fedlightning onboard`, or start a new run."
+            )
         if changed and not allow_changes:
             raise ValueError(
                 f"The run in {run.path} cannot go on with another configuration: {_some(changed)}. Resume it as it was "
