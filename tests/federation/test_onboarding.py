@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -17,9 +18,11 @@ from fedlightning.tensors import module_state
 from fedlightning.testing.runs import assert_same, same_tree
 from fedlightning.testing.toys import ToyData as CheckData
 from fedlightning.testing.toys import federate as checked
+from tests.conformance.case import collect
 from tests.federation.test_stages import score_by_hand
 from tests.helpers import Toy, federate, make_trainer, plain_fit, toy_data
 
+CASES = collect("CASES")
 TRAINED, NEW = {"a": 24, "b": 40}, {"x": 16, "y": 20}
 
 
@@ -176,3 +179,22 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     assert main(["onboard", "--run", folder, "--newcomers", "nowhere.yaml"]) == 2
     assert main(["onboard", "--run", folder, "--newcomers", quick]) == 0  # two of its ten clients bear new names
     assert "is no YAML file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if " " not in name])
+def test_every_method_lets_them_join_or_says_why_not(name, tmp_path):
+    case = CASES[name]
+    given = {"held_out": ["site3"], "max_rounds": 2} | case.arguments
+    trainer = checked(copy.deepcopy(case.algorithm), CheckData(), tmp_path, **given)
+    models = {
+        key: {entry: value.clone() for entry, value in state.items()} for key, state in trainer.server.models.items()
+    }
+    if case.algorithm.no_newcomers:
+        with pytest.raises(ConfigurationError, match="cannot be onboarded"):
+            trainer.onboard(verbose=False)
+        return
+    means = {(row["checkpoint"], row["stage"]): row["mean"] for row in trainer.onboard(epochs=4, verbose=False)}
+    assert means["onboarded", "L2"] < means["latest", "L1"]
+    assert "failures" not in json.loads((trainer.run.path / "onboarding.json").read_text())
+    assert same_tree(models, trainer.server.models) and set(trainer.store) <= {"site0", "site1", "site2", "pooled"}
