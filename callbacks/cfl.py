@@ -27,7 +27,7 @@ from fedlightning.algorithm import (
     subtract,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import refuse_global_steps
+from fedlightning.callbacks.shared.server_models import refuse_global_steps, refuse_parts_of_models
 
 
 class CFL(Clusters):
@@ -100,6 +100,7 @@ class CFL(Clusters):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
+        refuse_parts_of_models(self, setup)
         share = setup.participation
         if share < len(setup.clients) if isinstance(share, int) else share < 1.0:
             raise ValueError(

@@ -31,6 +31,7 @@ from fedlightning.callbacks.shared.server_models import (
     check_starts,
     parameter_names,
     refuse_global_steps,
+    refuse_parts_of_models,
 )
 
 ESTIMATE = "estimate"
@@ -106,6 +107,7 @@ class FedSoft(Clusters):
             ValueError: If a callback changes one global model, or the module cannot be initialised anew.
         """
         refuse_global_steps(self, setup)
+        refuse_parts_of_models(self, setup)
         if self.num_clusters > 1:
             check_starts(self, setup, self.init)
         anchored = [other.key for other in setup.callbacks if other is not self and other.claims("correct_gradient")]

@@ -26,7 +26,7 @@ from fedlightning.algorithm import (
     select,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps
+from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps, refuse_parts_of_models
 
 
 class FeSEM(Clusters):
@@ -97,6 +97,7 @@ class FeSEM(Clusters):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
+        refuse_parts_of_models(self, setup)
         trainable = [name for name, kind in setup.kinds.items() if kind == "trainable"]
         if self.layers is not None and not set(expand(self.layers, setup.kinds)) & set(trainable):
             raise ValueError(f"FeSEM got layers={self.layers}, none of which trains. Name some of {trainable}.")

@@ -16,7 +16,10 @@ from tests.helpers import NormNet, Quadratic, Toy, close, differs, federate, qua
 
 CASES = {
     "FedSoft": Case(FedSoft(), neutral=FedSoft(lam=0.0)),
-    "FedSoft drawn": Case(FedSoft(selected=1, interval=1), skip=NO_PLAIN_FORM),
+    "FedSoft drawn": Case(
+        FedSoft(selected=1, interval=1),
+        skip={**NO_PLAIN_FORM, "identical_clients": "each centre draws one client, so that some take part less often"},
+    ),
 }
 KEPT = {
     "FedSoft": Kept(
