@@ -72,6 +72,8 @@ class CFL(Clusters):
         (['a', 'c'], ['b'])
     """
 
+    no_newcomers = "finds a client's cluster by the updates of its training, and has none for one that never trained"
+
     def __init__(
         self,
         eps1: float = 0.8,

@@ -172,3 +172,15 @@ def test_files_say_what_they_are(path: Path) -> None:
 def read_results(run: Path) -> list[dict[str, object]]:
     results: list[dict[str, object]] = json.loads((run / "summary.json").read_text())["results"]
     return results
+
+
+def test_unseen_clients(tmp_path: Path) -> None:
+    assert main(["fit", "--config", str(CONFIGS / "unseen_clients.yaml"), *small(tmp_path)]) == 0
+    results = read_results(tmp_path / "unseen_clients/version_0")
+    unseen = [row for row in results if row["model"] == "unseen" and row["split"] == "test"]
+    assert {(row["checkpoint"], row["stage"]) for row in unseen} == {
+        ("latest", "G"),
+        ("latest", "L1"),
+        ("best_global", "G"),
+    }
+    assert all(len(row["per_client"]) == 1 for row in unseen)
