@@ -21,10 +21,12 @@ from fedlightning.callbacks.fedamp import FedAMP
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
+from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
+from fedlightning.callbacks.fedmultimodal import FedMultimodal
 from fedlightning.callbacks.fednova import FedNova
 from fedlightning.callbacks.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedlightning.callbacks.fedproto import FedProto
@@ -35,6 +37,7 @@ from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
@@ -48,6 +51,7 @@ from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
+from fedlightning.callbacks.pfedknow import pFedKnow
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
 from fedlightning.callbacks.pi_fl import PIFL
@@ -70,12 +74,14 @@ __all__ = [
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedCovid",
     "FederationSensitivity",
     "FedFomo",
     "FedGroup",
     "FedIT",
     "FedLAMA",
     "FedLP",
+    "FedMultimodal",
     "FedNova",
     "FedPer",
     "FedProto",
@@ -91,6 +97,7 @@ __all__ = [
     "FLIU",
     "GlobalCheckpoint",
     "GradientVariance",
+    "Harmony",
     "HessianTrace",
     "HeteroFL",
     "HeurFedAMP",
@@ -109,6 +116,7 @@ __all__ = [
     "MOON",
     "PerFCL",
     "PerFedAvg",
+    "pFedKnow",
     "pFedLA",
     "pFedMe",
     "PIFL",

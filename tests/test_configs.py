@@ -15,7 +15,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 ALGORITHMS = sorted(CONFIGS.glob("algorithms/*.yaml"))
 DATA = sorted(CONFIGS.glob("data/*.yaml"))
 MODELS = sorted(CONFIGS.glob("models/*.yaml"))
-NEEDS = {"fedbn": ["--model.net.norm=batch"]}
+MODALITIES = [f"--config={CONFIGS / kind / 'paired_digits.yaml'}" for kind in ("data", "models")]
+NEEDS = {"fedbn": ["--model.net.norm=batch"], "fedmultimodal": MODALITIES, "harmony": MODALITIES}
 FITS = {
     "heart_disease": "heart_tiny",
     "mnist": "mnist_cnn",
@@ -23,6 +24,8 @@ FITS = {
     "emnist": "emnist_cnn",
     "cifar10": "cifar_cnn",
     "tabular": "tabular_regressor",
+    "paired_digits": "paired_digits",
+    "spoken_digits": "spoken_digits",
 }
 
 
@@ -44,10 +47,11 @@ def ids(path: Path) -> str:
 
 @pytest.mark.parametrize("path", ALGORITHMS, ids=ids)
 def test_algorithms_stack_on_the_quickstart(path: Path, tmp_path: Path) -> None:
-    words = ["fit", "-c", str(CONFIGS / "quickstart.yaml"), "-c", str(path), *small(tmp_path)]
+    needs = NEEDS.get(path.stem, [])
+    words = ["fit", "-c", str(CONFIGS / "quickstart.yaml"), *needs, "-c", str(path), *small(tmp_path)]
     if "local_steps" not in path.read_text():
         words.append("--trainer.local_epochs=1")
-    assert main([*words, *NEEDS.get(path.stem, [])]) == 0
+    assert main(words) == 0
     summary = json.loads((tmp_path / "quickstart/version_0/summary.json").read_text())
     assert path.stem in [name.lower() for name in summary["callbacks"]]
     assert len(summary["callbacks"]) == len(yaml.safe_load(path.read_text())["trainer"]["callbacks"])
@@ -125,6 +129,19 @@ def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
     (run,) = tmp_path.glob("*/version_0")
     assert (run / "figures/ledger.png").exists()
     assert (run / "clusters.csv").exists() == (name != "no_incentive")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("multimodal/*.yaml")), ids=ids)
+def test_several_modalities(path: Path, tmp_path: Path) -> None:
+    """Few rounds and few samples of what the file says, both stages of Harmony among them."""
+    words = ["fit", "--config", str(path), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_rounds=2"]
+    words += ["--data.max_train=320", "--data.max_test=100", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    if "harmony" in path.stem:
+        words.append("--trainer.callbacks.stage1=1")
+    assert main([*words, "--trainer.local_epochs=1"]) == 0
+    (summary,) = tmp_path.glob("*/version_0/summary.json")
+    assert "failures" not in json.loads(summary.read_text())
+    assert any(row["split"] == "test" and row["mean"] is not None for row in read_results(summary.parent))
 
 
 def test_pi_fl_on_cifar10_parses(capsys: pytest.CaptureFixture[str]) -> None:
