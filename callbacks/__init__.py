@@ -9,6 +9,7 @@ from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
 from fedlightning.callbacks.cfl import CFL
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks.dapper import Dapper
 from fedlightning.callbacks.diagnostics.gradient_variance import GradientVariance
 from fedlightning.callbacks.diagnostics.hessian_trace import HessianTrace
 from fedlightning.callbacks.diagnostics.layer_diagnostics import LayerDiagnostics
@@ -57,6 +58,7 @@ __all__ = [
     "APFL",
     "Central",
     "CFL",
+    "Dapper",
     "Ditto",
     "FedAdagrad",
     "FedAdam",

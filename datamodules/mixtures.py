@@ -27,7 +27,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
 
     Args:
         source: The samples, such as `DigitsDataModule()`. Its partitioner is not used; its batch size, `val_fraction`,
-            seed and limits are.
+            `public_fraction`, seed and limits are.
         num_clients: N.
         groups: `"rotation"`: the upper half of the samples (by chance) upright, the others turned by 90 degrees. Or a list
             of lists of classes.
@@ -73,6 +73,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
         if len(set(classes)) < len(classes):
             raise ValueError(f"MixtureDataModule got groups={groups!r}; no class may be in two groups.")
         self.source, self.groups, self.mixture = source, groups, mixture
+        self.public_fraction = source.public_fraction
         self.shift, self.label_space = shift, label_space
         self.shares(np.random.default_rng(0))  # refuses mixtures that are none
         self._held_out: dict[tuple[int, str], IndexView] = {}

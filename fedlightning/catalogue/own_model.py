@@ -91,5 +91,14 @@ ROWS = (
         composes="every global method, FedPer, FedBN; not methods that deploy a model of their own (Ditto, APFL)",
         module="local_adaptation",
     ),
+    Algorithm(
+        "Dapper", "personal",
+        "After the federation every client fine-tunes the global model on its own data and on public data.",
+        'Mansour et al., "Three approaches for personalization with applications to federated learning", 2020',
+        client_state="none; in the end the chosen copy, its lam",
+        deployed="the chosen copy, from GlobalCheckpoint's selection where there is one; w is also a global model",
+        weights="those of the method beside it",
+        composes="as LocalAdaptation; needs public data (public_fraction); not with manual optimization",
+    ),
 )
 # fmt: on
