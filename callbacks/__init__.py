@@ -34,6 +34,7 @@ from fedlightning.callbacks.fedsoft import FedSoft
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
@@ -86,6 +87,7 @@ __all__ = [
     "FFALoRA",
     "FLIU",
     "GlobalCheckpoint",
+    "GPFL",
     "GradientVariance",
     "HessianTrace",
     "HeteroFL",
