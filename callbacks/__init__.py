@@ -47,6 +47,7 @@ from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
+from fedlightning.callbacks.pfedbayes import pFedBayes
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
 from fedlightning.callbacks.pi_fl import PIFL
@@ -106,6 +107,7 @@ __all__ = [
     "MOON",
     "PerFCL",
     "PerFedAvg",
+    "pFedBayes",
     "pFedLA",
     "pFedMe",
     "PIFL",
