@@ -20,10 +20,7 @@ from fedlightning.algorithm import (
     Setup,
     State,
     WeightingName,
-    entry_kinds,
     load_state,
-    module_state,
-    select,
 )
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.steps import largest_lr, step_to_mean
@@ -159,11 +156,10 @@ class pFedBayes(KeepsModel):  # noqa: N801  the name of the paper
     # -- one visit -----------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:
         """Train `q_i` and, between its steps, `w_i`; keep the one and send the other."""
-        visit = client.scratch[self.key] = _Visit()
-        received = client.model_state()
-        yield Phase(start={**received, **self.kept(client)})
+        visit = client.scratch[self.key] = _Visit(start=client.model_state())
+        yield Phase(start={**visit.start, **self.kept(client)})
         self.keep(client)
-        load_state(client.module, visit.common if visit.common else select(received, visit.names))
+        load_state(client.module, visit.common)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set up `w_i` beside `q_i`, with its optimizer."""
@@ -171,10 +167,9 @@ class pFedBayes(KeepsModel):  # noqa: N801  the name of the paper
         visit = client.scratch[self.key]
         named = dict(pl_module.named_parameters())
         visit.noise = client.rng("posterior")
-        received = client.message.state | {n: client.record.personal[n] for n in client.record.personal}
         for rho, mu in pairs(pl_module):
             own = (named[mu], named[rho])
-            common = tuple(received[name].detach().clone().to(named[name]) for name in (mu, rho))
+            common = tuple(visit.start[name].to(named[name], copy=True) for name in (mu, rho))
             visit.weights.append(_Weight((mu, rho), own, common))  # type: ignore[arg-type]
         visit.optimizer = torch.optim.Adam([part for weight in visit.weights for part in weight.common], self.global_lr)
         visit.handles = [optimizer.register_step_post_hook(visit.count) for optimizer in trainer.optimizers]
@@ -257,6 +252,7 @@ class _Visit:
     """What a visit holds beside the module.
 
     Attributes:
+        start: The module's state as the visit began: `w`, and what stays with the client.
         weights: The parameters as Gaussians, during the fit.
         common: `w_i` by name, after the fit.
         noise: Generator of the samples.
@@ -265,6 +261,7 @@ class _Visit:
         waiting: Steps of `q_i` since the last one of `w_i`.
     """
 
+    start: State
     weights: list[_Weight] = field(default_factory=list)
     common: State = field(default_factory=dict)
     noise: torch.Generator | None = None
