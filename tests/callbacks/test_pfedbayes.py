@@ -18,7 +18,14 @@ from tests.callbacks.common import SIZES, AdamWDecay, absent_clients_rest, batch
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, ToyData, close, differs, federate, global_state, mean_of, same, spied, toy_data
 
-CASES = {"pFedBayes": Case(pFedBayes(), neutral=pFedBayes(zeta=0.0, noise=0.0))}
+CASES = {
+    "pFedBayes": Case(
+        pFedBayes(),
+        neutral=pFedBayes(zeta=0.0, noise=0.0),
+        skip={"identical_clients": "every client draws its own weights"},
+    ),
+    "pFedBayes means": Case(pFedBayes(noise=0.0), neutral=pFedBayes(zeta=0.0, noise=0.0)),
+}
 KEPT = {"pFedBayes": Kept("pFedBayes", client=("model",))}
 
 
