@@ -67,7 +67,9 @@ class Dapper(AdaptsAtEnd):
         choose_on: Literal["val", "train"] = "val",
     ) -> None:
         if not grid or not all(0.0 <= lam <= 1.0 for lam in grid) or len(set(grid)) < len(grid):
-            raise ValueError(f"Dapper got grid={grid!r}. Give different shares of the own data in [0, 1], one at least.")
+            raise ValueError(
+                f"Dapper got grid={grid!r}. Give different shares of the own data in [0, 1], one at least."
+            )
         if not 0.0 < ratio < math.inf:
             raise ValueError(f"Dapper got ratio={ratio}; the public samples of a client need a positive, finite ratio.")
         if epochs < 1 or not 0.0 < lr_factor < math.inf:

@@ -76,9 +76,9 @@ class pFedBayes(KeepsModel):  # noqa: N801  the name of the paper
 
     def __init__(
         self,
-        zeta: float = 1.0,
-        personal_steps: int = 5,
-        global_lr: float = 0.01,
+        zeta: float = 0.1,
+        personal_steps: int = 1,
+        global_lr: float = 0.1,
         server_lr: float = 1.0,
         rho: float = -3.0,
         noise: float = 1.0,
@@ -334,9 +334,7 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor) ->
     return (prior / sigma).log() + (sigma.square() + (mu - prior_mu).square()) / (2.0 * prior.square()) - 0.5
 
 
-def kl_gradients(
-    mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def kl_gradients(mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the derivatives of :func:`gaussian_kl` by its four arguments.
 
     Args:

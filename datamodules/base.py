@@ -251,7 +251,12 @@ class IndexedFederatedDataModule(FederatedDataModule):
     def _without_public(self, client_ids: list[str], train: Split) -> Split:
         """Take the public samples from the clients; return the training split without them."""
         pairs = [
-            cut(np.asarray(held), self.public_fraction, generator(self.seed, "partition", "public", client), train.labels)
+            cut(
+                np.asarray(held),
+                self.public_fraction,
+                generator(self.seed, "partition", "public", client),
+                train.labels,
+            )
             for client, held in zip(client_ids, train.indices, strict=True)
         ]
         self._public = np.sort(np.concatenate([part for _, part in pairs]))

@@ -84,7 +84,9 @@ class ClassificationMetrics(Metric):
         super().__init__()
         unknown = [name for name in more if name not in MORE]
         if unknown or isinstance(more, str):
-            raise ValueError(f"There is no score {unknown[0] if unknown else more!r} to add; list some of {list(MORE)}.")
+            raise ValueError(
+                f"There is no score {unknown[0] if unknown else more!r} to add; list some of {list(MORE)}."
+            )
         self.num_classes = num_classes
         self.more = tuple(more)
         for name in ("losses", "logits", "target"):

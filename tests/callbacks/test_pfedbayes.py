@@ -62,7 +62,8 @@ def by_hand(q, w, data, client, number, *, zeta, every, global_lr, noise, lr):
     def divergence(frozen_q, frozen_w):
         return sum(
             kl_divergence(
-                Normal(frozen_q[n], F.softplus(frozen_q[f"{n}_rho"])), Normal(frozen_w[n], F.softplus(frozen_w[f"{n}_rho"]))
+                Normal(frozen_q[n], F.softplus(frozen_q[f"{n}_rho"])),
+                Normal(frozen_w[n], F.softplus(frozen_w[f"{n}_rho"])),
             ).sum()
             for n in names
         )
@@ -77,7 +78,8 @@ def by_hand(q, w, data, client, number, *, zeta, every, global_lr, noise, lr):
 
     for x, y in batches(data, client, round=number):
         theta = {
-            n: q[n] + F.softplus(q[f"{n}_rho"]) * noise * torch.randn(q[n].shape, generator=draw).double() for n in names
+            n: q[n] + F.softplus(q[f"{n}_rho"]) * noise * torch.randn(q[n].shape, generator=draw).double()
+            for n in names
         }
         hidden = torch.relu(x @ theta["net.0.weight"].T + theta["net.0.bias"])
         logits = hidden @ theta["net.3.weight"].T + theta["net.3.bias"]
