@@ -9,6 +9,7 @@ from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
 from fedlightning.callbacks.cfl import CFL
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks.dapper import Dapper
 from fedlightning.callbacks.diagnostics.gradient_variance import GradientVariance
 from fedlightning.callbacks.diagnostics.hessian_trace import HessianTrace
 from fedlightning.callbacks.diagnostics.layer_diagnostics import LayerDiagnostics
@@ -37,6 +38,7 @@ from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
@@ -51,6 +53,7 @@ from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
+from fedlightning.callbacks.pfedbayes import pFedBayes
 from fedlightning.callbacks.pfedknow import pFedKnow
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
@@ -65,6 +68,7 @@ __all__ = [
     "APFL",
     "Central",
     "CFL",
+    "Dapper",
     "Ditto",
     "FedAdagrad",
     "FedAdam",
@@ -96,6 +100,7 @@ __all__ = [
     "FFALoRA",
     "FLIU",
     "GlobalCheckpoint",
+    "GPFL",
     "GradientVariance",
     "Harmony",
     "HessianTrace",
@@ -116,6 +121,7 @@ __all__ = [
     "MOON",
     "PerFCL",
     "PerFedAvg",
+    "pFedBayes",
     "pFedKnow",
     "pFedLA",
     "pFedMe",

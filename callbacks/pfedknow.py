@@ -34,7 +34,7 @@ from fedlightning.wrappers import FeatureTap
 LABELLED, UNLABELLED = "labelled", "unlabelled"
 
 
-class pFedKnow(FederatedCallback):  # noqa: N801  the paper's name
+class pFedKnow(FederatedCallback):
     r"""Labels at the server only: clients train pruned models on what the received model is sure of.
 
     After Wang, Zeng, Long, Wang, Xiao, Ma, "Knowledge-enhanced semi-supervised federated learning for aggregating
@@ -113,7 +113,9 @@ class pFedKnow(FederatedCallback):  # noqa: N801  the paper's name
             raise ValueError(f"pFedKnow's guide '{self.guide}' trains. Set requires_grad=False on its parameters.")
         logits = features_at_start(setup, self.feature_taps, self.key).get("logits")
         if logits is not None and logits.shape[1] < 2:
-            raise ValueError(f"pFedKnow needs a logit for each class, and {head_path(setup.module, self.head)} gives one.")
+            raise ValueError(
+                f"pFedKnow needs a logit for each class, and {head_path(setup.module, self.head)} gives one."
+            )
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the pruned share down."""
@@ -148,7 +150,9 @@ class pFedKnow(FederatedCallback):  # noqa: N801  the paper's name
         """Return the share of each weight tensor that a client does not get."""
         if client == self.server:
             return 0.0
-        return self.prune[server.clients.index(client) % len(self.prune)] if isinstance(self.prune, list) else self.prune
+        return (
+            self.prune[server.clients.index(client) % len(self.prune)] if isinstance(self.prune, list) else self.prune
+        )
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Prune the model for its client."""

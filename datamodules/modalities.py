@@ -37,9 +37,7 @@ class ModalityDataset(Dataset[Any]):
         (tensor([nan]), tensor(1))
     """
 
-    def __init__(
-        self, inputs: Mapping[str, Tensor], y: Tensor, present: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], y: Tensor, present: Mapping[str, Tensor] | None = None) -> None:
         if not inputs:
             raise ValueError("ModalityDataset got no modality; give one tensor or more.")
         for name, values in inputs.items():
@@ -130,9 +128,7 @@ def pair_by_class(labels: Sequence[np.ndarray], generator: torch.Generator) -> l
     return [np.concatenate(part) if part else np.zeros(0, np.int64) for part in chosen]
 
 
-def transition_matrix(
-    num_classes: int, level: float, sparsity: float, generator: torch.Generator
-) -> np.ndarray:
+def transition_matrix(num_classes: int, level: float, sparsity: float, generator: torch.Generator) -> np.ndarray:
     """Return the probability that a sample of class i (row) is labelled j (column), float64 `(classes, classes)`.
 
     A label is right with probability `1 - level`. A share `sparsity` of the wrong classes of each row has probability 0;

@@ -119,7 +119,9 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         given = getattr(self.partitioner, "groups", None)
         if given is not None and (found := read_keys(dataset, split, given)) is not None:
             return found
-        raise ValueError(f"{type(self).__name__} has no natural groups; use a partitioner that divides by label or size.")
+        raise ValueError(
+            f"{type(self).__name__} has no natural groups; use a partitioner that divides by label or size."
+        )
 
     def modalities_of(self, client: str) -> tuple[str, ...]:
         """Return the modalities that a client has.
@@ -150,7 +152,9 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         self._held = self._deal_out(ids, datasets["train"].modalities)
         without = [client for client in ids if not self._held[client]]
         if len(without) == len(ids):
-            raise ValueError(f"{type(self).__name__}(missing={self.missing}) leaves no client a modality; use another seed.")
+            raise ValueError(
+                f"{type(self).__name__}(missing={self.missing}) leaves no client a modality; use another seed."
+            )
         if without:
             rank_zero_warn(
                 f"{type(self).__name__}(missing={self.missing}) leaves client {', '.join(without)} no modality: left out.",
@@ -212,14 +216,11 @@ class MultimodalDataModule(IndexedFederatedDataModule):
                 f"modalities {', '.join(modalities)}."
             )
         return {
-            client: tuple(name for name in modalities if name in names)
-            for client, names in zip(ids, sets, strict=True)
+            client: tuple(name for name in modalities if name in names) for client, names in zip(ids, sets, strict=True)
         }
 
     @staticmethod
-    def _leave_out(
-        without: list[str], ids: list[str], splits: dict[str, Split]
-    ) -> tuple[list[str], dict[str, Split]]:
+    def _leave_out(without: list[str], ids: list[str], splits: dict[str, Split]) -> tuple[list[str], dict[str, Split]]:
         kept = [place for place, client in enumerate(ids) if client not in without]
         for split in splits.values():
             split.indices = [split.indices[place] for place in kept]

@@ -182,7 +182,9 @@ def read_recordings(root: Path) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndar
 
 def _files(root: Path) -> Iterator[tuple[str, io.BytesIO]]:
     """Yield name and bytes of every recording: of files in folders first, else of archives."""
-    waves = [path for folder in (root, root / "recordings") for path in folder.glob("*.wav") if NAME.fullmatch(path.name)]
+    waves = [
+        path for folder in (root, root / "recordings") for path in folder.glob("*.wav") if NAME.fullmatch(path.name)
+    ]
     for path in waves:
         yield path.name, io.BytesIO(path.read_bytes())
     if waves:

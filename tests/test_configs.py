@@ -135,13 +135,46 @@ def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
 def test_several_modalities(path: Path, tmp_path: Path) -> None:
     """Few rounds and few samples of what the file says, both stages of Harmony among them."""
     words = ["fit", "--config", str(path), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_rounds=2"]
-    words += ["--data.max_train=320", "--data.max_test=100", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    words += [
+        "--data.max_train=320",
+        "--data.max_test=100",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.logger=false",
+    ]
     if "harmony" in path.stem:
         words.append("--trainer.callbacks.stage1=1")
     assert main([*words, "--trainer.local_epochs=1"]) == 0
     (summary,) = tmp_path.glob("*/version_0/summary.json")
     assert "failures" not in json.loads(summary.read_text())
     assert any(row["split"] == "test" and row["mean"] is not None for row in read_results(summary.parent))
+
+
+PI_FL_FIGURES = {"figure2g": [], "figure3": ["pi_fl/digits"], "figure4": ["pi_fl/digits"]}
+
+
+@pytest.mark.parametrize("name", PI_FL_FIGURES)
+def test_figures_of_pi_fl(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run of the reduced form, and the paper's size of those that have one parses."""
+    files = [CONFIGS / f"{stem}.yaml" for stem in [*PI_FL_FIGURES[name], f"pi_fl/{name}"]]
+    words = [word for file in files for word in ("--config", str(file))]
+    assert main(["fit", *words, f"--trainer.default_root_dir={tmp_path}", "--dry-run"]) == 0
+    assert "PIFL" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    if name == "figure2g":
+        words += [
+            "--config",
+            str(CONFIGS / "pi_fl/overrides/emnist_disjoint.yaml"),
+            "--trainer.callbacks.num_clusters=13",
+        ]
+    else:
+        words[1] = str(CONFIGS / "pi_fl/cifar10.yaml")
+    assert main(["fit", *words, "--data.source.root=elsewhere", "--trainer.max_rounds=500", "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["data"]["init_args"]["source"]["init_args"]["root"] == "elsewhere"
+    assert printed["data"]["init_args"]["num_clients"] == 100
+    assert printed["data"]["init_args"]["shift"] == (name == "figure3")
+    if name == "figure2g":
+        groups = printed["data"]["init_args"]["groups"]
+        assert sorted(label for group in groups for label in group) == list(range(10, 62)) and len(groups) == 13
 
 
 def test_pi_fl_on_cifar10_parses(capsys: pytest.CaptureFixture[str]) -> None:

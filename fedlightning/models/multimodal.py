@@ -76,9 +76,7 @@ class MultimodalNet(nn.Module):
             }
         self.modalities, self.width, self.fusion_kind = list(encoders), width, fusion
         self.encoders = nn.ModuleDict(encoders)
-        self.heads = nn.ModuleDict(
-            {name: nn.Linear(width, num_classes) for name in encoders} if unimodal_heads else {}
-        )
+        self.heads = nn.ModuleDict({name: nn.Linear(width, num_classes) for name in encoders} if unimodal_heads else {})
         joined = width * len(encoders)
         if fusion == "attention":
             self.fusion: nn.Module = nn.Sequential(

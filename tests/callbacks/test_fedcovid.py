@@ -131,17 +131,13 @@ def test_without_noise_positives_count_once_more():
     """One full batch, one step: the gradient is that of CE(all) + 2 CE(positives), by hand."""
     torch.manual_seed(0)
     module, data = Toy(lr=0.5), toy_data((24,), batch_size=24)
-    trained = federate(
-        module, data, [FedCovid(lam_c=2.0, lam_m=0.0, lam_w=0.0, noise=0.0, head="net.3")], max_rounds=1
-    )
+    trained = federate(module, data, [FedCovid(lam_c=2.0, lam_m=0.0, lam_w=0.0, noise=0.0, head="net.3")], max_rounds=1)
     x, y = next(iter(data.client_dataloader("0", "train")))
     parameters = list(module.parameters())
     logits = module(x)
     loss = F.cross_entropy(logits, y) + 2.0 * F.cross_entropy(logits[y == 1], y[y == 1])
     gradients = torch.autograd.grad(loss, parameters)
-    expected = {
-        name: p.detach() - 0.5 * g for (name, p), g in zip(module.named_parameters(), gradients, strict=True)
-    }
+    expected = {name: p.detach() - 0.5 * g for (name, p), g in zip(module.named_parameters(), gradients, strict=True)}
     close(expected, global_state(trained), atol=1e-6)
 
 
@@ -169,6 +165,13 @@ def test_what_cannot_work_is_refused():
         federate(Toy(), toy_data(), [FedCovid(positive=3)])
     with pytest.raises(ValueError, match="FedCovid cannot see the features of Quadratic"):
         federate(Quadratic(), quadratic_data([[1.0] * 3], [[1.0] * 3]), [FedCovid(head="w")])
-    for name, value in {"lam_c": -1.0, "copies": 0, "mining": "hard", "warmup": 1.5, "large": 0, "small_lr": 0.0}.items():
+    for name, value in {
+        "lam_c": -1.0,
+        "copies": 0,
+        "mining": "hard",
+        "warmup": 1.5,
+        "large": 0,
+        "small_lr": 0.0,
+    }.items():
         with pytest.raises(ValueError, match=f"FedCovid got .*{name}="):
             FedCovid(**{name: value})

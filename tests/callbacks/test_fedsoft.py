@@ -284,7 +284,7 @@ def test_a_federation_by_hand(options):
         for client in (message.client for message in messages if message.work != 0):
             pull = lambda place, w, c=client: (
                 algorithm.lam
-                * sum(  # noqa: E731
+                * sum(
                     share * (w - list(centre.values())[place])
                     for share, centre in zip(u[c], centres.values(), strict=True)
                 )

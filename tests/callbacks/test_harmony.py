@@ -14,11 +14,7 @@ from tests.modalities import network, of_encoder, senses
 
 ALONE = {"encoders": {"x": []}, "stage1": 1.0}
 CASES = {"Harmony": Case(Harmony(**ALONE))}
-KEPT = {
-    "Harmony": Kept(
-        "Harmony", server=("bias", "classifiers", "clusters", "modalities", "stage1"), options=ALONE
-    )
-}
+KEPT = {"Harmony": Kept("Harmony", server=("bias", "classifiers", "clusters", "modalities", "stage1"), options=ALONE)}
 SENSORS = {"A": 1, "A+D": 2, "A+D+R": 1}
 
 

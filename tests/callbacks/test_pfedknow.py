@@ -40,12 +40,17 @@ def test_whole_models_without_server_data_are_fedavg_on_pseudo_labels():
 @pytest.mark.parametrize("others", [(), (FedProx(mu=1.0),)])
 def test_pruned_weights_stay_zero_and_nobodys_elements_stay(make, others):
     module = make()
-    trainer, spy = spied(module, toy_data(), [pFedKnow(prune=[0.5, 0.25], **SURE), *others], max_rounds=1, local_epochs=2)
+    trainer, spy = spied(
+        module, toy_data(), [pFedKnow(prune=[0.5, 0.25], **SURE), *others], max_rounds=1, local_epochs=2
+    )
     start, end = module_state(module), global_state(trainer)
     sent = spy.of_round(0)
     for name in ("net.0.weight", "net.3.weight"):
         magnitudes = start[name].abs().flatten().sort().values
-        masks = {c: start[name].abs() > magnitudes[round(s * len(magnitudes)) - 1] for c, s in zip("012", (0.5, 0.25, 0.5), strict=True)}
+        masks = {
+            c: start[name].abs() > magnitudes[round(s * len(magnitudes)) - 1]
+            for c, s in zip("012", (0.5, 0.25, 0.5), strict=True)
+        }
         for client, update in sent.items():
             assert not bool(update.state[name][~masks[client]].any())
             assert bool(update.state[name][masks[client]].all())
@@ -61,7 +66,10 @@ def test_pruned_weights_stay_zero_and_nobodys_elements_stay(make, others):
 def test_labels_of_clients_do_not_matter_and_those_of_the_server_do():
     module, ends = Toy(), []
     for turned in ((), ("1", "2"), ("0",)):
-        parts = {c: {"train": samples(c, "train", 16), "val": samples(c, "val", 4), "test": samples(c, "test", 4)} for c in "012"}
+        parts = {
+            c: {"train": samples(c, "train", 16), "val": samples(c, "val", 4), "test": samples(c, "test", 4)}
+            for c in "012"
+        }
         for client in turned:
             x, y = parts[client]["train"]
             parts[client]["train"] = x, 2 - y

@@ -266,7 +266,9 @@ def test_an_archive_is_read_as_the_folder_is(recordings, tmp_path):
     whole = read_recordings(recordings)
     assert torch.equal(sounds, whole[0][:12]) and digits.tolist() == whole[1][:12].tolist()
     assert (speakers[7], takes[7]) == ("bob", 0)
-    with pytest.raises(FileNotFoundError, match=r"There are no recordings in .*: no files such as recordings/0_george_0"):
+    with pytest.raises(
+        FileNotFoundError, match=r"There are no recordings in .*: no files such as recordings/0_george_0"
+    ):
         read_recordings(tmp_path / "nothing")
 
 
