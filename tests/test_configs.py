@@ -149,9 +149,64 @@ def test_several_modalities(path: Path, tmp_path: Path) -> None:
     assert any(row["split"] == "test" and row["mean"] is not None for row in read_results(summary.parent))
 
 
+PI_FL_FIGURES = {"figure2g": [], "figure3": ["pi_fl/digits"], "figure4": ["pi_fl/digits"]}
+
+
+@pytest.mark.parametrize("name", PI_FL_FIGURES)
+def test_figures_of_pi_fl(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run of the reduced form, and the paper's size of those that have one parses."""
+    files = [CONFIGS / f"{stem}.yaml" for stem in [*PI_FL_FIGURES[name], f"pi_fl/{name}"]]
+    words = [word for file in files for word in ("--config", str(file))]
+    assert main(["fit", *words, f"--trainer.default_root_dir={tmp_path}", "--dry-run"]) == 0
+    assert "PIFL" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    if name == "figure2g":
+        words += [
+            "--config",
+            str(CONFIGS / "pi_fl/overrides/emnist_disjoint.yaml"),
+            "--trainer.callbacks.num_clusters=13",
+        ]
+    else:
+        words[1] = str(CONFIGS / "pi_fl/cifar10.yaml")
+    assert main(["fit", *words, "--data.source.root=elsewhere", "--trainer.max_rounds=500", "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["data"]["init_args"]["source"]["init_args"]["root"] == "elsewhere"
+    assert printed["data"]["init_args"]["num_clients"] == 100
+    assert printed["data"]["init_args"]["shift"] == (name == "figure3")
+    if name == "figure2g":
+        groups = printed["data"]["init_args"]["groups"]
+        assert sorted(label for group in groups for label in group) == list(range(10, 62)) and len(groups) == 13
+
+
 def test_pi_fl_on_cifar10_parses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--config", str(CONFIGS / "pi_fl/cifar10.yaml"), "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["data"]["class_path"].endswith("MixtureDataModule")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("clusters/digits", "algorithms/fedgroup"),
+        ("clusters/digits", "clusters/classes", "algorithms/fesemma"),
+        ("clusters/fesem_digits", "clusters/fesem/fesem_3"),
+    ],
+    ids="-".join,
+)
+def test_clusters_of_digits(files: tuple[str, ...], tmp_path: Path) -> None:
+    words = [word for name in files for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
+    words += [*small(tmp_path)[:4], "--trainer.local_epochs=1", "--trainer.evaluate_every=1"]
+    size = ["partitioner.num_clients=3", "max_train=150", "max_test=60"]
+    if "fesem_digits" not in files[0]:
+        size = ["num_clients=4", "source.max_train=160", "source.max_test=60"]
+    assert main(["fit", *words, *[f"--data.{option}" for option in size]]) == 0
+    (run,) = tmp_path.glob("*/version_0")
+    assert (run / "figures/clusters.png").exists()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("clusters/fesem/*.yaml")), ids=ids)
+def test_the_comparison_of_fesem_parses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "-c", str(CONFIGS / "clusters/fesem_emnist.yaml"), "-c", str(path), "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["participation"] == 9 and len(printed["trainer"]["callbacks"]) == 2
 
 
 def test_every_data_file_is_covered() -> None:
@@ -167,3 +222,15 @@ def test_files_say_what_they_are(path: Path) -> None:
 def read_results(run: Path) -> list[dict[str, object]]:
     results: list[dict[str, object]] = json.loads((run / "summary.json").read_text())["results"]
     return results
+
+
+def test_unseen_clients(tmp_path: Path) -> None:
+    assert main(["fit", "--config", str(CONFIGS / "unseen_clients.yaml"), *small(tmp_path)]) == 0
+    results = read_results(tmp_path / "unseen_clients/version_0")
+    unseen = [row for row in results if row["model"] == "unseen" and row["split"] == "test"]
+    assert {(row["checkpoint"], row["stage"]) for row in unseen} == {
+        ("latest", "G"),
+        ("latest", "L1"),
+        ("best_global", "G"),
+    }
+    assert all(len(row["per_client"]) == 1 for row in unseen)

@@ -21,6 +21,7 @@ GIVEN = {
     "FedMultimodal": {"encoders": {"x": ["body"]}},
     "Harmony": {"encoders": {"x": []}, "stage1": 1.0},
     "pFedKnow": {"head": "head", "threshold": 0.0},
+    "TIFF": {"monitor": "val_loss"},
 }
 """Options without which the toy module cannot be trained."""
 NAMES = [row.name for row in ALGORITHMS]
