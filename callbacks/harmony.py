@@ -217,7 +217,8 @@ class Harmony(Clusters):
         own = server.state[self.key]
         answers = {update.client: update for update in updates}
         biases = own["bias"] | {c: update.extras[self.key]["bias"] for c, update in answers.items()}
-        classifiers, clusters = dict(own["classifiers"]), {}
+        classifiers = dict(own["classifiers"])
+        clusters: dict[str, str] = {}
         sets: dict[tuple[str, ...], list[str]] = {}
         for client in server.clients:
             if client in biases:
