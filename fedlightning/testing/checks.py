@@ -189,7 +189,13 @@ def check_nan_client(algorithm: FederatedCallback, root: Path, **given: Any) -> 
             assert bad is None, f"{algorithm.key}, {label}: poisoned by another client's NaN at '{bad}'."
     if any(failure["client"] == "site1" and failure["round"] == 1 for failure in server_of(trainer).failures):
         with suppress(TooFewClientsError):
-            federate(copy.deepcopy(algorithm), ToyData(nan="site1"), root / "all", **{**given, "max_rounds": 1}, min_clients=4)
+            federate(
+                copy.deepcopy(algorithm),
+                ToyData(nan="site1"),
+                root / "all",
+                **{**given, "max_rounds": 1},
+                min_clients=4,
+            )
             raise AssertionError(f"{algorithm.key}: 'site1' failed, and min_clients=4 counts 4 of 4 clients.")
 
 

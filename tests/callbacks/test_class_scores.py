@@ -19,7 +19,10 @@ def test_scores_are_f1_by_class_and_0_without_samples():
 
     class Looks(FedAvg):
         def on_send(self, client, update):
-            found[client.id] = (class_scores(client, "net.3", "Looks"), {k: v.clone() for k, v in client.module.state_dict().items()})
+            found[client.id] = (
+                class_scores(client, "net.3", "Looks"),
+                {k: v.clone() for k, v in client.module.state_dict().items()},
+            )
 
     federate(Toy(lr=0.5), data, [Looks()], max_rounds=1, local_epochs=3)
     for client, (scores, state) in found.items():

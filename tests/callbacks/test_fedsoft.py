@@ -13,8 +13,8 @@ from fedlightning.callbacks import FedPer, FedProx, FedSoft, Local
 from fedlightning.callbacks.fedsoft import shares, weighted_sum
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
-from tests.callbacks.common import batches as batches_of
 from tests.callbacks.common import Breaks, Plain, descend, fixed_data, mean_state, start_of
+from tests.callbacks.common import batches as batches_of
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, differs, federate, quadratic_data, same, spied, toy_data
 
@@ -175,7 +175,6 @@ def test_drawn_clients_train_once_and_count_alike():
 def test_clients_are_drawn_by_their_weights():
     """Of two thirds of the data and one third, twice as many draws; a share of 0 is never drawn."""
 
-
     shares_of = {c: torch.tensor([v], dtype=torch.float64) for c, v in (("a", 1.0), ("b", 0.5), ("c", 0.0))}
     count = {"a": 0, "b": 0}
     for number in range(600):
@@ -283,9 +282,12 @@ def test_a_federation_by_hand(options):
         assert {c: shares.tolist() for c, shares in found.items()} == {c: pytest.approx(one) for c, one in u.items()}
         trained = {}
         for client in (message.client for message in messages if message.work != 0):
-            pull = lambda place, w, c=client: algorithm.lam * sum(  # noqa: E731
-                share * (w - list(centre.values())[place]) for share, centre in zip(u[c], centres.values(), strict=True)  # noqa: B023
-            )
+
+            def pull(place, w, shares=u[client], held=tuple(centres.values())):
+                return algorithm.lam * sum(
+                    share * (w - list(centre.values())[place]) for share, centre in zip(shares, held, strict=True)
+                )
+
             if client != "4":
                 state = own.get(client, module_state(start))
                 trained[client] = own[client] = Plain(state).trained(*data.tensors[client]["train"], pull)

@@ -20,7 +20,8 @@ from tests.helpers import federate, spied, toy_data
 CLOSE = 1e-6
 """Scores are numbers of single precision."""
 GENEROUS = {"num_clusters": 2, "importance": "matching", "threshold": 0.2, "tokens": 4.0}
-POOR = {"num_clusters": 3, "importance": "accuracy", "threshold": "mean", "tokens": 1.5, "price": 0.7, "eta": 1.0, "gamma": 1.0}  # fmt: skip
+POOR = {"num_clusters": 3, "importance": "accuracy", "threshold": "mean"}
+POOR |= {"tokens": 1.5, "price": 0.7, "eta": 1.0, "gamma": 1.0}
 
 
 class Replay:
@@ -138,6 +139,10 @@ def test_a_federation_by_hand(options):
         assert (row["refunded"], row["rewarded"]) == pytest.approx((refund, reward), abs=1e-9)
         assert row.get("contribution") == (None if worth is None else pytest.approx(worth, abs=1e-6))
     assert own["best"] == pytest.approx(replay.best, abs=1e-6)
+    for cluster, values in replay.worth.items():
+        assert own["taken_part"][cluster] == {client: len(some) for client, some in values.items()}
+        for client, some in values.items():
+            assert own["contribution"][cluster][client] == (pytest.approx(sum(some) / len(some), abs=1e-6), len(some))
     for cluster, state in replay.models.items():
         for name, value in state.items():
             torch.testing.assert_close(trainer.server.models[cluster][name], value, atol=1e-9, rtol=0)
@@ -156,7 +161,9 @@ def test_a_score_on_all_data_is_no_client_that_contributed():
 
 
 def test_optimizers_that_go_on_from_one_cluster_to_the_next_are_refused():
-    with pytest.raises(ValueError, match=r"PIFL lets a client train several clusters' models .* optimizer_state='reset'"):
+    with pytest.raises(
+        ValueError, match=r"PIFL lets a client train several clusters' models .* optimizer_state='reset'"
+    ):
         federate(start_of(Breaks), toy_data(), [PIFL(monitor="val_acc")], optimizer_state="keep")
     one = PIFL(num_clusters=1, monitor="val_acc")
     federate(start_of(Breaks), fixed_data([8, 8]), [one], optimizer_state="keep", max_rounds=1)
