@@ -27,7 +27,7 @@ from fedlightning.algorithm import (
     subtract,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import refuse_global_steps, refuse_parts_of_models
+from fedlightning.callbacks.shared.server_models import refuse_global_steps
 
 
 class CFL(Clusters):
@@ -72,6 +72,8 @@ class CFL(Clusters):
         (['a', 'c'], ['b'])
     """
 
+    no_newcomers = "finds a client's cluster by the updates of its training, and has none for one that never trained"
+
     def __init__(
         self,
         eps1: float = 0.8,
@@ -98,7 +100,6 @@ class CFL(Clusters):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
-        refuse_parts_of_models(self, setup)
         share = setup.participation
         if share < len(setup.clients) if isinstance(share, int) else share < 1.0:
             raise ValueError(
@@ -154,9 +155,16 @@ class CFL(Clusters):
         server.state[self.key] = {**own, "clusters": in_client_order(server, clusters), "parents": parents}
 
     def delta(self, server: Server, before: State, update: Update) -> State:
-        """Return what training has added to the trainable parameters."""
-        names = [name for name in server.trainable if name in update.state]
-        return subtract(select(update.state, names), select(before, names))
+        """Return what training has added to the trainable parameters that travel; 0 for those that were not sent.
+
+        Raises:
+            ValueError: If no parameter that trains travels.
+        """
+        travelling = set(server.returned_names())
+        old = select(before, [name for name in server.trainable if name in travelling])
+        if not old:
+            raise ValueError("CFL splits clusters by how the model moves, and no parameter that trains travels.")
+        return subtract({**old, **select(update.state, old)}, old)
 
     def norms(self, deltas: Mapping[str, State]) -> tuple[float, float]:
         """Return the norm of the mean, and the largest norm of a client's."""

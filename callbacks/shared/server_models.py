@@ -42,6 +42,10 @@ class ClientModels(FederatedCallback):
         ({}, {'a': {'w': tensor([1.])}, 'b': {'w': tensor([0.])}})
     """
 
+    no_newcomers = (
+        "makes a client's model out of what this client has sent before, and has none for one that never trained"
+    )
+
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on a global model, and those that send a part of a client's.
 

@@ -6,6 +6,7 @@ As in scikit-learn's estimator checks, the name of a check says the rule, and it
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import torch
 
 from fedlightning.federation.failures import TooFewClientsError
 from fedlightning.hooks import FederatedCallback
+from fedlightning.scoring.results import UNSEEN
 from fedlightning.tensors import entry_kinds, first_nonfinite, module_state
 from fedlightning.testing.runs import (
     StopAfter,
@@ -227,6 +229,30 @@ def check_identical_clients(algorithm: FederatedCallback, root: Path, **given: A
                     rtol=1e-5,
                     msg=f"{algorithm.key}: identical clients differ at '{name}'.",
                 )
+
+
+def check_unseen_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+    """Check that a client which is held out is never visited, changes nothing for the others, and is scored.
+
+    A method that has no model for it says so in `no_newcomers`, and gives it no scores.
+    """
+    again, settings = copy.deepcopy(algorithm), {"max_rounds": 2} | given | {"evaluate_every": 1}
+    with watching() as visits, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = federate(algorithm, ToyData(), root / "a", **settings, held_out=["site3"])
+        others = federate(again, ToyData(sizes=(12, 7, 10)), root / "b", **settings)
+    assert "site3" not in visits.records, f"{algorithm.key}: the held-out client was visited."
+    assert "site3" not in trainer.store, f"{algorithm.key}: the held-out client has left a record."
+    assert_same(trainer, others, f"{algorithm.key} depends on a client that is held out", rows=False)
+    unseen = [row for row in trainer.rows if row.model == UNSEEN]
+    rest = sorted(str(row) for row in trainer.rows if row.model != UNSEEN)
+    assert rest == sorted(map(str, others.rows)), f"{algorithm.key}: a held-out client changes the others' scores."
+    assert not server_of(trainer).failures, f"{algorithm.key}: {server_of(trainer).failures[0]['reason']}"
+    refused = any(callback.no_newcomers for callback in trainer.callbacks)
+    assert {row.client for row in unseen} == (set() if refused else {"site3"}), (
+        f"{algorithm.key}: the held-out client has {len(unseen)} scores, and no_newcomers is {algorithm.no_newcomers!r}."
+    )
+    assert all(math.isfinite(row.value) for row in unseen), f"{algorithm.key}: an unseen client's score is not finite."
 
 
 def check_one_client(algorithm: FederatedCallback, root: Path, **given: Any) -> None:

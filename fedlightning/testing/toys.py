@@ -135,6 +135,13 @@ class ToyData(FederatedDataModule):
         joined = TensorDataset(*(torch.cat([part.tensors[k] for part in parts]) for k in range(2)))
         return self._loader(joined, POOLED, split)
 
+    def public_dataloader(self) -> DataLoader[Any]:
+        """Return batches of 5 of ten public samples, which no client holds."""
+        draw = torch.Generator().manual_seed(1000)
+        x = torch.randn(10, FEATURES, generator=draw)
+        y = (x[:, 0] + 0.5 * x[:, 1] > 0).long() + (x[:, 2] > 0.5).long()
+        return DataLoader(TensorDataset(x, y), batch_size=self.batch_size)
+
     def num_samples(self, client: str, split: str = "train") -> int:
         """Return the number of samples of a client's split."""
         return len(self.data[client, split]) if (client, split) in self.data else 0

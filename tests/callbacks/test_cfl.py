@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.callbacks import CFL, FedAvg
+from fedlightning.callbacks import CFL, FedAvg, FedLP, Local
 from fedlightning.callbacks.cfl import cosines, flat
 from fedlightning.tensors import module_state
 from tests.callbacks.common import Plain, fixed_data, mean_state, start_of
@@ -158,6 +158,15 @@ def test_a_resumed_run_is_the_same(tmp_path):
 def test_partial_participation_is_refused(participation):
     with pytest.raises(ValueError, match=r"CFL splits a cluster by the updates of all.*participation=1.0"):
         federate(Toy(), toy_data(), [CFL()], participation=participation)
+
+
+def test_a_layer_that_was_not_sent_has_not_moved():
+    trainer, spy = spied(Toy(), toy_data(), [FedLP(0.4), CFL(eps1=9.0, eps2=0.0, gap=0.0)], max_rounds=3)
+    assert any(len(update.state) < 4 for update in spy.updates)
+    rows = flat({"a": CFL().delta(trainer.server, global_state(trainer), spy.updates[0])})
+    assert rows.shape == (1, sum(value.numel() for value in global_state(trainer).values()))
+    with pytest.raises(ValueError, match="CFL splits clusters by how the model moves, and no parameter that trains"):
+        federate(Toy(), toy_data(), [Local(), CFL()])
 
 
 @pytest.mark.parametrize("options", [{"eps1": -1.0}, {"gap": 1.0}, {"start_round": 0}])

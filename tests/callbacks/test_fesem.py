@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from fedlightning.callbacks import FedAvg, FedPer, FeSEM
+from fedlightning.callbacks import FedAvg, FedLP, FedPer, FeSEM
 from fedlightning.callbacks.fesem import first_groups, nearest
 from fedlightning.tensors import module_state
 from tests.callbacks.common import Breaks, Plain, fixed_data, mean_state, start_of
@@ -199,3 +199,15 @@ def test_a_federation_by_hand(options):
     assert set(where) == set("01235") and len(set(where.values())) > 1
     for j, centre in enumerate(centres, start=1):
         close(trainer.server.models[f"centre {j}"], centre, atol=1e-9, rtol=0)
+
+
+def test_a_layer_that_was_not_sent_keeps_out_of_the_mean():
+    module = Toy()
+    before = federate(module, toy_data(), [FedLP(0.4), FeSEM(1)], max_rounds=2).server.models["centre 1"]
+    trainer, spy = spied(module, toy_data(), [FedLP(0.4), FeSEM(1)], max_rounds=3)
+    sent = spy.of_round(2)
+    assert any(len(update.state) < len(before) for update in sent.values())
+    for name, value in before.items():
+        senders = [update.state[name].double() for update in sent.values() if name in update.state]
+        mean = sum(senders) / len(senders) if senders else value.double()
+        close({name: trainer.server.models["centre 1"][name]}, {name: mean}, atol=1e-7)

@@ -79,3 +79,37 @@ def test_clients_of_any_name_are_drawn_by_it(tmp_path):
         save(figure, tmp_path / "figures" / f"{number}.png")  # Matplotlib takes "$...$" for mathematics
     assert [text.get_text() for text in shown.axes[0].get_yticklabels()] == sorted(ODD)
     assert [text.get_text() for text in balances.legends[0].get_texts()] == ODD
+
+
+def rows(of, rounds=1):
+    return [
+        {"round": number, "client": client, "cluster": cluster, "share": share}
+        for number in range(1, rounds + 1)
+        for client, cluster, share in of
+    ]
+
+
+def labels(axis):
+    return [label.get_text() for label in axis.get_yticklabels()]
+
+
+def test_clients_and_clusters_stand_in_the_order_of_their_numbers():
+    figure = memberships_figure(rows([(c, "centre 2", 1.0) for c in ("10", "2", "1")] + [("0", "centre 10", 1.0)]))
+    assert labels(figure.axes[0]) == ["1", "2", "10", "0"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["centre 2", "centre 10"]
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 15])
+def test_rounds_are_whole_numbers(rounds):
+    entry = {"round": rounds, "client": "a", "paid": 1.0, "refunded": 0.0, "rewarded": 0.0}
+    for figure in (memberships_figure(rows([("a", "one", 1.0)], rounds)), ledger_figure([entry], {"a": 2.0})):
+        axis = figure.axes[0]
+        low, high = axis.get_xlim()
+        ticks = [tick for tick in axis.get_xticks() if low <= tick <= high]
+        assert ticks and all(tick == round(tick) for tick in ticks)
+
+
+def test_twenty_clients_have_twenty_colours():
+    entry = {"round": 1, "client": "0", "paid": 1.0, "refunded": 0.0, "rewarded": 0.0}
+    lines = ledger_figure([entry], {str(i): 2.0 for i in range(20)}).axes[0].lines
+    assert len({line.get_color() for line in lines}) == 20
