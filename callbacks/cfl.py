@@ -72,6 +72,8 @@ class CFL(Clusters):
         (['a', 'c'], ['b'])
     """
 
+    no_newcomers = "finds a client's cluster by the updates of its training, and has none for one that never trained"
+
     def __init__(
         self,
         eps1: float = 0.8,
@@ -189,6 +191,11 @@ class CFL(Clusters):
     def memberships(self, server: Server) -> dict[str, dict[str, float]]:
         """Return every client's cluster."""
         return {client: {self.cluster_of(server, client): 1.0} for client in server.clients}
+
+    def models_in_use(self, server: Server) -> list[str]:
+        """Return the keys of the clusters that were not split; the others' models are only remembered."""
+        split = set(server.state.get(self.key, {}).get("parents", {}).values())
+        return [key for key in server.models if key not in split]
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the client's own cluster's model."""

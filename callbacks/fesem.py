@@ -66,6 +66,8 @@ class FeSEM(Clusters):
         [0, 0, 1]
     """
 
+    no_newcomers = "finds a client's cluster by the model that it has trained, and has none for one that never trained"
+
     def __init__(
         self,
         num_clusters: int = 2,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import FederatedCallback, Server
+from fedlightning.algorithm import GLOBAL, FederatedCallback, Server
 
 COLUMNS = ("round", "client", "cluster", "share")
 """Columns of `clusters.csv`."""
@@ -28,6 +28,10 @@ class Clusters(FederatedCallback):
     def memberships(self, server: Server) -> Mapping[str, Mapping[str, float]]:
         """Return by client the share of each cluster that it belongs to; clients that are not known yet are left out."""
         raise NotImplementedError
+
+    def models_in_use(self, server: Server) -> list[str]:
+        """Return the keys in `server.models` of the clusters' models, whether or not they have members now."""
+        return [key for key in server.models if key != GLOBAL] or [GLOBAL]
 
     def on_round_end(self, server: Server) -> None:
         """Write `clusters.csv`."""
@@ -141,7 +145,7 @@ def memberships_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylabel("client")
     if len(clients) <= 40:
-        axis.set_yticks(range(len(clients)), clients, fontsize=7)
+        axis.set_yticks(range(len(clients)), clients, fontsize=7, parse_math=False)  # a client may be called "$x"
         axis.hlines(np.arange(1, len(clients)) - 0.5, 0.5, rounds + 0.5, color="white", lw=1)
     handles = [Patch(color=colours[cluster], label=cluster) for cluster in clusters[:12]]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 4), fontsize=8, frameon=False)
@@ -180,13 +184,18 @@ def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, floa
     colours = colormaps["tab10" if len(start) <= 10 else "tab20"]
     for number, (client, tokens) in enumerate(start.items()):
         balance = tokens + np.cumsum(change[client])
-        axis.plot(np.arange(rounds + 1), balance, lw=1, color=colours(number % colours.N), label=client)
+        axis.plot(np.arange(rounds + 1), balance, lw=1, color=colours(number % colours.N))
     axis.set_xlabel("round")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylabel("tokens")
     axis.grid(alpha=0.3)
     if len(start) <= 20:
-        figure.legend(loc="outside right upper", title="client", fontsize=7, frameon=False)
+        places = [
+            str(number) for number in range(len(start))
+        ]  # a label "_x" would be left out, "$x" read as mathematics
+        legend = figure.legend(axis.lines, places, loc="outside right upper", title="client", fontsize=7, frameon=False)
+        for text, client in zip(legend.get_texts(), start, strict=True):
+            text.set(parse_math=False, text=client)
     return figure
 
 

@@ -25,6 +25,9 @@ Stage = Literal["G", "L1", "L2"]
 POOLED: Final = "pooled"
 """Id of the virtual client that trains on the union of all clients' data (central baselines)."""
 
+NEWCOMER: Final = "newcomer"
+"""Tag of a job, and of its message, for a client that has taken no part in training: it is to get what it deploys."""
+
 WeightingName = Literal["samples", "uniform", "log"]
 """Weight of an update by its training samples n: n, 1 or log(1 + n)."""
 Weighting = WeightingName | Callable[["Server", Update], float]
@@ -147,6 +150,7 @@ class Setup:
         evaluate_every: Rounds between evaluations; 0: never.
         participation: Share (float) or number (int) of clients that take part in a round.
         has_pooled: Tells whether the union of the clients' data of a split can be had in one place.
+        has_public: Tells whether there are public data.
         warn: Warns the user of something that does not stop the run.
     """
 
@@ -167,4 +171,5 @@ class Setup:
     evaluate_every: int = 1
     participation: int | float = 1.0
     has_pooled: Callable[[str], bool] = lambda split: True
+    has_public: Callable[[], bool] = lambda: False
     warn: Callable[[str], None] = lambda text: None

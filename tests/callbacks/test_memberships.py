@@ -1,11 +1,84 @@
-"""Who belongs to which cluster: the table and its picture."""
+"""Who belongs to which cluster: the table, and pictures that show what it says."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+from types import SimpleNamespace
 
-from fedlightning.callbacks.shared.memberships import ledger_figure, memberships_figure
+import pytest
+from matplotlib import colormaps
+
+from fedlightning.callbacks.shared.memberships import (
+    COLUMNS,
+    draw_memberships,
+    in_client_order,
+    ledger_figure,
+    memberships_figure,
+    note_memberships,
+    read_memberships,
+    save,
+)
+
+ODD = ["a$\\b$", "_x", "ü, ü/é", "", 'q"1', "two\nlines"]
+
+
+def server(folder, number=0, clients=("a", "b")):
+    return SimpleNamespace(run_dir=folder, round=number, clients=list(clients))
+
+
+def test_rows_of_the_present_round_and_later_ones_are_written_anew(tmp_path):
+    for number, cluster in enumerate(["one", "two", "two"]):
+        note_memberships(server(tmp_path, number), {"a": {cluster: 0.7, "other": 0.3, "none": 0.0}})
+    note_memberships(server(tmp_path, 1), {"b": {"one": 1.0}})
+    rows = [tuple(row.values()) for row in read_memberships(tmp_path / "clusters.csv")]
+    assert rows == [(1, "a", "one", 0.7), (1, "a", "other", 0.3), (2, "b", "one", 1.0)]
+    assert (tmp_path / "clusters.csv").read_text().startswith(",".join(COLUMNS))
+
+
+def test_without_a_folder_nothing_is_written(tmp_path):
+    note_memberships(server(None), {"a": {"one": 1.0}})
+    draw_memberships(server(None))
+    draw_memberships(server(tmp_path))
+    assert not list(tmp_path.iterdir()) and read_memberships(tmp_path / "clusters.csv") == []
+
+
+def test_state_is_in_the_order_of_the_clients():
+    assert list(in_client_order(server(None, clients="abc"), {"c": 1, "x": 2, "a": 3})) == ["a", "c"]
+
+
+def test_the_picture_has_the_colour_of_the_largest_share():
+    rows = [
+        {"round": 1, "client": "a", "cluster": "one", "share": 0.25},
+        {"round": 1, "client": "a", "cluster": "two", "share": 0.75},
+        {"round": 2, "client": "b", "cluster": "one", "share": 1.0},
+    ]
+    axis = memberships_figure(rows).axes[0]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["b", "a"]  # cluster one first
+    image = axis.images[0].get_array()
+    one, two = (colormaps["tab10"](k)[:3] for k in (0, 1))
+    assert image.shape == (2, 2, 3)
+    assert tuple(image[0, 1]) == pytest.approx(one)
+    assert tuple(image[1, 0]) == pytest.approx(tuple(1 - 0.75 * (1 - c) for c in two))
+    assert (image[0, 0] == 1).all() and (image[1, 1] == 1).all()  # had not taken part
+
+
+def test_balances_add_up():
+    entry = {"client": "a", "paid": 1.0, "refunded": 0.25, "rewarded": 0.5}
+    lines = ledger_figure([entry | {"round": 1}, entry | {"round": 3}], {"a": 4.0, "b": 4.0}).axes[0].lines
+    assert lines[0].get_ydata().tolist() == [4.0, 3.75, 3.75, 3.5]
+    assert lines[1].get_ydata().tolist() == [4.0] * 4
+
+
+def test_clients_of_any_name_are_drawn_by_it(tmp_path):
+    note_memberships(server(tmp_path), {client: {"one": 1.0} for client in ODD})
+    rows = read_memberships(tmp_path / "clusters.csv")
+    assert [row["client"] for row in rows] == ODD
+    shown = memberships_figure(rows)
+    entries = [{"round": 1, "client": c, "paid": 1.0, "refunded": 0.0, "rewarded": 0.5} for c in ODD]
+    balances = ledger_figure(entries, dict.fromkeys(ODD, 2.0))
+    for number, figure in enumerate([shown, balances]):
+        save(figure, tmp_path / "figures" / f"{number}.png")  # Matplotlib takes "$...$" for mathematics
+    assert [text.get_text() for text in shown.axes[0].get_yticklabels()] == sorted(ODD)
+    assert [text.get_text() for text in balances.legends[0].get_texts()] == ODD
 
 
 def rows(of, rounds=1):
@@ -40,16 +113,3 @@ def test_twenty_clients_have_twenty_colours():
     entry = {"round": 1, "client": "0", "paid": 1.0, "refunded": 0.0, "rewarded": 0.0}
     lines = ledger_figure([entry], {str(i): 2.0 for i in range(20)}).axes[0].lines
     assert len({line.get_color() for line in lines}) == 20
-
-
-def test_the_strongest_cluster_colours_a_client_the_paler_the_smaller_its_share():
-    figure = memberships_figure(rows([("a", "one", 0.7), ("a", "two", 0.3), ("b", "one", 1.0)]))
-    image = np.asarray(figure.axes[0].images[0].get_array())
-    full = image[labels(figure.axes[0]).index("b"), 0]
-    np.testing.assert_allclose(image[0, 0], 1 - 0.7 * (1 - full))
-
-
-def test_balances_follow_the_entries():
-    entries = [{"round": r, "client": "a", "paid": 1.0, "refunded": 0.25, "rewarded": 0.5} for r in (1, 3)]
-    lines = ledger_figure(entries, {"a": 4.0, "b": 4.0}).axes[0].lines
-    assert [line.get_ydata().tolist() for line in lines] == [[4.0, 3.75, 3.75, 3.5], [4.0] * 4]
