@@ -145,6 +145,13 @@ def test_what_leaves_no_one_model_to_weigh_is_refused(other, match):
         federate(NormNet(), toy_data(), [MaxFL(), other])
 
 
+@pytest.mark.parametrize("given", [{"alone": 2}, {"participation": 2}])
+def test_moments_do_not_go_on_from_the_visit_alone(given):
+    options = {"optimizer_state": "keep", "participation": given.get("participation", 1.0)}
+    with pytest.raises(ValueError, match="train alone before it trains the global model"):
+        federate(Toy("adam"), toy_data(), [MaxFL(alone=given.get("alone"))], **options)
+
+
 def test_the_sum_of_updates_keeps_other_terms():
     module = Toy()
     a = federate(module, toy_data(), [MaxFL(), FedProx(0.0)], max_rounds=2)
