@@ -97,6 +97,13 @@ class MaxFL(FederatedCallback):
                 f"MaxFL compares losses that training_step returns, but {type(setup.template).__name__} optimizes manually. "
                 "Use automatic optimization."
             )
+        share = setup.participation
+        late = share < len(setup.clients) if isinstance(share, int) else share < 1.0
+        if setup.optimizer_state == "keep" and (late or self.alone is not None):
+            raise ValueError(
+                "MaxFL lets a client train alone before it trains the global model, and with optimizer_state='keep' the "
+                "moments and clocks of one would go on in the other. Use optimizer_state='reset'."
+            )
         for other in setup.callbacks:
             if other is not self and (other.merges or other.claims("reduce") or other.claims("on_reduced")):
                 why = "makes training start elsewhere than from w" if other.merges else "combines the updates otherwise"
