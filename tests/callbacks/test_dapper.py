@@ -181,7 +181,7 @@ def test_wrong_use():
             make()
     with pytest.raises(ValueError, match=r"the data module has none. Set public_fraction=0.1"):
         federate(Toy(), toy_data(SIZES), [Dapper()])
-    with pytest.raises(ValueError, match="no client has any. Set val_fraction"):
+    with pytest.raises(ValueError, match=r"no client has any\. Set val_fraction"):
         federate(Toy(), with_public(val=0), [Dapper()])
     with pytest.raises(ValueError, match="Manual optimizes manually"):
         federate(Manual(), with_public(), [Dapper()])
