@@ -10,7 +10,16 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, Update, WeightingName, renamed_arguments
+from fedlightning.algorithm import (
+    NEWCOMER,
+    Client,
+    FederatedCallback,
+    Setup,
+    Stage,
+    Update,
+    WeightingName,
+    renamed_arguments,
+)
 from fedlightning.callbacks.shared.wide import wide
 from fedlightning.wrappers import uses_forward
 
@@ -151,7 +160,9 @@ class APFL(FederatedCallback):
         return StackedMixtures(self, fit)
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
-        """Return `vbar`, with the `w` that the client's module holds at `stage`."""
+        """Return `vbar`, with the `w` that the client's module holds at `stage`; `w` where no `v` was ever trained for it."""
+        if client.message.tag == NEWCOMER and self.key not in client.state and not client.steps:
+            return client.copy_module()
         return self._mixture(client).deployed(client.copy_module())
 
     def _mixture(self, client: Client) -> ParameterMixture:

@@ -40,6 +40,8 @@ class FedLP(FederatedCallback):
         ['1.weight', '1.bias']
     """
 
+    sends_less = True
+
     def __init__(self, q: float | dict[str, float] = 0.7, weighting: WeightingName | None = None) -> None:
         for value in q.values() if isinstance(q, dict) else [q]:
             if not 0.0 <= value <= 1.0:

@@ -66,6 +66,8 @@ class FedProto(FederatedCallback):
         ([], {'prototypes': (-1, -1), 'classes': (-1,)})
     """
 
+    no_newcomers = "shares prototypes and no model, and has no model for a client that never trained"
+
     def __init__(
         self,
         lam: float = 1.0,

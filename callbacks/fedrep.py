@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fedlightning.algorithm import Client, Job, Phase, Server, WeightingName
+from fedlightning.algorithm import NEWCOMER, Client, Job, Phase, Server, WeightingName
 from fedlightning.callbacks.partial import FedPer, other_names, part_names
 
 FINAL = "head"
@@ -74,8 +74,11 @@ class FedRep(FedPer):
         return super().claims(role) and (role != "final_jobs" or (self.final_head and self.head_epochs > 0))
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
-        """Train the head first, then the body."""
+        """Train the head first, then the body; of a client that joins a fitted federation the head only, as in the paper."""
         head = part_names(client.module, self.personal, self.num_layers)
+        if client.message.tag == NEWCOMER and head:
+            yield Phase("head", tuple(head), unit="epochs", federated=False)
+            return
         if self.head_epochs and head:
             yield Phase("head", tuple(head), work=self.head_epochs, unit="epochs", federated=False)
         if client.message.tag != FINAL and self.body_epochs != 0:

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedlightning.algorithm import (
+    NEWCOMER,
     Client,
     GradientContext,
     Job,
@@ -30,6 +31,7 @@ from fedlightning.callbacks.shared.server_models import (
     check_starts,
     parameter_names,
     refuse_global_steps,
+    refuse_parts_of_models,
 )
 
 ESTIMATE = "estimate"
@@ -105,6 +107,7 @@ class FedSoft(Clusters):
             ValueError: If a callback changes one global model, or the module cannot be initialised anew.
         """
         refuse_global_steps(self, setup)
+        refuse_parts_of_models(self, setup)
         if self.num_clusters > 1:
             check_starts(self, setup, self.init)
         anchored = [other.key for other in setup.callbacks if other is not self and other.claims("correct_gradient")]
@@ -183,13 +186,16 @@ class FedSoft(Clusters):
         return {}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Send all centres for an estimate, else the point they pull to; the common start to those who need it."""
+        """Send all centres for an estimate, else the point they pull to; the common start to those who need it.
+
+        A client that takes no part in training gets the centres too.
+        """
         own = server.state.get(self.key, {})
         shared = list(message.state)
         if job.client in own.get("trained", ()):
             message.state = {}
         models = [server.models[centre] for centre in self.centres if centre in server.models]
-        if job.tag == ESTIMATE:
+        if job.tag in (ESTIMATE, NEWCOMER):
             states = {centre: select(model, shared) for centre, model in zip(self.centres, models, strict=True)}
             message.extras[self.key] = {"centres": states}
         elif job.work != 0 and job.client in own.get("shares", {}):
@@ -205,8 +211,15 @@ class FedSoft(Clusters):
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_receive(self, client: Client, message: Message) -> None:
-        """Go on from the client's own model. What was sent is no anchor: only the centres pull."""
-        message.state = {**message.state, **client.state.get(self.key, {}).get("model", {})}
+        """Go on from the client's own model. What was sent is no anchor: only the centres pull.
+
+        A client that takes no part in training has no model of its own: it uses the centre that fits most of its samples.
+        """
+        own = client.state.get(self.key, {}).get("model", {})
+        message.state = {**message.state, **own}
+        centres = list(message.extras.get(self.key, {}).get("centres", {}).values())
+        if centres and message.tag != ESTIMATE and not own:
+            message.state |= centres[int(self._shares(client, centres).argmax())]
         client.received = {}
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -221,11 +234,14 @@ class FedSoft(Clusters):
     def on_send(self, client: Client, update: Update) -> None:
         """Send the shares, or keep the trained model."""
         if client.message.tag == ESTIMATE:
-            centres = client.message.extras[self.key]["centres"]
-            losses = torch.stack([client.losses(state) for state in centres.values()])
-            update.extras[self.key] = {"shares": shares(losses, self.sigma)}
+            centres = list(client.message.extras[self.key]["centres"].values())
+            update.extras[self.key] = {"shares": self._shares(client, centres)}
         elif update.state:
             client.state[self.key] = {"model": dict(update.state)}
+
+    def _shares(self, client: Client, centres: list[State]) -> Tensor:
+        """Return `u`, `(centres,)`, for the client's training samples."""
+        return shares(torch.stack([client.losses(state) for state in centres]), self.sigma)
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the centre that has the largest share of a client's data; `None` for all, and before an estimate."""

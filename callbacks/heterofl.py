@@ -21,6 +21,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.algorithm import (
     GLOBAL,
+    NEWCOMER,
     POOLED,
     Client,
     FederatedCallback,
@@ -189,8 +190,9 @@ class HeteroFL(FederatedCallback):
         return head_path(module, next(iter(as_names(self.head)), None))
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
-        """Cut the client's slice out of the message's state."""
-        whole = job.tag == STATISTICS or job.client == POOLED
+        """Cut the client's slice out of the message's state; who takes no part in training and has no rate gets all."""
+        listed = isinstance(self.rates, dict) and job.client in self.rates
+        whole = job.tag == STATISTICS or job.client == POOLED or (job.tag == NEWCOMER and not listed)
         rate = 1.0 if whole else self.rate_of(server, job.client)
         message.extras[self.key] = {"rate": rate}
         message.state = take(message.state, self.slices(server.module, rate))

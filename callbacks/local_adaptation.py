@@ -8,7 +8,7 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import Client, Job, Message, Phase, Server, Setup, Stage, select
+from fedlightning.algorithm import NEWCOMER, Client, Job, Message, Phase, Server, Setup, Stage, select
 from fedlightning.callbacks.checkpoints import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
@@ -80,7 +80,7 @@ class AdaptsAtEnd(KeepsModel):
         """Send the selected global model to adaptation."""
         if job.work == 0 and server.round >= server.max_rounds:
             message.tag = ADAPTED
-        if job.tag == self.key and server.checkpoints:
+        if (job.tag == self.key or (job.tag == NEWCOMER and job.work != 0)) and server.checkpoints:
             selected = next(iter(server.checkpoints.values()))["model"]
             message.state = select(selected, message.state)
 
@@ -94,18 +94,19 @@ class AdaptsAtEnd(KeepsModel):
         yield Phase()
 
     def local_phases(self, client: Client) -> Iterable[Phase]:
-        """Train the method's own phases or, in a visit after the last round, adapt."""
-        if client.message.tag != self.key:
+        """Train the method's own phases or, in a visit after the last round and for a client that joins then, adapt."""
+        joins = client.message.tag == NEWCOMER
+        if client.message.tag != self.key and not joins:
             client.state.pop(self.key, None)  # a finished federation that goes on: what was adapted is out of date
             yield from self.federated_phases(client)
             return
         self.keep(client)
-        if self.epochs:
+        if self.epochs or joins:
             names = self.adapted_names(client.module)
             yield Phase(
                 "adapt",
                 None if names is None else tuple(names),
-                work=self.epochs,
+                work=None if joins else self.epochs,
                 unit="epochs",
                 lr_factor=self.lr_factor,
                 federated=False,

@@ -175,6 +175,7 @@ class Local(FederatedCallback):
     """
 
     optimizer_state = "keep"
+    no_newcomers = "trains each client alone, and has no model for one that never trained"
 
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on a model that travels.

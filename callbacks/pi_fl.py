@@ -36,7 +36,13 @@ from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Step
 from fedlightning.callbacks.shared.class_scores import class_scores
 from fedlightning.callbacks.shared.memberships import cluster_module, in_client_order, ledger_figure, save
 from fedlightning.callbacks.shared.representations import head_path
-from fedlightning.callbacks.shared.server_models import another_start, check_starts, combine, refuse_global_steps
+from fedlightning.callbacks.shared.server_models import (
+    another_start,
+    check_starts,
+    combine,
+    refuse_global_steps,
+    refuse_parts_of_models,
+)
 from fedlightning.callbacks.shared.tokens import CLOSE, Ledger, write_ledger
 
 BID = "bid"
@@ -105,6 +111,7 @@ class PIFL(PIFLRound):
         [0, 1]
     """
 
+    rank = -1  # the personal model is made before others work on it
     infinite_arguments = ("gamma",)
 
     def __init__(
@@ -170,6 +177,7 @@ class PIFL(PIFLRound):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
+        refuse_parts_of_models(self, setup)
         if self.num_clusters > 1 and not self.pretrain_rounds and self.init != 0:
             check_starts(self, setup, self.init)
         scores = self.ledger or (self.incentive and self.utility != "gradient") or self.pretrain_rounds > 0
@@ -182,6 +190,11 @@ class PIFL(PIFLRound):
             raise ValueError(
                 f"{self.key} has {self.pretrain_rounds} rounds of pre-training and there are {setup.max_rounds} in all: "
                 "no cluster would ever train. Use pretrain_rounds below max_rounds."
+            )
+        if self.num_clusters > 1 and setup.optimizer_state == "keep":
+            raise ValueError(
+                f"{self.key} lets a client train several clusters' models in one round, and with optimizer_state='keep' the "
+                "moments and clocks of one would go on in the next. Use optimizer_state='reset'."
             )
 
     def wire(self, module: nn.Module) -> Wire:

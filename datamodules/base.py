@@ -385,12 +385,12 @@ def in_order(clients: Iterable[str]) -> list[str]:
 
     Example:
         >>> from fedlightning.datamodules.base import in_order
-        >>> in_order(["site10", "b", "site9", "3", "21"])
-        ['3', '21', 'b', 'site9', 'site10']
+        >>> in_order(["site10", "b", "site9", "3", "21", "a²"])
+        ['3', '21', 'a²', 'b', 'site9', 'site10']
     """
 
     def key(client: str) -> list[tuple[bool, int, str]]:
         parts = [part for part in re.split(r"(\d+)", client) if part]
-        return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+        return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
     return sorted(clients, key=key)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
@@ -55,6 +56,7 @@ class LoaderDataModule(FederatedDataModule):
             }
             for split, given in zip(SPLITS, (train, val, test), strict=True)
         }
+        self._clients = list(self._loaders["train"])
         self._unions: dict[str, Any] = {}
         _warn_of_generators(self._loaders["train"])
         if not self._loaders["train"]:
@@ -69,7 +71,7 @@ class LoaderDataModule(FederatedDataModule):
     @property
     def client_ids(self) -> list[str]:
         """The keys of the training loaders."""
-        return list(self._loaders["train"])
+        return list(self._clients)
 
     def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
         """Return the loader that was given, or `None`. One with persistent workers is made anew, with new workers."""
@@ -87,31 +89,60 @@ class LoaderDataModule(FederatedDataModule):
         if not loaders:
             return None
         if split not in self._unions:
-            datasets = [loader.dataset for loader in loaders]
-            streams = [isinstance(dataset, IterableDataset) for dataset in datasets]
-            if any(streams) and not all(streams):
-                raise ValueError(
-                    f"Some of the clients' {split} loaders read an IterableDataset and others do not, so they have no "
-                    "union. Make all of them map-style datasets, or do without pooled data."
-                )
-            self._unions[split] = ChainDataset(datasets) if any(streams) else ConcatDataset(datasets)
-        union = self._unions[split]
-        first = loaders[0]
-        if isinstance(union, IterableDataset):
-            return DataLoader(union, batch_size=first.batch_size or 1, collate_fn=first.collate_fn)
-        sampler = AddressedSampler(len(union), "pooled", shuffle=split == "train")
-        return DataLoader(
-            union,
-            batch_size=first.batch_size or 1,
-            sampler=sampler,
-            collate_fn=first.collate_fn,
-            generator=sampler.generator,
-        )
+            self._unions[split] = union_of(loaders, split)
+        return union_loader(self._unions[split], loaders[0], split)
+
+    def without(self, clients: Collection[str]) -> LoaderDataModule:
+        """Return the same data without some clients; asked by name, it still gives those clients' loaders."""
+        few = copy.copy(self)
+        few._clients = [client for client in self._clients if client not in clients]
+        few._unions = {}
+        return few
 
     def num_samples(self, client: str, split: str = "train") -> int:
         """Return the length of the client's dataset."""
         loader = self._loaders[split].get(client)
         return 0 if loader is None else len(loader.dataset)
+
+
+def union_of(loaders: Sequence[DataLoader[Any]], split: str) -> Any:
+    """Return the union of the datasets that loaders read.
+
+    Args:
+        loaders: One loader for each client.
+        split: Their split, for messages.
+
+    Raises:
+        ValueError: If some datasets are streams and others are not.
+    """
+    datasets = [loader.dataset for loader in loaders]
+    streams = [isinstance(dataset, IterableDataset) for dataset in datasets]
+    if any(streams) and not all(streams):
+        raise ValueError(
+            f"Some of the clients' {split} loaders read an IterableDataset and others do not, so they have no "
+            "union. Make all of them map-style datasets, or do without pooled data."
+        )
+    return ChainDataset(datasets) if any(streams) else ConcatDataset(datasets)
+
+
+def union_loader(union: Any, first: DataLoader[Any], split: str) -> DataLoader[Any]:
+    """Return a loader over a union of datasets.
+
+    Args:
+        union: The union.
+        first: The first client's loader, whose batch size and collate function it has.
+        split: The split; training batches are shuffled.
+    """
+    if isinstance(union, IterableDataset):
+        return DataLoader(union, batch_size=first.batch_size or 1, collate_fn=first.collate_fn)
+    sampler = AddressedSampler(len(union), "pooled", shuffle=split == "train")
+    return DataLoader(
+        union,
+        batch_size=first.batch_size or 1,
+        sampler=sampler,
+        collate_fn=first.collate_fn,
+        generator=sampler.generator,
+    )
 
 
 def _checked(loader: Any, client: str, split: str) -> Any:

@@ -13,6 +13,7 @@ from fedlightning.compat.renamed import renamed_arguments
 from fedlightning.errors import warn
 from fedlightning.federation.server import Server
 from fedlightning.hooks import (
+    NEWCOMER,
     POOLED,
     WEIGHTINGS,
     FederatedCallback,
@@ -68,6 +69,7 @@ __all__ = [
     "GradientContext",
     "Stage",
     "GLOBAL",
+    "NEWCOMER",
     "POOLED",
     "WEIGHTINGS",
     "Weighting",

@@ -87,7 +87,7 @@ def _interrupted() -> int:
 
 
 def _find(command: str) -> Callable[[list[str]], int]:
-    if command in ("fit", "validate", "test", "predict", "partition"):
+    if command in ("fit", "validate", "test", "predict", "onboard", "partition"):
         from fedlightning.commands.run import run
 
         return lambda rest: run(command, rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -17,19 +18,26 @@ from torch import Tensor
 from fedlightning import arguments
 from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.compat.quiet import quiet
+from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.engines import make_engine
+from fedlightning.errors import ConfigurationError
 from fedlightning.federation.federation import Federation
+from fedlightning.federation.onboarding import Onboarding, blueprint_of_visits
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module
 from fedlightning.federation.store import ClientStore
+from fedlightning.federation.unseen import refusal
 from fedlightning.hooks import CallbackList
 from fedlightning.run.checkpoints import Exporter
 from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
-from fedlightning.scoring.results import Row, summarise
+from fedlightning.scoring.results import UNSEEN, Row, summarise
 from fedlightning.scoring.table import print_results
 from fedlightning.scoring.tasks import LOCAL
+from fedlightning.seeding import preserved
+from fedlightning.visit.runner import LocalRunner
 
 
 @dataclass
@@ -196,6 +204,77 @@ class Fitted:
             federation.summarise(self.arguments)
         return summarise(rows)
 
+    def onboard(
+        self,
+        newcomers: FederatedDataModule | None = None,
+        clients: Sequence[str | int] | None = None,
+        *,
+        epochs: int = 1,
+        model: LightningModule | None = None,
+        datamodule: LightningDataModule | None = None,
+        run: str | Path | None = None,
+        verbose: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Let new clients join the fitted federation: score them as unseen clients, fine-tune each, score them again.
+
+        Each new client makes one visit as the method's clients do, on its own training data, and sends nothing back: the
+        federation stays as it is. The run's folder gets `onboarding.csv`, `onboarding.json` and `checkpoints/newcomers/`,
+        in the place of those of an earlier call; no other file changes. `docs/newcomers.md` says what each method does.
+
+        Args:
+            newcomers: Federated data with the new clients; those in it that have trained are left aside. Default: the
+                clients that `held_out` kept out of training.
+            clients: Ids of the new clients, where it is not all of them.
+            epochs: Epochs of each client's visit; 0: they are scored only.
+            model: The module that the run was started with; needed with `run`.
+            datamodule: The data that it was started with; needed with `run`.
+            run: Folder of a run, finished or interrupted, to restore first.
+            verbose: Print the table.
+
+        Returns:
+            Rows as in `summary.json`, all of the model `"unseen"`: checkpoint `"latest"` before the visit (stages G and
+            L1), checkpoint `"onboarded"` after it (L2: as trained; L1: after one more message of the server).
+
+        Raises:
+            ConfigurationError: If there is no new client, or the method has no model for one.
+        """
+        if run is not None:
+            if model is None or datamodule is None:
+                raise ConfigurationError(
+                    "To onboard clients into a run from its folder, give the model and the datamodule that it was started "
+                    "with: onboard(newcomers, model=..., datamodule=..., run=...)."
+                )
+            self.restore(model, datamodule, run)
+        federation, folder = self._fitted(), self.recorder.run
+        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
+            raise ConfigurationError(f"epochs={epochs!r} must be a whole number; 0 scores the new clients only.")
+        data = federation.engine.runner.data if newcomers is None else arguments.new_clients_data(newcomers)
+        chosen = arguments.new_clients(data, newcomers is None, federation.server, clients)
+        server = copy.copy(federation.server)
+        server.held_out, server.failures = chosen, []
+        why = refusal(server)
+        if why is not None:
+            raise ConfigurationError(f"{why} It cannot be onboarded.")
+        runner = LocalRunner(blueprint_of_visits(server.blueprint, epochs), data)
+        engine = make_engine(
+            self.arguments["engine"],
+            runner,
+            ClientStore(),
+            self.arguments["workers"],
+            self.arguments["clients_per_stack"],
+        )
+        onboarding = Onboarding(server, engine, epochs)
+        with nullcontext() if folder is None else only_writer(folder.path), closing(engine), preserved():
+            onboarding.run()
+            if folder is not None and is_writer():
+                onboarding.write(folder.path)
+        results = summarise(onboarding.rows)
+        if verbose and is_writer():
+            for split in ("val", "test"):
+                if any(row["split"] == split for row in results):
+                    print_results(results, split)
+        return results
+
     def predict(
         self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
     ) -> list[Any] | None:
@@ -226,7 +305,8 @@ class Fitted:
 
     def client(self, client: str | int) -> ClientView:
         """Return the client as it stands: the module it would deploy now (stage L1) and its training samples."""
-        return ClientView(str(client), self.module(str(client)), self._fitted().server.num_samples[str(client)])
+        data = self._fitted().engine.runner.data
+        return ClientView(str(client), self.module(str(client)), data.num_samples(str(client)))
 
     def module(self, client: str | None = None, checkpoint: str = "latest") -> LightningModule:
         """Return a copy of the global model (`client=None`) or of the model that `client` deploys."""
@@ -285,7 +365,7 @@ class Fitted:
         since = max(self.rounds_done - max(self.federation.evaluate_every, 1) + 1, 0)
         found: dict[str, dict[tuple[int, int], list[float]]] = {}
         for row in self.rows:
-            if row.round >= since and row.checkpoint == "latest" and row.data == LOCAL:
+            if row.round >= since and row.checkpoint == "latest" and row.data == LOCAL and row.model != UNSEEN:
                 place = (row.round, ("L2", "G", "L1").index(row.stage))
                 found.setdefault(row.metric, {}).setdefault(place, []).append(row.value)
         return {metric: torch.tensor(places[max(places)]).mean() for metric, places in found.items()}

@@ -23,9 +23,10 @@ from fedlightning.blueprint.trainer_arguments import check_devices
 from fedlightning.blueprint.warm_start import warm_started
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.held_out import without
 from fedlightning.engines import make_engine
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.dry_run import SMALL, FewClients, distinct_clients, rehearse
+from fedlightning.federation.dry_run import SMALL, UNSEEN_CLIENTS, FewClients, distinct_clients, rehearse
 from fedlightning.federation.dry_run_report import DryRun
 from fedlightning.federation.federation import Federation
 from fedlightning.federation.server import Server
@@ -53,7 +54,10 @@ class FederatedTrainer(Fitted):
         local_epochs: Epochs a participant trains per round (default 1); or
         local_steps: Optimizer steps a participant trains per round.
         participation: Share (float in (0, 1]) or number (int) of clients that take part in a round, drawn uniformly.
-        seed: Addresses all randomness of the run: initial wrapping, batches, dropout, participation.
+        held_out: Clients that take no part in training and are scored as unseen clients, whenever the others are: a share
+            (float in [0, 1)), a number (int), or a list of their ids. Shares and numbers are drawn with the seed. Their
+            scores are rows of their own (model `"unseen"`), in no mean of the others. Default: none.
+        seed: Addresses all randomness of the run: initial wrapping, batches, dropout, participation, held-out clients.
         optimizer_state: "reset": every visit makes its optimizers and schedulers anew, and the module's clocks count
             within the visit; "keep": they go on with the horizon `max_rounds * local_epochs`. Default: "reset", unless an
             algorithm asks for the other.
@@ -158,6 +162,7 @@ class FederatedTrainer(Fitted):
         local_epochs: int | None = None,
         local_steps: int | None = None,
         participation: int | float = 1.0,
+        held_out: int | float | list[str | int] | None = None,
         seed: int = 0,
         optimizer_state: Literal["reset", "keep"] | None = None,
         lr_decay: float = 1.0,
@@ -353,8 +358,10 @@ class FederatedTrainer(Fitted):
             with closing(whole.engine):
                 whole.check()
                 steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
-                few = FewClients(data, distinct_clients(data))
-                small = self._copy(SMALL | steps)._assemble(model, few, None)
+                server, trained = whole.server, whole.engine.runner.data
+                unseen = server.held_out[:UNSEEN_CLIENTS]
+                few = FewClients(data, [*distinct_clients(trained), *unseen])
+                small = self._copy(SMALL | steps | {"held_out": unseen})._assemble(model, few, None)
                 return rehearse(whole, small, self.max_rounds)
 
     def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
@@ -408,6 +415,8 @@ class FederatedTrainer(Fitted):
             data.prepare_data()
             data.setup("fit" if go_on else "test")
         arguments.check_clients(data)
+        held_out = arguments.held_out_clients(a["held_out"], data, a["seed"])
+        data = without(data, held_out)
         arguments.check_folder(Path.cwd() if run is None else run.path)
         settings = LocalSettings(
             seed=a["seed"],
@@ -435,6 +444,7 @@ class FederatedTrainer(Fitted):
             participation=a["participation"],
             float_buffers=a["float_buffers"],
             run_dir=run.path if run is not None and is_writer() else None,
+            held_out=held_out,
         )
         engine = make_engine(a["engine"], runner, store, a["workers"], a["clients_per_stack"])
         engine.attempts.policy = arguments.failure_policy(a)
@@ -451,7 +461,9 @@ class FederatedTrainer(Fitted):
             evaluate_every=a["evaluate_every"],
             save_every=a["save_state"],
             sanity_check=bool(a["sanity_check"]),
-            fingerprint=lambda: fingerprint(a, self.callbacks.callbacks, self.ordinary_callbacks, model, data),
+            fingerprint=lambda: fingerprint(
+                a, self.callbacks.callbacks, self.ordinary_callbacks, model, data, held_out
+            ),
         )
         return self.federation
 

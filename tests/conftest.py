@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import ipaddress
 import logging
 import random
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -98,3 +99,15 @@ def _no_network() -> Iterator[None]:
         patch.setattr(socket.socket, "connect_ex", guarded_connect_ex)
         patch.setattr(socket, "getaddrinfo", guarded_getaddrinfo)
         yield
+
+
+@pytest.fixture
+def usual_signals():
+    """Signals as in a terminal: under nohup, or in the background of a script, some are ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

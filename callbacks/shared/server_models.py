@@ -42,13 +42,18 @@ class ClientModels(FederatedCallback):
         ({}, {'a': {'w': tensor([1.])}, 'b': {'w': tensor([0.])}})
     """
 
+    no_newcomers = (
+        "makes a client's model out of what this client has sent before, and has none for one that never trained"
+    )
+
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a global model.
+        """Refuse callbacks that work on a global model, and those that send a part of a client's.
 
         Raises:
-            ValueError: If a callback changes one global model between rounds.
+            ValueError: If a callback changes one global model between rounds, or leaves entries out.
         """
         refuse_global_steps(self, setup)
+        refuse_parts_of_models(self, setup)
 
     def models(self, server: Server) -> dict[str, State]:
         """Return each client's last model, in client order."""
@@ -83,6 +88,21 @@ def refuse_global_steps(callback: FederatedCallback, setup: Setup) -> None:
             raise ValueError(
                 f"{other.key} works on the one model that the clients' mean gives, but {name} keeps several "
                 f"models on the server. Remove {other.key} or {name}."
+            )
+
+
+def refuse_parts_of_models(callback: FederatedCallback, setup: Setup) -> None:
+    """Refuse callbacks that send a part of a client's model, beside one that compares or mixes whole ones.
+
+    Raises:
+        ValueError: If there is one. The sentence names the two callbacks.
+    """
+    name = type(callback).__name__
+    for other in setup.callbacks:
+        if other.sends_less:
+            raise ValueError(
+                f"{name} compares what clients send as a whole, and {other.key} leaves entries out. Remove {other.key} or "
+                f"{name}."
             )
 
 

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from fedlightning.arguments.inputs import check_clients, check_model, check_prediction_data, federated_data
+from fedlightning.arguments.inputs import (
+    check_clients,
+    check_model,
+    check_prediction_data,
+    federated_data,
+    held_out_clients,
+    new_clients,
+    new_clients_data,
+)
 from fedlightning.arguments.local import check_keeping, local_trainer, logged_clients, loggers, ordinary_callbacks
 from fedlightning.arguments.values import REPLACED, check, check_folder, failure_policy, parse_time
 
@@ -16,9 +24,12 @@ __all__ = [
     "check_prediction_data",
     "failure_policy",
     "federated_data",
+    "held_out_clients",
     "local_trainer",
     "logged_clients",
     "loggers",
+    "new_clients",
+    "new_clients_data",
     "ordinary_callbacks",
     "parse_time",
 ]

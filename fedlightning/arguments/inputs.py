@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -14,13 +14,15 @@ from torch.utils.data import Dataset
 
 from fedlightning.blueprint.module_check import check_module
 from fedlightning.compat.pytorch_lightning import adapt
-from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.compat.quiet import quiet
+from fedlightning.datamodules.base import FederatedDataModule, in_order
+from fedlightning.datamodules.held_out import draw_held_out
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import POOLED
 
 if TYPE_CHECKING:
-    pass
+    from fedlightning.federation.server import Server
 
 
 def check_model(model: Any) -> LightningModule:
@@ -177,3 +179,89 @@ def check_clients(data: FederatedDataModule) -> None:
         ConfigurationError: Naming the client.
     """
     _check_ids(type(data).__name__, data.client_ids)
+
+
+def held_out_clients(given: Any, data: FederatedDataModule, seed: int) -> list[str]:
+    """Return the clients that are kept out of training.
+
+    Args:
+        given: The argument `held_out`, checked by :func:`fedlightning.arguments.values.check_held_out`.
+        data: The data, set up.
+        seed: Seed of the run.
+
+    Raises:
+        ConfigurationError: For an id that is no client, or where nobody would train.
+    """
+    clients = in_order(data.client_ids)
+    if isinstance(given, list | tuple):
+        chosen = in_order({str(client) for client in given})
+        unknown = [client for client in chosen if client not in clients]
+        if unknown:
+            raise ConfigurationError(
+                f"held_out has client '{unknown[0]}', which the data do not have. The clients are "
+                f"{', '.join(clients[:20])}{', ...' if len(clients) > 20 else ''}."
+            )
+    else:
+        chosen = [] if given is None else draw_held_out(clients, given, seed)
+    if chosen and len(chosen) == len(clients):
+        raise ConfigurationError(
+            f"held_out={given!r} keeps all {len(clients)} clients out of training. Leave at least one to train."
+        )
+    return chosen
+
+
+def new_clients_data(newcomers: Any) -> FederatedDataModule:
+    """Return the data of new clients, set up.
+
+    Raises:
+        ConfigurationError: If it does not know clients.
+    """
+    data = federated_data(newcomers, None, None, None)
+    with quiet():
+        data.prepare_data()
+        data.setup("fit")
+    check_clients(data)
+    return data
+
+
+def new_clients(data: FederatedDataModule, own: bool, server: Server, named: Sequence[str | int] | None) -> list[str]:
+    """Return the clients that join a fitted federation.
+
+    Args:
+        data: The data that hold them.
+        own: Whether these are the federation's own data: then they are the held-out clients.
+        server: Knows who has trained.
+        named: Ids that the user named; `None`: all new ones.
+
+    Raises:
+        ConfigurationError: If there is none, or one that is named is not there or has trained.
+    """
+    there = list(server.held_out) if own else in_order(data.client_ids)
+    new = [client for client in there if client not in server.clients]
+    if named is None:
+        if not new:
+            raise ConfigurationError(
+                "There is no new client: "
+                + (
+                    "this run held none out. Give their data: onboard(newcomers=...)."
+                    if own
+                    else f"{', '.join(there[:5])} have names of clients that trained. Give the new ones other names."
+                )
+            )
+        return new
+    if isinstance(named, str) or not isinstance(named, Sequence):
+        raise ConfigurationError(f"clients={named!r} must be a list of clients' ids.")
+    chosen = in_order({str(client) for client in named})
+    for client in chosen:
+        if client in server.clients:
+            raise ConfigurationError(
+                f"Client '{client}' has trained in this federation, so it cannot join it. Name clients that are new: "
+                f"{', '.join(new[:10]) or 'there are none'}."
+            )
+        if client not in new:
+            raise ConfigurationError(
+                f"There is no new client '{client}'. New clients: {', '.join(new[:10]) or 'none'}."
+            )
+    if not chosen:
+        raise ConfigurationError("clients=[] names no client to onboard. Leave it out for all new ones.")
+    return chosen

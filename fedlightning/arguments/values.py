@@ -66,6 +66,7 @@ def check(given: Mapping[str, Any]) -> None:
         if not isinstance(given[name], int) or isinstance(given[name], bool) or given[name] < 0:
             raise ConfigurationError(f"{name}={given[name]!r} must be a whole number; 0 switches it off.")
     _check_kinds(given)
+    check_held_out(given["held_out"])
     memory = given["client_memory_gb"]
     known_type = isinstance(memory, int | float) and not isinstance(memory, bool)
     if memory is not None and not (known_type and 0 <= memory < math.inf):
@@ -105,6 +106,28 @@ def check(given: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{name} holds {unknown[0]!r}. Known: {list(known)}.")
     check_forwarded(given)
     check_callbacks(given)
+
+
+def check_held_out(held_out: Any) -> None:
+    """Refuse what names no clients.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    rule = "a share in [0, 1) (a float), a number of clients (an int), or a list of clients' ids"
+    if held_out is None:
+        return
+    if isinstance(held_out, list | tuple):
+        wrong = [one for one in held_out if isinstance(one, bool) or not isinstance(one, str | int)]
+        if wrong:
+            raise ConfigurationError(f"held_out holds {wrong[0]!r}, which is no id of a client.")
+        twice = [one for one in held_out if [str(other) for other in held_out].count(str(one)) > 1]
+        if twice:
+            raise ConfigurationError(f"held_out names client '{twice[0]}' twice. Name it once.")
+        return
+    number = isinstance(held_out, int | float) and not isinstance(held_out, bool)
+    if not number or not held_out >= 0 or (isinstance(held_out, float) and held_out >= 1.0):
+        raise ConfigurationError(f"held_out={held_out!r} must be {rule}.")
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ COMMANDS = {
     "validate": "Score a finished or interrupted run on validation data.",
     "test": "Score a finished or interrupted run on test data.",
     "predict": "Write the predictions of a client's model, or of the global model, on test data.",
+    "onboard": "Let new clients join a finished run: score them, fine-tune each, score them again.",
     "compare": "Train several methods over several seeds, add baselines, write a report.",
     "sweep": "Search for the best values of options on validation data.",
     "report": "Compare finished runs: tables, figures and one HTML page.",

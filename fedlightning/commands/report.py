@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -139,8 +140,31 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
         "clients.",
         highlight=False,
     )
+    show_unseen(study.unseen(), screen)
     for text in dict.fromkeys(problem.text for problem in study.problems):
         screen.print(f"  ! {text}", markup=False, highlight=False)
+
+
+def show_unseen(lines: Sequence[Mapping[str, Any]], screen: Console) -> None:
+    """Print the scores of clients that took no part in training, if there are any.
+
+    Args:
+        lines: Lines of :func:`fedlightning.study.unseen.unseen`.
+        screen: Terminal to print to.
+    """
+    if not lines:
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold", min_width=12)
+    for column in ("unseen clients", "worst", "global model", "minus trained"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for line in lines:
+        cells = (line["mean"], line["ci95"]), (line["worst"],), (line["global"],), (line["gap"], line["gap_ci95"], "+")
+        table.add_row(escape(line["method"]), *(_cell(*cell) for cell in cells))
+    screen.print("\nHeld-out clients, which took no part in training, on their own test data", highlight=False)
+    screen.print(table)
+    for text in dict.fromkeys(line["refused"] for line in lines if line["refused"]):
+        screen.print(f"  - {text}", markup=False, highlight=False)
 
 
 def _cell(value: float | None, interval: Sequence[float] | None = None, sign: str = "") -> str:

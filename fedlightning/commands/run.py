@@ -158,6 +158,37 @@ class Commands(FederatedCLI):
         shape = f" of shape {tuple(batches.shape)}" if isinstance(batches, torch.Tensor) else ""
         console().print(f"Predictions{shape}: {out}", soft_wrap=True, highlight=False)
 
+    def onboard(
+        self,
+        run: str,
+        newcomers: str | None = None,
+        clients: list[str] | None = None,
+        epochs: int = 1,
+        trust_old_state: bool = False,
+    ) -> None:
+        """Let new clients join a finished or interrupted run: score them, fine-tune each on its own data, score them again.
+
+        Nothing of the run changes. Its folder gets onboarding.csv, onboarding.json and checkpoints/newcomers.
+
+        Args:
+            run: Folder of the run, or the folder with its versions (then the newest one).
+            newcomers: YAML file whose `data` section has the new clients, under names that the run's clients do not have;
+                default: the clients that held_out kept out of training.
+            clients: Names of the new clients, as [a, b]; default: all that are new.
+            epochs: Epochs of fine-tuning of each; 0: score them only.
+            trust_old_state: As for fit.
+        """
+        folder = find_run(run)
+        data = None
+        if newcomers is not None:
+            if not Path(newcomers).is_file():
+                raise InputError(f"newcomers={newcomers!r} is no YAML file with a data section.")
+            data = PartitionCommand("partition", ["--config", newcomers]).datamodule
+        self.trainer.restore(self.model, self.datamodule, folder, trust_old_state)
+        self.trainer.onboard(data, clients, epochs=epochs)
+        if is_writer():
+            console().print(f"\nOnboarding: {shown(folder / 'onboarding.json')}", soft_wrap=True, highlight=False)
+
     def _with_path(self, error: Exception) -> Exception:
         """Return an error about an argument of the trainer with the full path of its key; others as they are."""
         named = isinstance(error, ConfigurationError) and str(error).partition("=")[0] in self.trainer.arguments

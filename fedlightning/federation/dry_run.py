@@ -34,6 +34,8 @@ SEVERAL = 6
 """Batches of these visits."""
 MOST = 24
 """Clients that are tried at most."""
+UNSEEN_CLIENTS = 2
+"""Held-out clients that are scored at most."""
 SMALL: dict[str, Any] = {
     "participation": 1.0,
     "engine": "sequential",
@@ -186,14 +188,15 @@ def rehearse(whole: Federation, small: Federation, rounds: int) -> DryRun:
 def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
     server, runner = whole.server, whole.engine.runner
     settings, data, module = runner.settings, runner.data, server.module
-    tried = set(small.server.clients)
+    tried = {*small.server.clients, *small.server.held_out}
     clients = []
     for client in server.clients:
         train, val, test = (data.num_samples(client, split) for split in ("train", "val", "test"))
         loader = data.client_dataloader(client, "train")
         count = 0 if loader is None else limited(len(loader), settings.trainer_arguments.get("limit_train_batches"))
         clients.append(ClientSize(client, train, val, test, batches=count, tried=client in tried))
-    first = next((small.engine.runner.data.client_dataloader(client, "train") for client in tried), None)
+    loaders = (small.engine.runner.data.client_dataloader(client, "train") for client in small.server.clients)
+    first = next(loaders, None)
     shared = set(server.shared_names())
     return DryRun(
         model=type(runner.blueprint.template).__name__,
@@ -208,6 +211,17 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
         engine=type(whole.engine).__name__.removesuffix("Engine").lower(),
         local_loop="",
         device=str(runner.blueprint.device),
+        held_out=[
+            ClientSize(
+                client,
+                data.num_samples(client, "train"),
+                data.num_samples(client, "val"),
+                data.num_samples(client, "test"),
+                batches=0,
+                tried=client in tried,
+            )
+            for client in server.held_out
+        ],
         callbacks=[_role(callback, module) for callback in (*server.callbacks, *settings.callbacks)],
     )
 
@@ -225,7 +239,7 @@ def _role(callback: Any, module: nn.Module) -> CallbackRole:
         type(callback).__name__,
         {name: repr(value) for name, value in callback.hyperparameters().items()},
         saved_as=callback.key,
-        weighting="" if callback.weighting is None else str(callback.weighting),
+        weighting="its own" if callable(callback.weighting) else callback.weighting or "",
         hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check")] + hooks,
         down=list(wire.down),
         up=list(wire.up),

@@ -79,6 +79,7 @@ class DryRun:
         problems: Clients that failed in the rehearsal, and why.
         warnings: What the run would warn of.
         metrics: Scores on test data, by name without the split.
+        held_out: Clients that take no part in training and are scored as unseen clients.
     """
 
     model: str
@@ -103,6 +104,7 @@ class DryRun:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
+    held_out: list[ClientSize] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -127,6 +129,10 @@ def _lines(run: DryRun, most: int = 12) -> Iterator[str]:
     yield f"  {'all':<{width}} " + " ".join(f"{total:>8}" for total in totals)
     if 0 < tried < len(run.clients):
         yield "  * tried"
+    if run.held_out:
+        names = ", ".join(client.id for client in run.held_out[:most]) + (", ..." if len(run.held_out) > most else "")
+        val, test = (sum(getattr(client, name) for client in run.held_out) for name in ("val", "test"))
+        yield f"  held out, never trained: {len(run.held_out)} clients ({names}), scored on {val} val and {test} test samples"
     yield ""
     frozen = "" if run.trainable == run.parameters else f", {run.trainable:,} of them train"
     yield f"  model      {run.model}: {run.parameters:,} parameters{frozen}; {run.shared:,} numbers travel"

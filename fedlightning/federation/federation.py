@@ -21,6 +21,7 @@ from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import export, summary_of
 from fedlightning.federation.terms import note_work, spent_of, terms_of
+from fedlightning.federation.unseen import Unseen
 from fedlightning.hooks import Setup
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
@@ -82,6 +83,7 @@ class Federation:
 
     def __post_init__(self) -> None:
         self.engine.attempts.note = self._note_try
+        self.unseen = Unseen(self.server, self.engine)
 
     def _note_try(self, client: str, reason: str, where: str, decision: str) -> None:
         self.server.note_failure(client, reason, where.split()[0], decision=decision)
@@ -124,6 +126,13 @@ class Federation:
         self.rounds_saved = self.rounds_done
         before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
         changed = differences(before, self.lasting) if go_on else []
+        others = [text for text in changed if text.startswith("held_out ")]
+        if others:
+            raise ValueError(
+                f"The run in {run.path} cannot go on with other held-out clients: {others[0]}. Who trains is fixed when a "
+                "run starts, since methods keep state for each client. Resume with the held_out of its config.yaml, let new "
+                "clients join by trainer.onboard or `fedlightning onboard`, or start a new run."
+            )
         if changed and not allow_changes:
             raise ValueError(
                 f"The run in {run.path} cannot go on with another configuration: {_some(changed)}. Resume it as it was "
@@ -216,9 +225,10 @@ class Federation:
         )
         server.callbacks.event("check", setup)
         self.engine.check()
+        splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
+        self.unseen.check(splits)
         if self.sanity_check:
-            splits = ("val",) if self.evaluate_every > 0 and self.stages else ()
-            check_steps(self.engine.runner, splits + (("test",) if self.test_data else ()))
+            check_steps(self.engine.runner, splits)
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
         """Carry out one round: train, score, tell the callbacks, save. Return its scores.
@@ -251,7 +261,7 @@ class Federation:
             if "L1" in self.stages:
                 rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
         server.scores = _by_client(rows)
-        self.recorder.record(rows)
+        self.recorder.record(rows + (self.unseen.rows(("val",), self.stages) if due else []))
         self.recorder.log_clients(updates)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
@@ -322,7 +332,8 @@ class Federation:
         if self.recorder.run is not None and self.recorder.writes:
             self._of_rounds = self.recorder.mark()
         if "L1" in self.stages and self.evaluate_every > 0:
-            self.recorder.record(stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data)))
+            rows = stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data))
+            self.recorder.record(rows + self.unseen.rows(("val",), ("L1",)))
         self.final_done = True
         self.tick()
         self._count()
@@ -339,6 +350,7 @@ class Federation:
             summary_of(self.server, self.engine, results, self.rounds_done, self.seconds, arguments, self.history)
             | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
             | ({"config_changes": self.changes} if self.changes else {})
+            | ({"held_out": self.unseen.summary()} if self.server.held_out else {})
             | ({"failures": in_order(self.server.failures, self.server.clients)} if self.server.failures else {})
             | ({"warnings": self.server.explosions.warnings} if self.server.explosions.warnings else {})
         )
@@ -384,9 +396,11 @@ class Federation:
                 since=self.rounds_done,
             )
             rows += [row for row in trained if row.round == self.rounds_done]
+            rows += self.unseen.rows((split,), ("G", "L1"))
         if checkpoint != "latest":
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
             rows += [row for row in found if checkpoint in ("all", row.checkpoint)]
+            rows += self.unseen.checkpoint_rows((split,), checkpoint)
         self.recorder.record(rows)
         return rows
 

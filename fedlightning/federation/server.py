@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ class Server:
         participation: Share (float) or number (int) of clients that take part in a round.
         float_buffers: What happens to running statistics: `"average"`, `"local"` or `"server"`.
         run_dir: The run's folder, or `None` where nothing is written.
+        held_out: Clients that take no part in training; they are not among `num_samples`.
 
     Attributes:
         round: The present round, from 0.
         clients: All clients' ids, in order.
+        held_out: Ids of the clients that are kept out of training, in order. Algorithms do not see them.
         module: A module as the federation began, for names and layers.
         models: Per model key (`"global"` unless an algorithm keeps several) the full state, on the CPU.
         state: Per callback key, what lives from round to round: tensors (replaced, never edited) and plain values.
@@ -63,6 +65,7 @@ class Server:
         participation: int | float = 1.0,
         float_buffers: str = "average",
         run_dir: Path | None = None,
+        held_out: Iterable[str] = (),
     ) -> None:
         self.blueprint = blueprint
         self.callbacks: CallbackList = blueprint.callbacks
@@ -74,6 +77,7 @@ class Server:
         self.run_dir = run_dir
         self.round = 0
         self.clients = in_order(num_samples)
+        self.held_out = in_order(held_out)
         self.num_samples = {client: num_samples[client] for client in self.clients}
         self.module = blueprint.build("server")
         self.kinds = entry_kinds(self.module)

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
-from fedlightning.hooks import POOLED, Job
+from fedlightning.hooks import NEWCOMER, POOLED, Job
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.scoring.results import LATEST, Gap, Row
 from fedlightning.scoring.tasks import EVERYBODY, LOCAL, Lost, Place, ScoreClient, ScoredModel, ScoreModel
@@ -76,10 +76,25 @@ def score_global(
     server: Server, engine: Engine, module: LightningModule, evaluate: Evaluate, scored: ScoredModel
 ) -> list[Row]:
     """Score one model of the server on every client's data, and on the union."""
+    return _without_gaps(server, engine, rows_of_global(engine, module, server.clients, evaluate, scored))
+
+
+def rows_of_global(
+    engine: Engine, module: LightningModule, ids: Sequence[str], evaluate: Evaluate, scored: ScoredModel
+) -> list[Row]:
+    """Return the scores of one model of the server on the data of some clients and on the union, and the gaps.
+
+    Args:
+        engine: Carries it out.
+        module: The model.
+        ids: Ids of the clients.
+        evaluate: Splits and data.
+        scored: What the rows have in common.
+    """
     tasks = []
     if "local" in evaluate.data:
         timed = engine.attempts.policy.timeout is not None  # the time is each client's own
-        for clients in [(client,) for client in server.clients] if timed else _shares(server.clients, engine.width):
+        for clients in [(client,) for client in ids] if timed else _shares(ids, engine.width):
             tasks.append(ScoreModel(module, clients, Evaluate(evaluate.splits), scored))
     if POOLED in evaluate.data:
         tasks.append(ScoreModel(module, (EVERYBODY,), Evaluate(evaluate.splits, (POOLED,)), scored))
@@ -91,7 +106,7 @@ def score_global(
             rows += [row for own in engine.map(alone) for row in own]
         else:
             rows += answer
-    return _without_gaps(server, engine, rows)
+    return rows
 
 
 def _without_gaps(server: Server, engine: Engine, found: Iterable[Row]) -> list[Row]:
@@ -133,7 +148,7 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
     """
     shared = module_state(server.module_with(server.model)) if known else None
     one_for_all = server.callbacks.role("global_module") is None  # else stage G scored each client's cluster's model
-    known_of = _scores_of_global(known if one_for_all else ())
+    known_of = scores_of_global(known if one_for_all else ())
     scored = ScoredModel(server.round + 1, "L1", "personal")
     taken_over: dict[str, list[Row]] = {}
     if shared is not None and _deploy_what_is_sent(server, engine, shared):
@@ -185,7 +200,7 @@ def _taken_over(
 Known = dict[tuple[str, str], tuple[Scores, int]]
 
 
-def _scores_of_global(rows: Sequence[Row]) -> Callable[[str, Sequence[str]], Known]:
+def scores_of_global(rows: Sequence[Row]) -> Callable[[str, Sequence[str]], Known]:
     """Return what gives a client that holds the global model its scores: from stage G, where they stand already."""
     found: dict[str, dict[str, tuple[Scores, int]]] = {}  # by client and split
     for row in rows:
@@ -279,8 +294,9 @@ def deployed_module(server: Server, engine: Engine, client: str | None, checkpoi
     Raises:
         ValueError: For an unknown client or checkpoint, or where the method has no global model.
     """
-    if client is not None and client not in server.clients:
+    if client is not None and client not in (*server.clients, *server.held_out):
         raise ValueError(f"There is no client '{client}'. The clients are {server.clients}.")
+    unseen = client in server.held_out
     kept = server.checkpoints if client is None else engine.store.get(client).checkpoints
     chosen = next((entry for entry in kept.values() if entry["name"] == checkpoint), None)
     if chosen is None and checkpoint != "latest":
@@ -292,7 +308,7 @@ def deployed_module(server: Server, engine: Engine, client: str | None, checkpoi
                 "This federation has no global model: part of the model stays with the clients. Name a client."
             )
         return module
-    runner, message = engine.runner, server.message(Job(client, work=0))
+    runner, message = engine.runner, server.message(Job(client, work=0, tag=NEWCOMER if unseen else ""))
     with runner.client(message, engine.store.get(client), evaluating=True) as visited:
         module = runner.personal_module(visited, chosen["stage"] if chosen is not None else "L1")
         if chosen is not None:

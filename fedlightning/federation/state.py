@@ -82,6 +82,11 @@ def restore_state(
                 "Resume with the module and callbacks that the run was started with."
             )
     unknown = sorted(set(saved.files) - set(server.clients) - {POOLED})
+    if unknown and unknown[0] in server.held_out:
+        raise ValueError(
+            f"The state in {folder} is of a run that trained client '{unknown[0]}', which held_out keeps out of training "
+            "now. Resume with the held_out that the run was started with."
+        )
     if unknown:
         raise ValueError(
             f"The state in {folder} knows client '{unknown[0]}', the data does not. Use the run's own data."

@@ -69,11 +69,16 @@ def describe_data(data: FederatedDataModule) -> dict[str, Any]:
         "module": type(data).__name__,
         "partition": data.partition_name,
         "splits": {split: data.fingerprint(split) for split in SPLITS},
-        "clients": {
-            client: {split: data.num_samples(client, split) for split in SPLITS}
-            | {"classes": data.class_counts(client, "train")}
-            for client in data.client_ids
-        },
+        "clients": describe_clients(data, data.client_ids),
+    }
+
+
+def describe_clients(data: FederatedDataModule, clients: Sequence[str]) -> dict[str, Any]:
+    """Describe what each of some clients holds: samples in each split, and training samples by class."""
+    return {
+        client: {split: data.num_samples(client, split) for split in SPLITS}
+        | {"classes": data.class_counts(client, "train")}
+        for client in clients
     }
 
 

@@ -7,6 +7,7 @@
 from fedlightning.hooks.callback import FederatedCallback
 from fedlightning.hooks.callback_list import ROLES, CallbackList
 from fedlightning.hooks.words import (
+    NEWCOMER,
     POOLED,
     WEIGHTINGS,
     GradientContext,
@@ -21,6 +22,7 @@ from fedlightning.hooks.words import (
 )
 
 __all__ = [
+    "NEWCOMER",
     "POOLED",
     "ROLES",
     "WEIGHTINGS",

@@ -44,8 +44,14 @@ class FederatedCallback(Callback):
             must see something before others change it, such as the model that came or the raw gradient.
         merges: True where `on_receive` makes the model that training starts from out of what came and what the client
             kept. Two such callbacks are refused: each would merge what the other has merged.
+        sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it.
         takes_part: False in a callback that only watches: a resumed run may go on with or without it.
         infinite_arguments: Arguments that may be infinite. No other number may, and none may be NaN.
+        no_newcomers: Why this method has no model for a client that has not taken part in training, as the end of a
+            sentence after the class's name: held-out clients are not scored then. Empty (default): such a client deploys what
+            it holds after a message whose tag is `NEWCOMER`, with an empty state, in a module as the federation began.
+            :meth:`on_broadcast`, :meth:`on_receive` and :meth:`personal_module` may look at `job.tag` and
+            `client.message.tag`.
 
     Example:
         >>> class Shrink(FederatedCallback):
@@ -62,8 +68,10 @@ class FederatedCallback(Callback):
     saved_as: str | None = None
     rank: int = 0
     merges: bool = False
+    sends_less: bool = False
     takes_part: bool = True
     infinite_arguments: tuple[str, ...] = ()
+    no_newcomers: str = ""
     _client: Client | None = None
 
     @property

@@ -25,6 +25,9 @@ Stage = Literal["G", "L1", "L2"]
 POOLED: Final = "pooled"
 """Id of the virtual client that trains on the union of all clients' data (central baselines)."""
 
+NEWCOMER: Final = "newcomer"
+"""Tag of a job, and of its message, for a client that has taken no part in training: it is to get what it deploys."""
+
 WeightingName = Literal["samples", "uniform", "log"]
 """Weight of an update by its training samples n: n, 1 or log(1 + n)."""
 Weighting = WeightingName | Callable[["Server", Update], float]

@@ -50,6 +50,7 @@ def fingerprint(
     ordinary: Sequence[Callback],
     model: LightningModule,
     data: FederatedDataModule,
+    held_out: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return everything that a resumed run must not change, by a name that a person can read.
 
@@ -63,6 +64,7 @@ def fingerprint(
         ordinary: The Lightning callbacks.
         model: The user's module.
         data: The federated data, set up.
+        held_out: Clients that take no part in training.
     """
     found: dict[str, Any] = {FORMAT: 3} | {name: arguments[name] for name in ARGUMENTS}
     found["engine"] = "vectorized" if arguments["engine"] == "vectorized" else "one client at a time"
@@ -73,6 +75,9 @@ def fingerprint(
     for other in ordinary:
         found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
     found |= {f"data ({split} split)": data.fingerprint(split) for split in ("train", "val")}
+    if held_out:  # else nothing, as in runs of earlier versions
+        sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
+        found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
     return found | _of_loader(data) | _of_model(model)
 
 

@@ -14,7 +14,7 @@ from fedlightning.messages import Update
 from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.logs import Logs
-from fedlightning.scoring.results import ADDRESS, LATEST, Row, RowTable, read_part, summarise
+from fedlightning.scoring.results import ADDRESS, LATEST, UNSEEN, Row, RowTable, read_part, summarise
 
 HELD = 50_000
 """Scores above which older ones are left to `metrics.csv`: a megabyte and a half."""
@@ -111,8 +111,8 @@ class Recorder:
             rounds: Finished rounds.
         """
         latest = self.rows.where(lambda model, stage, checkpoint, *rest: checkpoint == LATEST, since=rounds)
-        newest = {row.stage: row.round for row in sorted(latest, key=lambda row: row.round)}
-        chosen = [row for row in latest if row.round == newest[row.stage]]
+        newest = {(row.stage, row.model == UNSEEN): row.round for row in sorted(latest, key=lambda row: row.round)}
+        chosen = [row for row in latest if row.round == newest[row.stage, row.model == UNSEEN]]
         chosen += self.rows.where(lambda model, stage, checkpoint, *rest: checkpoint != LATEST)
         self.results = summarise(row for row in chosen if row.split != "train")
         return self.results

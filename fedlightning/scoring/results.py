@@ -30,7 +30,8 @@ class Row:
     Attributes:
         round: counted from 1; 0 is the untrained model.
         stage: ``G`` | ``L1`` | ``L2``; model: ``global`` | ``personal`` | the key of another
-            model of the server that the client has trained.
+            model of the server that the client has trained | ``unseen``: what a client that never trains gets
+            (:data:`UNSEEN`).
         checkpoint: ``latest`` or a checkpoint callback's name (``best_global``, ``best_local``).
         data: ``local``: the client's own; ``pooled``: the union over clients; ``client:NAME``: another client's (the
             cross-client matrix: ``client``'s model on NAME's data).
@@ -68,6 +69,8 @@ ADDRESS: Callable[[Row], tuple[Any, ...]] = attrgetter(*COLUMNS[:-2])
 CELLS: Callable[[Row], tuple[Any, ...]] = attrgetter(*COLUMNS)
 KIND: Callable[[Row], tuple[Any, ...]] = attrgetter("model", "stage", "checkpoint", "data", "split", "metric")
 """What the rows of all clients have in common."""
+UNSEEN = "unseen"
+"""Model of a row of a client that takes no part in training: at stage G the global model, at L1 what it would deploy."""
 LATEST = "latest"
 """Checkpoint of a row: the model as it stands, not one that a callback selected."""
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedlightning.hooks import POOLED
+from fedlightning.scoring.results import UNSEEN
 from fedlightning.scoring.tasks import LOCAL
 
 PREFERRED = ("accuracy", "balanced_accuracy", "f1_macro", "auroc", "loss")
@@ -47,15 +48,20 @@ def bare(row: Result) -> str:
     return name.removeprefix(f"{row['split']}_")
 
 
-def results_table(results: Sequence[Result], split: str = "test", width: int = 80) -> Table:
+def results_table(results: Sequence[Result], split: str = "test", width: int = 80, unseen: bool = False) -> Table:
     """Return a table with models as rows and metrics as columns: mean ± standard deviation over clients.
 
     Args:
         results: Rows of `summary.json`.
         split: `"test"` or `"val"`.
         width: Columns of the terminal. As many metrics are shown as fit.
+        unseen: Show the scores of clients that take no part in training, instead of the others'.
     """
-    rows = [row for row in results if row["split"] == split and row["data"] in (LOCAL, POOLED)]
+    rows = [
+        row
+        for row in results
+        if row["split"] == split and row["data"] in (LOCAL, POOLED) and (row["model"] == UNSEEN) == unseen
+    ]
     groups: dict[tuple[str, str, str], dict[str, Result]] = {}
     for row in rows:
         groups.setdefault((row["checkpoint"], row["stage"], row["data"]), {})[bare(row)] = row
@@ -77,7 +83,11 @@ def results_table(results: Sequence[Result], split: str = "test", width: int = 8
 
 
 def client_table(
-    results: Sequence[Result], split: str = "test", metric: str | None = None, width: int = 80
+    results: Sequence[Result],
+    split: str = "test",
+    metric: str | None = None,
+    width: int = 80,
+    unseen: bool = False,
 ) -> Table | None:
     """Return a table with clients as rows and models as columns: one metric on each client's own data.
 
@@ -86,11 +96,13 @@ def client_table(
         split: `"test"` or `"val"`.
         metric: Name of the metric. `None` takes the first of :func:`important_metrics`.
         width: Columns of the terminal.
+        unseen: Show the clients that take no part in training, instead of the others.
 
     Returns:
         The table, or `None` if there are no scores by client.
     """
     rows = [row for row in results if row["split"] == split and row["data"] == LOCAL]
+    rows = [row for row in rows if (row["model"] == UNSEEN) == unseen]
     metric = metric or next(iter(important_metrics(rows)), None)
     columns = {(row["checkpoint"], row["stage"]): row for row in rows if bare(row) == metric}
     if not columns:
@@ -122,15 +134,22 @@ def print_results(
         console.print(f"There are no results on the '{split}' split.")
         return
     words = {"test": "test data", "val": "validation data"}[split]
-    console.print(f"Results on {words} (mean ± standard deviation over clients)", style="bold")
-    console.print(results_table(results, split, console.width))
-    console.print(_caption([row for row in results if row["split"] == split]), highlight=False)
-    ids = {client for row in results if row["split"] == split and row["data"] == LOCAL for client in row["per_client"]}
-    table = client_table(results, split, width=console.width)
-    if table is not None and 1 < len(ids) <= clients:
-        metric = important_metrics([row for row in results if row["split"] == split])[0]
-        console.print(f"\nEach client on its own {words}: {_LABELS.get(metric, metric)}", style="bold")
-        console.print(table)
+    of_split = [row for row in results if row["split"] == split]
+    for unseen in (False, True):
+        rows = [row for row in of_split if (row["model"] == UNSEEN) == unseen]
+        if not rows:
+            continue
+        whose = "Unseen clients, which took no part in training: results" if unseen else "Results"
+        console.print(f"{whose} on {words} (mean ± standard deviation over clients)", style="bold")
+        console.print(results_table(results, split, console.width, unseen))
+        console.print(_caption(rows), highlight=False)
+        ids = {client for row in rows if row["data"] == LOCAL for client in row["per_client"]}
+        table = client_table(results, split, width=console.width, unseen=unseen)
+        if table is not None and 1 < len(ids) <= clients:
+            metric = important_metrics(rows)[0]
+            each = "Each unseen client" if unseen else "Each client"
+            console.print(f"\n{each} on its own {words}: {_LABELS.get(metric, metric)}", style="bold")
+            console.print(table)
 
 
 def _rank(key: tuple[str, ...]) -> tuple[int, str, int]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning.hooks import POOLED, Stage
 from fedlightning.messages import Message, tree_bytes
-from fedlightning.scoring.results import Gap, Row
+from fedlightning.scoring.results import UNSEEN, Gap, Row
 from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure
@@ -35,7 +35,7 @@ class ScoredModel:
     Attributes:
         round: Counted from 1, as in rows.
         stage: `"G"`, `"L1"` or `"L2"`.
-        model: `"global"` or `"personal"`.
+        model: `"global"`, `"personal"` or `"unseen"`.
         checkpoint: `"latest"`, or the name of a checkpoint callback.
     """
 
@@ -120,7 +120,8 @@ class ScoreClient:
         evaluate: Splits and data.
         scored: What the rows have in common.
         others: All clients' ids, for `evaluate.data` with `"clients"`.
-        kept: State of a selected model, loaded over the deployed one; callbacks do not see its scores.
+        kept: State of a selected model, loaded over the deployed one; callbacks do not see its scores, nor those of a
+            client that takes no part in training.
         shared: State of the global model.
         known: The global model's scores and number of samples, by split and data; taken over where the client holds
             exactly that model.
@@ -188,7 +189,7 @@ class ScoreClient:
             rows = []
             for place, known in places:
                 scores = next(found) if known is None else known
-                own = place.data == LOCAL and self.kept is None
+                own = place.data == LOCAL and self.kept is None and self.scored.model != UNSEEN
                 if own and module is not None and not isinstance(scores, MissingScores):
                     try:
                         runner.callbacks.event("on_client_evaluated", client, stage, place.split, scores, module)
@@ -207,7 +208,7 @@ class ScoreClient:
             return False
         wanted = {(split, data) for split, data, _ in _sources(runner, self.client, self.evaluate, self.others)}
         known = {place for place, (scores, _) in self.known.items() if scores}
-        asked = ("personal_module", "on_client_evaluated")
+        asked = ("personal_module", *(("on_client_evaluated",) if self.scored.model != UNSEEN else ()))
         claimed = any(callback.claims(name) for callback in runner.callbacks for name in asked)
         return not claimed and wanted <= known and equal(client.entries, self.shared)
 

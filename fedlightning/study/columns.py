@@ -2,7 +2,7 @@
 
 LOCAL, POOLED = "local", "pooled"
 """Column `data`: a client's own samples, or the union of all clients' samples."""
-PERSONAL, GLOBAL = "personal", "global"
-"""Column `model`: a client's model, or the server's."""
+PERSONAL, GLOBAL, UNSEEN = "personal", "global", "unseen"
+"""Column `model`: a client's model, the server's, or what a client gets that takes no part in training."""
 STAGES = ("G", "L1", "L2")
 """Column `stage`: the server's model, a client's model as received, and the same after local training."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedlightning.scoring.metrics import bare
-from fedlightning.study.columns import STAGES
+from fedlightning.study.columns import STAGES, UNSEEN
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import mean_of
 from fedlightning.study.runs import Run
@@ -55,7 +55,7 @@ def round_means(run: Run, metric: str) -> dict[tuple[str, str, int], float | Non
     """Return (stage, data, round) -> mean over clients on validation data, `None` if a value is not finite."""
     groups: dict[tuple[str, str, int], list[float]] = {}
     for row in run.rows:
-        if row.split == "val" and row.checkpoint == "latest" and bare(row.metric) == metric:
+        if row.split == "val" and row.checkpoint == "latest" and row.model != UNSEEN and bare(row.metric) == metric:
             groups.setdefault((row.stage, row.data, row.round), []).append(row.value)
     return {key: float(np.mean(values)) if all(map(math.isfinite, values)) else None for key, values in groups.items()}
 

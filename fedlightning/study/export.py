@@ -16,6 +16,7 @@ from fedlightning.study.overview import overview
 from fedlightning.study.problems import find_problems
 from fedlightning.study.ranks import ranks
 from fedlightning.study.scores import results
+from fedlightning.study.unseen import unseen
 
 TABLES = ("results", "overview", "problems")
 """Keys of `comparison.json` that hold lines of a table; the others say what the lines are of."""
@@ -28,6 +29,8 @@ def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path
     `metric` and so on. A missing number is `null`, never NaN. For several studies every line begins with its `dataset`,
     `datasets` describes each of them, and `ranks` holds :func:`fedlightning.study.ranks.ranks` (`null` where there can
     be none).
+
+    Where runs held clients out, the JSON also has `unseen`, their scores; no other mean holds them.
 
     The CSV has `results` without nested columns: `ci95` becomes `ci95_low` and `ci95_high`, and `undefined` and
     `diverged` become text. Values by seed and by client are only in the JSON.
@@ -67,12 +70,15 @@ def comparison(study: StudyData | Mapping[str, StudyData]) -> dict[str, Any]:
                 "baselines": study.baselines,
             }
         )
-        return found
+        held_out = plain(unseen(study))
+        return found | ({"unseen": held_out} if held_out else {})
     each = {name: comparison(one) for name, one in study.items()}
     tables: dict[str, Any] = {
         table: [{"dataset": name} | line for name, one in each.items() for line in one[table]] for table in TABLES
     }
-    about = {name: {key: one[key] for key in one if key not in TABLES} for name, one in each.items()}
+    held_out = [{"dataset": name} | line for name, one in each.items() for line in one.get("unseen", ())]
+    tables |= {"unseen": held_out} if held_out else {}
+    about = {name: {key: one[key] for key in one if key not in (*TABLES, "unseen")} for name, one in each.items()}
     methods = list(dict.fromkeys(method for one in each.values() for method in one["methods"]))
     seeds = sorted({seed for one in each.values() for seed in one["seeds"]})
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedlightning.scoring.metrics import bare
 from fedlightning.study.baselines import odd_splits, why_not
-from fedlightning.study.columns import LOCAL
+from fedlightning.study.columns import LOCAL, UNSEEN
 from fedlightning.study.data import StudyData
 from fedlightning.study.roles import NEEDED
 from fedlightning.study.terms import unequal
@@ -113,7 +113,8 @@ def _broken(study: StudyData) -> Iterator[Problem]:
         for score in scores:
             if score.diverged:
                 row = score.row
-                place = f"{row['checkpoint']} {row['stage']} on {row['data']} {row['split']} data"
+                whose = " of unseen clients" if row["model"] == UNSEEN else ""
+                place = f"{row['checkpoint']} {row['stage']}{whose} on {row['data']} {row['split']} data"
                 places.setdefault(place, []).extend(c for c in score.diverged if c not in places.get(place, []))
         if places:
             where = "; ".join(f"{place}: client {', '.join(clients)}" for place, clients in list(places.items())[:4])
@@ -127,7 +128,10 @@ def _broken(study: StudyData) -> Iterator[Problem]:
         bad = [
             row
             for row in scores.run.rows
-            if row.split == "val" and bare(row.metric) == "loss" and not math.isfinite(row.value)
+            if row.split == "val"
+            and bare(row.metric) == "loss"
+            and not math.isfinite(row.value)
+            and row.model != UNSEEN
         ]
         if bad and not any(score.diverged for score in scores):
             first, count = min(bad, key=lambda row: row.round), len({row.round for row in bad})

@@ -14,12 +14,12 @@ from fedlightning.run.files import UnreadableError, read_json
 from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.metrics import bare
 from fedlightning.scoring.results import Row, read_rows
-from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL
+from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, UNSEEN
 
 STUDY_FILE = "study.json"
 DEPLOYED = "deployed"
 """Checkpoint rule that is fixed before test data are seen; see :meth:`Run.result`."""
-_BEST = {PERSONAL: ("best_local", "L1"), GLOBAL: ("best_global", "G")}
+_BEST = {PERSONAL: ("best_local", "L1"), GLOBAL: ("best_global", "G"), UNSEEN: ("latest", "L1")}
 
 Scores = dict[str, float | None]
 """Client -> score, `None` if it is not defined."""
@@ -73,7 +73,7 @@ class Run:
         Args:
             metric: Name of the metric, with or without the prefix of its split.
             split: `"test"` or `"val"`.
-            model: `"personal"` or `"global"`.
+            model: `"personal"`, `"global"`, or `"unseen"`: what clients get that took no part in training.
             checkpoint: Name of a checkpoint, or `"deployed"`: the model selected on validation data (`best_local` for
                 personal models, `best_global` for the global one) if the run has one, else the latest as received (L1)
                 or after aggregation (G).

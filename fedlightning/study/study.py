@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from fedlightning.study import clients, costs, curves, differences, incentives, overview, scores, terms
+from fedlightning.study import clients, costs, curves, differences, incentives, overview, scores, terms, unseen
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.export import write_comparison
 from fedlightning.study.problems import Problem, find_problems
@@ -96,6 +96,10 @@ class Study(StudyData):
     def partition(self) -> Table:
         """Return the samples of each client; see :func:`fedlightning.study.clients.partition`."""
         return clients.partition(self)
+
+    def unseen(self) -> Table:
+        """Return the scores of clients that took no part in training; see :func:`fedlightning.study.unseen.unseen`."""
+        return unseen.unseen(self)
 
     def fairness(self, thresholds: Sequence[float] | None = None) -> Table:
         """Return spread over clients and incentives; see :func:`fedlightning.study.incentives.fairness`."""

@@ -6,6 +6,7 @@ As in scikit-learn's estimator checks, the name of a check says the rule, and it
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 
+from fedlightning.federation.failures import TooFewClientsError
 from fedlightning.hooks import FederatedCallback
+from fedlightning.scoring.results import UNSEEN
 from fedlightning.tensors import entry_kinds, first_nonfinite, module_state
 from fedlightning.testing.runs import (
     StopAfter,
@@ -167,10 +170,11 @@ def check_every_kind_of_entry(algorithm: FederatedCallback, root: Path, **given:
 
 
 def check_small_and_empty_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
-    """Check that clients with one sample or none do not stop a round, and that all models stay finite."""
+    """Check that clients with one sample or none do not stop a round, whatever they are called, and models stay finite."""
+    names = ("_a", "Süd², $\\x$", "10", "a/b")  # files and figures take some of these for something else
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        trainer = federate(algorithm, ToyData(sizes=(12, 1, 0, 9)), root, **given, evaluate_every=1)
+        trainer = federate(algorithm, ToyData(sizes=(12, 1, 0, 9), names=names), root, **given, evaluate_every=1)
     for label, module in deployed(trainer):
         assert first_nonfinite(module_state(module)) is None, f"{algorithm.key}, {label}: not finite."
 
@@ -185,6 +189,16 @@ def check_nan_client(algorithm: FederatedCallback, root: Path, **given: Any) -> 
         if "site1" not in label:
             bad = first_nonfinite(module_state(module))
             assert bad is None, f"{algorithm.key}, {label}: poisoned by another client's NaN at '{bad}'."
+    if any(failure["client"] == "site1" and failure["round"] == 1 for failure in server_of(trainer).failures):
+        with suppress(TooFewClientsError):
+            federate(
+                copy.deepcopy(algorithm),
+                ToyData(nan="site1"),
+                root / "all",
+                **{**given, "max_rounds": 1},
+                min_clients=4,
+            )
+            raise AssertionError(f"{algorithm.key}: 'site1' failed, and min_clients=4 counts 4 of 4 clients.")
 
 
 def check_mixed_precision(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
@@ -215,6 +229,30 @@ def check_identical_clients(algorithm: FederatedCallback, root: Path, **given: A
                     rtol=1e-5,
                     msg=f"{algorithm.key}: identical clients differ at '{name}'.",
                 )
+
+
+def check_unseen_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+    """Check that a client which is held out is never visited, changes nothing for the others, and is scored.
+
+    A method that has no model for it says so in `no_newcomers`, and gives it no scores.
+    """
+    again, settings = copy.deepcopy(algorithm), {"max_rounds": 2} | given | {"evaluate_every": 1}
+    with watching() as visits, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = federate(algorithm, ToyData(), root / "a", **settings, held_out=["site3"])
+        others = federate(again, ToyData(sizes=(12, 7, 10)), root / "b", **settings)
+    assert "site3" not in visits.records, f"{algorithm.key}: the held-out client was visited."
+    assert "site3" not in trainer.store, f"{algorithm.key}: the held-out client has left a record."
+    assert_same(trainer, others, f"{algorithm.key} depends on a client that is held out", rows=False)
+    unseen = [row for row in trainer.rows if row.model == UNSEEN]
+    rest = sorted(str(row) for row in trainer.rows if row.model != UNSEEN)
+    assert rest == sorted(map(str, others.rows)), f"{algorithm.key}: a held-out client changes the others' scores."
+    assert not server_of(trainer).failures, f"{algorithm.key}: {server_of(trainer).failures[0]['reason']}"
+    refused = any(callback.no_newcomers for callback in trainer.callbacks)
+    assert {row.client for row in unseen} == (set() if refused else {"site3"}), (
+        f"{algorithm.key}: the held-out client has {len(unseen)} scores, and no_newcomers is {algorithm.no_newcomers!r}."
+    )
+    assert all(math.isfinite(row.value) for row in unseen), f"{algorithm.key}: an unseen client's score is not finite."
 
 
 def check_one_client(algorithm: FederatedCallback, root: Path, **given: Any) -> None:

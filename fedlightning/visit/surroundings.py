@@ -8,6 +8,7 @@ from typing import Any
 
 from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.held_out import FewerClients
 from fedlightning.datamodules.loaders import LoaderDataModule
 
 
@@ -85,4 +86,5 @@ class ClientData:
 
 def user_data(data: FederatedDataModule) -> Any:
     """Return the data module that the user wrote; `None` if there is none, only loaders."""
+    data = data.whole if isinstance(data, FewerClients) else data
     return None if isinstance(data, LoaderDataModule) else getattr(data, "datamodule", data)

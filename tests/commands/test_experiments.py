@@ -110,17 +110,17 @@ def processes_in(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_runs_end_with_the_process_that_watches_them(tmp_path, number):
+def test_runs_end_with_the_process_that_watches_them(tmp_path, number, usual_signals):
     file = small(tmp_path / "a.yaml", max_rounds=5000)
     words = [sys.executable, "-m", "fedlightning.cli", "compare", file, "--seeds=2", "--jobs=2", "--out=out"]
     process = subprocess.Popen([*words, "--baselines=none"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     logs = [tmp_path / f"out/runs/a/seed_{seed}/metrics.csv" for seed in (0, 1)]
-    until = time.monotonic() + 120
+    until = time.monotonic() + 600
     while not all(log.exists() for log in logs) and time.monotonic() < until:
         time.sleep(0.1)
     assert len(set(processes_in(tmp_path / "out/runs"))) >= 2
     process.send_signal(number)
-    shown, _ = process.communicate(timeout=60)
+    shown, _ = process.communicate(timeout=600)
     while processes_in(tmp_path / "out/runs") and time.monotonic() < until:
         time.sleep(0.1)
     assert processes_in(tmp_path / "out/runs") == []

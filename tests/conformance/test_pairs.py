@@ -17,6 +17,7 @@ GIVEN = {
     "PerFCL": {"head": "head"},
     "PLayerFL": {"split": 1},
     "PIFL": {"monitor": "val_loss"},
+    "TIFF": {"monitor": "val_loss"},
 }
 """Options without which the toy module cannot be trained."""
 NAMES = [row.name for row in ALGORITHMS]

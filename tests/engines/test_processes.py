@@ -174,7 +174,8 @@ def stop_in_round_2(server: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_algorithm(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    options = {"evaluate_every": 1, "participation": 3} | case.arguments
+    share = 1.0 if "absent_clients" in case.skip else 3
+    options = {"evaluate_every": 1, "participation": share} | case.arguments
     first = federate_toy(copy.deepcopy(case.algorithm), ToyData(), tmp_path / "a", **options)
     second = federate_toy(copy.deepcopy(case.algorithm), ToyData(), tmp_path / "b", **options, **PROCESSES)
     assert_same_run(first, second)
@@ -412,26 +413,26 @@ def start(path: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_a_script_with_classes_of_its_own(tmp_path: Path) -> None:
-    out, err = start(tmp_path / "script.py", GUARDED).communicate(timeout=120)
+    out, err = start(tmp_path / "script.py", GUARDED).communicate(timeout=600)
     assert "trained" in out, err
 
 
 @pytest.mark.slow
 def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
-    out, err = start(tmp_path / "script.py", SCRIPT + "main()\n").communicate(timeout=120)
+    out, err = start(tmp_path / "script.py", SCRIPT + "main()\n").communicate(timeout=600)
     assert "trained" not in out
     assert 'put what starts the training under `if __name__ == "__main__":`' in err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_worker_outlives_the_program(how: signal.Signals, tmp_path: Path) -> None:
+def test_no_worker_outlives_the_program(how: signal.Signals, tmp_path: Path, usual_signals: None) -> None:
     (tmp_path / "pids").mkdir()
     program = start(tmp_path / "script.py", GUARDED, str(tmp_path / "pids"))
     wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 2, "two visits")
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     program.send_signal(how)
-    program.communicate(timeout=60)
+    program.communicate(timeout=600)
     wait_until(lambda: not any(alive(pid) for pid in pids), "the end of the workers")
 
 
@@ -442,7 +443,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Any, what: str, seconds: float = 100.0) -> None:
+def wait_until(condition: Any, what: str, seconds: float = 600.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} s for {what}"

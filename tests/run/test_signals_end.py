@@ -19,19 +19,9 @@ from fedlightning.run.signals import Terminated
 from tests.experiments.tiny import small
 from tests.helpers import Toy, make_trainer, same, toy_data
 
+pytestmark = pytest.mark.usefixtures("usual_signals")
+
 CODES = {"SIGTERM": 143, "SIGHUP": 129, "SIGINT": None}
-
-
-@pytest.fixture(autouse=True)
-def usual_signals():
-    """Signals as in a terminal: under nohup, or in the background of a script, some are ignored."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def send(name, times=2):

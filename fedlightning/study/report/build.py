@@ -21,6 +21,7 @@ from fedlightning.study.report.sections import (
     statistics,
     terms,
     training,
+    unseen,
 )
 from fedlightning.study.report.styles import styles
 from fedlightning.study.report.words import answers
@@ -114,6 +115,7 @@ PARTS = (
     scores.overview,
     statistics.differences,
     clients.clients,
+    unseen.unseen,
     fairness.fairness,
     scores.measured,
     scores.stages,

@@ -1,0 +1,119 @@
+"""Clients that are kept out of training: who they are, and the data module of the others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from fedlightning.datamodules.base import FederatedDataModule, IndexedFederatedDataModule, in_order
+from fedlightning.datamodules.loaders import LoaderDataModule, union_loader, union_of
+from fedlightning.seeding import generator
+
+
+def draw_held_out(clients: Iterable[str], how_many: int | float, seed: int) -> list[str]:
+    """Draw the clients to keep out of training, uniformly; a smaller share is part of a larger one.
+
+    Args:
+        clients: All clients.
+        how_many: A number of them, or (a float) a share, rounded to at least one.
+        seed: Seed of the run. The draw has an address of its own under it.
+
+    Returns:
+        Their ids, in order; as many as were asked for, be it all.
+
+    Example:
+        >>> draw_held_out(["a", "b", "c", "d", "e"], 0.4, seed=0)
+        ['d', 'e']
+        >>> draw_held_out(["a", "b", "c", "d", "e"], 1, seed=0)
+        ['e']
+    """
+    ordered = in_order(clients)
+    share = isinstance(how_many, float)
+    count = max(round(how_many * len(ordered)), 1) if share and how_many > 0 else int(how_many)
+    places = torch.randperm(len(ordered), generator=generator(seed, "held out"))[:count].tolist()
+    return [ordered[place] for place in sorted(places)]
+
+
+def without(data: FederatedDataModule, clients: Collection[str]) -> FederatedDataModule:
+    """Return the same data in which some clients are not among the clients, nor in any union of them.
+
+    Asked by name, it still gives those clients' own loaders and numbers.
+
+    Args:
+        data: A data module that is set up; it does not change.
+        clients: Ids of the clients to leave out.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> sizes = {"a": 3, "b": 5, "c": 4}
+        >>> data = LoaderDataModule({name: DataLoader(TensorDataset(torch.zeros(n, 2))) for name, n in sizes.items()})
+        >>> others = without(data, ["b"])
+        >>> others.client_ids, len(others.pooled_dataloader("train").dataset), others.num_samples("b")
+        (['a', 'c'], 7, 5)
+    """
+    if not clients:
+        return data
+    if isinstance(data, LoaderDataModule):
+        return data.without(clients)
+    left = [client for client in data.client_ids if client not in clients]
+    if isinstance(data, IndexedFederatedDataModule):
+        few = copy.copy(data)
+        few._client_ids = left
+        if few.client_ids == left:  # else a subclass has its own way of knowing them
+            return few
+    return FewerClients(data, left)
+
+
+class FewerClients(FederatedDataModule):
+    """Some clients of a data module that is set up.
+
+    Args:
+        data: The data module.
+        clients: Ids of the clients that are left.
+
+    Attributes:
+        whole: The data module.
+    """
+
+    def __init__(self, data: FederatedDataModule, clients: Sequence[str]) -> None:
+        super().__init__()
+        self.whole, self.left = data, list(clients)
+
+    @property
+    def client_ids(self) -> list[str]:
+        return list(self.left)
+
+    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
+        return self.whole.client_dataloader(client, split)
+
+    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
+        """Return one loader over the union of these clients' datasets, with the first loader's batches.
+
+        Where the data module has no union of everybody's data there is none of theirs.
+        """
+        if self.whole.pooled_dataloader(split) is None:
+            return None
+        held = [self.whole.client_dataloader(client, split) for client in in_order(self.left)]
+        loaders = [loader for loader in held if loader is not None]
+        return union_loader(union_of(loaders, split), loaders[0], split) if loaders else None
+
+    def num_samples(self, client: str, split: str = "train") -> int:
+        return self.whole.num_samples(client, split)
+
+    def class_counts(self, client: str, split: str = "train") -> list[int] | None:
+        return self.whole.class_counts(client, split)
+
+    @property
+    def num_classes(self) -> int | None:
+        return self.whole.num_classes
+
+    @property
+    def partition_name(self) -> str:
+        return self.whole.partition_name
+
+    def public_dataloader(self) -> DataLoader[Any] | None:
+        return self.whole.public_dataloader()

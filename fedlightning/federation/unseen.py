@@ -1,0 +1,183 @@
+"""Scores of clients that take no part in training: how well a method serves those who come later.
+
+What such a client gets is what the method gives to somebody it has never seen: at stage G its global model, where there is
+one, and at stage L1 the model that the client would deploy after one message, with an empty record and no training.
+Nothing here trains, keeps a record, or draws random numbers of anybody else, so what the others get does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from fedlightning.errors import ConfigurationError, warn
+from fedlightning.federation.engine import Engine
+from fedlightning.federation.server import Server
+from fedlightning.federation.stages import rows_of_global, scores_of_global
+from fedlightning.federation.summary import describe_clients
+from fedlightning.hooks import NEWCOMER, Job
+from fedlightning.messages import Message
+from fedlightning.scoring.results import LATEST, UNSEEN, Gap, Row
+from fedlightning.scoring.tasks import LOCAL, ScoreClient, ScoredModel
+from fedlightning.tensors import module_state
+from fedlightning.visit.failing import client_failure, in_words
+from fedlightning.visit.requests import Evaluate
+
+
+def refusal(server: Server) -> str | None:
+    """Return in a sentence why a method has no model for a client that has not trained; `None` if it has one.
+
+    Args:
+        server: The server, with the callbacks of the run.
+    """
+    for callback in server.callbacks:
+        if callback.no_newcomers:
+            return f"{callback.key} {callback.no_newcomers.rstrip('.')}."
+    if not server.shared_names():
+        return "No entry of the model travels, so there is no model for a client that never trained."
+    return None
+
+
+class Unseen:
+    """The clients of one federation that take no part in training.
+
+    Args:
+        server: The server, whose `held_out` they are.
+        engine: Has their data.
+    """
+
+    def __init__(self, server: Server, engine: Engine) -> None:
+        self.server, self.engine = server, engine
+        self._told = False
+
+    def check(self, splits: Sequence[str]) -> None:
+        """Say before round 1 if the method has no model for them; refuse clients that could never be scored.
+
+        Args:
+            splits: Splits that the run will score on.
+
+        Raises:
+            ConfigurationError: If none of the clients has data in these splits.
+        """
+        held_out, data = self.server.held_out, self.engine.runner.data
+        if not held_out:
+            return
+        if not any(data.num_samples(client, split) for client in held_out for split in splits):
+            raise ConfigurationError(
+                f"held_out keeps {', '.join(held_out[:5])}{', ...' if len(held_out) > 5 else ''} out of training to score "
+                "them, and none of them has validation or test data that this run scores on. Give them some "
+                "(val_fraction, test_fraction), evaluate (evaluate_every, test_data), or leave held_out out."
+            )
+        if self.refusal is not None:
+            warn(f"{self.refusal} The held-out clients stay out of training and have no scores.")
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why they have no scores; `None` if they have."""
+        return refusal(self.server)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `summary.json` says of them: what each holds, and why they have no scores if that is so."""
+        clients = describe_clients(self.engine.runner.data, self.server.held_out)
+        return {"clients": clients} | ({} if self.refusal is None else {"refused": self.refusal})
+
+    def rows(self, splits: Sequence[str], stages: Sequence[str]) -> list[Row]:
+        """Score what they would use now, on their own data.
+
+        A client that could not be scored is noted among the failures and left out; it never ends the run.
+
+        Args:
+            splits: `"val"`, `"test"`.
+            stages: Those of `"G"` and `"L1"` that are wanted.
+        """
+        if not self.server.held_out or not splits or self.refusal is not None:
+            return []
+        evaluate = Evaluate(tuple(splits))
+        rows = self._without_gaps(self._stage_g(evaluate)) if "G" in stages else []
+        if "L1" in stages:
+            rows += self._without_gaps(self._stage_l1(evaluate, rows))
+        return rows
+
+    def checkpoint_rows(self, splits: Sequence[str], checkpoint: str) -> list[Row]:
+        """Score the global models that callbacks selected.
+
+        Args:
+            splits: `"val"`, `"test"`.
+            checkpoint: Name of a checkpoint callback, or `"all"`.
+        """
+        server = self.server
+        rows = []
+        for kept in server.checkpoints.values() if server.held_out and self.refusal is None else ():
+            if checkpoint in ("all", kept["name"]):
+                scored = ScoredModel(kept["round"], "G", UNSEEN, kept["name"])
+                module = server.module_with(kept["model"])
+                rows += rows_of_global(self.engine, module, server.held_out, Evaluate(tuple(splits)), scored)
+        return self._without_gaps(rows)
+
+    def message(self, client: str) -> Message:
+        """Return the message with which a client that has not trained is served."""
+        message = self.server.message(Job(client, work=0, tag=NEWCOMER))
+        self._tell_what_stays(message)
+        return message
+
+    def _stage_g(self, evaluate: Evaluate) -> list[Row]:
+        server = self.server
+        module = server.global_module(None)
+        if module is None:
+            return []
+        scored = ScoredModel(server.round + 1, "G", UNSEEN)
+        return rows_of_global(self.engine, module, server.held_out, evaluate, scored)
+
+    def _stage_l1(self, evaluate: Evaluate, known: Sequence[Row]) -> list[Row]:
+        server = self.server
+        shared = module_state(server.module_with(server.model)) if known else None
+        one_for_all = server.callbacks.role("global_module") is None
+        known_of = scores_of_global(known if one_for_all else ())
+        scored = ScoredModel(server.round + 1, "L1", UNSEEN)
+        found: dict[str, list[Row]] = {}
+        asked: list[str] = []
+
+        def tasks() -> Iterator[ScoreClient]:
+            for client in server.held_out:
+                try:
+                    message = self.message(client)
+                except Exception as error:  # of an algorithm that knows the clients of the beginning only
+                    found[client] = _gaps(client, evaluate, scored, in_words(client_failure(error)))
+                    continue
+                asked.append(client)
+                yield ScoreClient(message, evaluate, scored, shared=shared, known=known_of(client, evaluate.data))
+
+        for place, rows in enumerate(self.engine.map(tasks())):
+            found[asked[place]] = rows
+        return [row for client in server.held_out for row in found[client]]
+
+    def _without_gaps(self, rows: Iterable[Row]) -> list[Row]:
+        scores = []
+        for row in rows:
+            if isinstance(row, Gap):
+                sentence = row.sentence.replace("client '", "unseen client '", 1)
+                self.server.note_failure(row.client, sentence, row.stage)
+            else:
+                scores.append(row)
+        return scores
+
+    def _tell_what_stays(self, message: Message) -> None:
+        """Warn once of entries that a client which has not trained holds as the module began."""
+        if self._told:
+            return
+        self._told = True
+        server = self.server
+        travels = {*server.shared_names(), *message.state}
+        stays = [name for name in server.trainable if name not in travels]
+        if stays:
+            warn(
+                f"{len(stays)} of {len(server.trainable)} trainable entries ('{stays[0]}' ...) stay with the clients, so "
+                "an unseen client holds them as the module began, untrained. Its scores at stage L1 are those of that "
+                "model."
+            )
+
+
+def _gaps(client: str, evaluate: Evaluate, scored: ScoredModel, reason: str) -> list[Row]:
+    one = (scored.round, scored.stage, scored.model, LATEST, LOCAL)
+    return [Gap(*one, split, client, "", float("nan"), 0, reason) for split in evaluate.splits]

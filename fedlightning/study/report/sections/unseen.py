@@ -1,0 +1,84 @@
+"""Section about clients that took no part in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedlightning.study.columns import GLOBAL
+from fedlightning.study.report.cells import Column, interval_of, is_number, summary
+from fedlightning.study.report.context import METHOD, Context, Row
+from fedlightning.study.report.figures.dots import Dot, Line, dot_plot
+from fedlightning.study.report.html import Section, Table
+
+
+def unseen(context: Context) -> Section | None:
+    """Show the scores of held-out clients, apart from those of the clients that trained.
+
+    Returns:
+        The section, or `None` if no run held clients out.
+    """
+    rows = context.study.unseen()
+    if not rows:
+        return None
+    sign = -1.0 if context.higher else 1.0
+    rows = sorted(rows, key=lambda row: (not is_number(row["mean"]), sign * (row["mean"] or 0.0)))
+    better: Any = context.better
+    columns = [
+        METHOD,
+        Column("mean", "mean", radius="ci95_radius", group="unseen clients", better=better,
+               help="the model that an unseen client deploys after one message (stage L1), ± half the 95 % interval"),
+        Column("worst", "worst", group="unseen clients", better=better, help="worst-served unseen client"),
+        Column(GLOBAL, "global model", group="unseen clients", better=better, help="the server's latest model (stage G)"),
+        Column("best_global", "best global", group="unseen clients", better=better,
+               help="the global model with the best validation score of the clients that trained"),
+        Column("trained", "mean", group="clients that trained", help="their deployed models, as in the overview"),
+        Column("gap", "difference", "difference", interval="gap_ci95", group="clients that trained",
+               help="unseen minus trained: of other clients with other data"),
+        Column("n_seeds", "seeds", "count", help="runs behind the row"),
+    ]  # fmt: skip
+    table = context.table(
+        "unseen", f"Test {context.metric} of clients that took no part in training", columns, rows, _notes(rows)
+    )
+    parts: list[Any] = [table]
+    scored = [row for row in rows if is_number(row["mean"])]
+    if scored:
+        lines = [
+            Line(
+                row["method"],
+                context.styles[row["method"]].colour,
+                [Dot(row["mean"], interval_of(row))],
+                context.styles[row["method"]].marker,
+            )
+            for row in scored
+        ]
+        picture = context.picture(
+            "unseen",
+            f"Mean test {context.metric} of unseen clients",
+            f"Dots: mean test {context.metric} of unseen clients: {summary([(r['method'], r['mean']) for r in scored])}.",
+            lambda: dot_plot(lines, f"test {context.metric}, mean over unseen clients"),
+        )
+        parts = [context.gallery([picture], table, open=True), _by_client(context, scored)]
+    return context.section(
+        "unseen",
+        "Clients that come later",
+        "Unseen clients",
+        parts,
+        "Held-out clients were kept out of training and are in no other number of this page. Each is given what the method "
+        "gives to a client it has never seen, trains nothing, and is scored on its own test data.",
+    )
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """Return the lines below the table: who was held out, and why a method has no scores."""
+    clients = list(dict.fromkeys(text for row in rows for text in row["clients"]))
+    held = f"Held out: {clients[0]}." if len(clients) == 1 else f"Held out, by seed: {'; '.join(clients)}."
+    return [held, *dict.fromkeys(row["refused"] for row in rows if row["refused"])]
+
+
+def _by_client(context: Context, rows: Sequence[Row]) -> Table:
+    names = list(dict.fromkeys(client for row in rows for client in row["per_client"]))
+    lines = [{"client": name} | {f"@{row['method']}": row["per_client"].get(name) for row in rows} for name in names]
+    columns = [Column("client", "client", "text"), *(Column(f"@{row['method']}", row["method"]) for row in rows)]
+    caption = f"Test {context.metric} of each unseen client, mean over the seeds that held it out"
+    return context.table("unseen-clients", caption, columns, lines)

@@ -1,0 +1,69 @@
+"""How well each method serves clients that took no part in training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedlightning.study.columns import UNSEEN
+from fedlightning.study.data import StudyData, Table
+from fedlightning.study.measures import SeedScore, mean_of
+from fedlightning.study.scores import per_client, statistic
+
+
+def unseen(study: StudyData) -> Table:
+    """Return one line a method: the scores of held-out clients on their own test data, means over clients, then seeds.
+
+    - `mean`: the model that an unseen client deploys after one message and no training (stage L1), with `ci95` and
+      `ci95_radius`; `worst` and `std` over these clients; `per_client`.
+    - `global`: the global model as it stands (stage G); `best_global`: the one selected on the trained clients'
+      validation data. Both with `..._ci95` and `..._radius`.
+    - `trained`: the deployed models of the clients that trained, as in the overview; `gap`: `mean` minus `trained`, over
+      the seeds that have both, with `gap_ci95` and `gap_radius`. They are means over different clients with different
+      data: how hard the held-out clients are is part of the gap.
+    - `clients`: held-out clients by seed; `n_seeds` that have a score; `refused`: why a method has none.
+
+    Args:
+        study: Runs to compare.
+
+    Returns:
+        The lines; none where no run held clients out.
+    """
+    return [line for method in study.methods if (line := _line(study, method)) is not None]
+
+
+def _line(study: StudyData, method: str) -> dict[str, Any] | None:
+    summaries = [study.finished[method, seed].run.summary for seed in study.seeds_of(method)]
+    held_out = [summary["held_out"] for summary in summaries if summary.get("held_out")]
+    if not held_out:
+        return None
+    own = _scores(study, method, "latest", "L1")
+    trained = study.deployed(method)
+    gaps = [
+        None if own[seed].mean is None or trained[seed].mean is None else own[seed].mean - trained[seed].mean  # type: ignore[operator]
+        for seed in own
+        if seed in trained
+    ]
+    found = {
+        "mean": study.estimate([score.mean for score in own.values()]),
+        "global": study.estimate([score.mean for score in _scores(study, method, "latest", "G").values()]),
+        "best_global": study.estimate([score.mean for score in _scores(study, method, "best_global", "G").values()]),
+        "gap": study.estimate(gaps),
+    }
+    line: dict[str, Any] = {"method": method}
+    for name, one in found.items():
+        key = "" if name == "mean" else f"{name}_"
+        line |= {name: one.mean, f"{key}ci95": one.ci95, f"{key}radius" if key else "ci95_radius": one.radius}
+    return line | {
+        "worst": statistic(own.values(), "worst"),
+        "std": statistic(own.values(), "std"),
+        "trained": mean_of([score.mean for score in trained.values()]) if trained else None,
+        "per_client": per_client(list(own.values())),
+        "clients": [", ".join(one.get("clients", {})) for one in held_out],
+        "n_seeds": sum(score.mean is not None for score in own.values()),
+        "seeds": len(study.seeds),
+        "refused": next((one["refused"] for one in held_out if one.get("refused")), None),
+    }
+
+
+def _scores(study: StudyData, method: str, checkpoint: str, stage: str) -> dict[int, SeedScore]:
+    return study.find(method, model=UNSEEN, checkpoint=checkpoint, stage=stage)

@@ -1,0 +1,60 @@
+"""Data without some clients: nobody else's unions hold them, and their own loaders are still there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedlightning.datamodules import DigitsDataModule, LoaderDataModule
+from fedlightning.datamodules.held_out import draw_held_out, without
+from fedlightning.testing.toys import ToyData
+
+
+def loaders() -> LoaderDataModule:
+    given = {name: DataLoader(TensorDataset(torch.full((size, 2), float(size))), 4) for name, size in SIZES.items()}
+    return LoaderDataModule(given, given)
+
+
+SIZES = {"site0": 12, "site1": 7, "site2": 10, "site3": 15}
+DATA = {"indexed": lambda: DigitsDataModule(batch_size=16), "loaders": loaders, "a user's own": ToyData}
+
+
+@pytest.mark.parametrize("make", DATA.values(), ids=DATA)
+def test_unions_are_those_of_the_clients_that_are_left(make):
+    data = make()
+    data.prepare_data()
+    data.setup("fit")
+    out, *left = data.client_ids
+    few = without(data, [out])
+    assert few.client_ids == left and data.client_ids == [out, *left]
+    for split in ("train", "val"):
+        held = [few.client_dataloader(client, split).dataset for client in left]
+        union = few.pooled_dataloader(split).dataset
+        assert len(union) == sum(few.num_samples(client, split) for client in left)
+        rows = [union[place][0] for place in range(len(union))]
+        assert torch.equal(torch.stack(rows), torch.stack([part[i][0] for part in held for i in range(len(part))]))
+        assert len(few.client_dataloader(out, split).dataset) == few.num_samples(out, split) > 0
+        assert len(data.pooled_dataloader(split).dataset) == len(union) + few.num_samples(out, split)
+        assert few.class_counts(out, split) == data.class_counts(out, split)
+        assert few.fingerprint(split) != data.fingerprint(split)
+    assert few.num_classes == data.num_classes and few.partition_name == data.partition_name
+
+
+def test_a_union_has_the_batches_that_it_has_without_them():
+    """Bit for bit the union of data that never had the client."""
+    few, never = without(ToyData(), ["site3"]), ToyData(sizes=(12, 7, 10))
+    one, other = (list(data.pooled_dataloader("train")) for data in (few, never))
+    assert all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_nobody_is_left_out():
+    data = ToyData()
+    assert without(data, []) is data
+
+
+def test_shares_and_numbers():
+    names = [f"site{number}" for number in range(10)]
+    assert len(draw_held_out(names, 0.2, 0)) == len(draw_held_out(names, 2, 0)) == 2
+    assert draw_held_out(names, 0.2, 0) == draw_held_out(names[::-1], 2, 0)
+    assert len(draw_held_out(names, 0.01, 0)) == 1 and draw_held_out(names, 0.0, 0) == draw_held_out(names, 0, 0) == []
