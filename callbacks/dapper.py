@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Client, Phase, Setup, move_batch, training_loss, warn
+from fedlightning.algorithm import NEWCOMER, Client, Phase, Setup, move_batch, training_loss, warn
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd
 
 PHASE = "adapt"
@@ -116,8 +116,9 @@ class Dapper(AdaptsAtEnd):
 
     # -- the visit after the last round --------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:
-        """Train as the method beside it would or, in a visit after the last round, adapt once for each share."""
-        if client.message.tag != self.key:
+        """Train as FedAvg does or, in a visit after the last round and for a client that joins then, adapt for each share."""
+        joins = client.message.tag == NEWCOMER
+        if client.message.tag != self.key and not joins:
             yield from super().local_phases(client)
             return
         w = client.model_state()
@@ -129,7 +130,7 @@ class Dapper(AdaptsAtEnd):
             yield Phase(
                 f"{PHASE}-{lam}",
                 start=w,
-                work=self.epochs,
+                work=None if joins else self.epochs,
                 unit="epochs",
                 lr_factor=self.lr_factor,
                 federated=False,
