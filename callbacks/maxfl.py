@@ -82,7 +82,7 @@ class MaxFL(FederatedCallback):
             raise ValueError(f"MaxFL got alone={alone}. A requirement comes from a model that has trained: 1 or more.")
         self.server_lr, self.eps, self.alone = server_lr, eps, alone
 
-    def weighting(self, server: Server, update: Update) -> float:  # type: ignore[override]
+    def weighting(self, server: Server, update: Update) -> float:
         """Return `q_i`, which the client has sent."""
         return float(update.extras[self.key]["weight"])
 
