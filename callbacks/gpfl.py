@@ -167,7 +167,7 @@ class GPFL(FederatedCallback):
         Raises:
             ValueError: If the data have no class labels, or more classes than there are embeddings.
         """
-        path, conditions = conditioned_head(client.module)
+        path, _ = conditioned_head(client.module)
         prefix, state = f"{path}.{CONDITIONS}", message.state
         embeddings = state.get(f"{prefix}.embeddings.weight")
         if embeddings is None:

@@ -60,8 +60,8 @@ class Harmony(Clusters):
       ``d_k(j) = 1 - cos(encoder_j, encoder_j at the start of the stage)`` goes to the server. Among clients with equal
       modalities it divides each column by its maximum, finds ``num_clusters`` clusters by k-means and averages only the
       fusion (all that belongs to no modality) within them. Encoders stay with the clients.
-    * Down: stage 1: the networks of the client's modalities; stage 2: its cluster's fusion. Up: the same, and ``d``. State:
-      of a client its encoders at the start of stage 2; at the server who has what, the fusion that each client is sent, ``d``.
+    * Down: stage 1: the networks of the client's modalities; stage 2: its cluster's fusion. Up: the same, and ``d``.
+    * State: of a client its encoders at the start of stage 2; at the server who has what, each client's fusion, ``d``.
     * Deployed: of a client with one modality the network of stage 1, else its own encoders with its cluster's fusion.
 
     The module must take samples with one modality through that modality's classifier, and be
@@ -217,7 +217,8 @@ class Harmony(Clusters):
         own = server.state[self.key]
         answers = {update.client: update for update in updates}
         biases = own["bias"] | {c: update.extras[self.key]["bias"] for c, update in answers.items()}
-        classifiers, clusters = dict(own["classifiers"]), {}
+        classifiers = dict(own["classifiers"])
+        clusters: dict[str, str] = {}
         sets: dict[tuple[str, ...], list[str]] = {}
         for client in server.clients:
             if client in biases:

@@ -103,7 +103,8 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
     def digits_net(method: str) -> LightningModule:
         return Classifier(DigitsCNN(norm="batch" if method == "FedBN" else "none"), num_classes=10, lr=0.1)
 
-    no_norm = {"FedBN": "its network has no BatchNorm layer"}
+    several = dict.fromkeys(("FedMultimodal", "Harmony"), "it is for data of several modalities")
+    no_norm = {"FedBN": "its network has no BatchNorm layer", **several}
     every = [
         Setting(
             "digits",
@@ -112,6 +113,7 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
             "net.fc",
             lambda seed, size: DigitsDataModule(split(), batch_size=size or 16, seed=seed),
             digits_net,
+            not_run=several,
         ),
         Setting(
             "heart",

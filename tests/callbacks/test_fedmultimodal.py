@@ -93,14 +93,14 @@ class Blind(LightningModule):
 
 
 def test_modules_that_train_an_encoder_blindly_are_refused():
-    with pytest.raises(ValueError, match="without 'A' Blind gives 'encoders.A.weight' a gradient"):
+    with pytest.raises(ValueError, match=r"without 'A' Blind gives 'encoders\.A\.weight' a gradient"):
         federate(Blind(zeros=True), senses(sensors=SENSORS), [FedMultimodal()])
     with pytest.raises(ValueError, match="without 'A' Blind has the loss nan"):
         federate(Blind(zeros=False), senses(sensors=SENSORS), [FedMultimodal()])
 
 
 def test_the_check_also_sees_what_the_first_client_lacks():
-    with pytest.raises(ValueError, match="without 'D' Blind gives 'encoders.D.weight' a gradient"):
+    with pytest.raises(ValueError, match=r"without 'D' Blind gives 'encoders\.D\.weight' a gradient"):
         federate(Blind(zeros=True), senses(sensors={"A": 1, "A+D+R": 2}), [FedMultimodal()])
 
 
@@ -115,7 +115,9 @@ class Unchecked(FedMultimodal):
 
 def test_a_client_that_trained_an_encoder_blindly_is_left_out():
     data = senses(sensors={"A": 1, "A+D": 1, "A+D+R": 1})
-    with pytest.warns(UserWarning, match="no sample has 'D', but 'encoders.D.weight' of its encoder has been trained"):
+    with pytest.warns(
+        UserWarning, match=r"no sample has 'D', but 'encoders\.D\.weight' of its encoder has been trained"
+    ):
         trainer, spy = spied(Blind(zeros=True), data, [Unchecked()], max_rounds=1)
     assert [failure["client"] for failure in trainer.server.failures] == ["0", "1"]
     assert set(spy.of_round(0)) == {"2"}
@@ -128,3 +130,33 @@ def test_data_and_module_that_do_not_fit_are_refused():
         federate(network("AD"), senses(), [FedMultimodal()])
     with pytest.raises(ValueError, match="is in the encoders of two modalities"):
         federate(network(), senses(), [FedMultimodal(encoders={"A": ["net.encoders"], "D": ["net.encoders.D"]})])
+
+
+def accuracy(names, root, sensors=None):
+    """Mean test accuracy of the global model on digits of which each modality is a half."""
+    from fedlightning.datamodules import DirichletPartitioner, PairedDigitsDataModule
+    from fedlightning.models import MLP, Classifier, MultimodalNet
+
+    torch.manual_seed(0)
+    split = DirichletPartitioner(4, 1.0)
+    data = PairedDigitsDataModule(split, batch_size=16, modalities=names, sensors=sensors)
+    net = MultimodalNet({name: MLP(32, [64], 64) for name in names}, 10, fusion="attention")
+    options = {"max_rounds": 8, "local_epochs": 2, "evaluate_every": 0}
+    trainer = federate(Classifier(net, 10, lr=0.1), data, [FedMultimodal()], root, **options)
+    rows = trainer.test()
+    return next(
+        row["mean"]
+        for row in trainer.results
+        if (row["stage"], row["data"], row["split"], row["metric"]) == ("G", "local", "test", "test_accuracy")
+    ), rows
+
+
+@pytest.mark.slow
+def test_both_halves_are_better_than_each_alone_and_a_client_without_one_does_no_harm(tmp_path):
+    upper, lower, both = (
+        accuracy(names, tmp_path / "".join(names))[0] for names in (["upper"], ["lower"], ["upper", "lower"])
+    )
+    assert 0.6 < upper < 0.9 and 0.6 < lower < 0.9
+    assert both > max(upper, lower) + 0.05
+    lacking, _ = accuracy(["upper", "lower"], tmp_path / "lacking", {"upper": 1, "upper+lower": 3})
+    assert lacking > max(upper, lower)

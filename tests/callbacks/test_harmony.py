@@ -92,7 +92,7 @@ def test_the_second_round_of_stage_2_sends_the_clusters_fusion_and_no_encoder():
 def test_the_bias_is_one_minus_the_cosine_to_the_start_of_the_stage():
     _, trainer, spy = two_stages()
     for client, modalities in {"1": "AD", "2": "AD", "3": "ADR"}.items():
-        start = [m for m in spy.messages if m.round == 2 and m.client == client and m.tag == "fusion"][0].state
+        start = next(m for m in spy.messages if m.round == 2 and m.client == client and m.tag == "fusion").state
         record = trainer.store.get(client).personal
         expected = []
         for name in modalities:
@@ -120,7 +120,7 @@ def test_clusters_are_found_on_columns_of_one_scale():
 
 
 def test_absent_clients_keep_their_fusion_and_encoders():
-    _, trainer, spy = two_stages(max_rounds=6, participation=2, num_clusters=1)
+    _, _, spy = two_stages(max_rounds=6, participation=2, num_clusters=1)
     stage = [{u.client for u in spy.updates if u.round == t and u.tag == "fusion"} for t in range(2, 6)]
     assert all(len(found) == 2 and found <= {"1", "2", "3"} for found in stage)
     for t in range(3, 6):

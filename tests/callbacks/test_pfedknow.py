@@ -47,10 +47,8 @@ def test_pruned_weights_stay_zero_and_nobodys_elements_stay(make, others):
     sent = spy.of_round(0)
     for name in ("net.0.weight", "net.3.weight"):
         magnitudes = start[name].abs().flatten().sort().values
-        masks = {
-            c: start[name].abs() > magnitudes[round(s * len(magnitudes)) - 1]
-            for c, s in zip("012", (0.5, 0.25, 0.5), strict=True)
-        }
+        limits = {c: magnitudes[round(s * len(magnitudes)) - 1] for c, s in {"0": 0.5, "1": 0.25, "2": 0.5}.items()}
+        masks = {c: start[name].abs() > limit for c, limit in limits.items()}
         for client, update in sent.items():
             assert not bool(update.state[name][~masks[client]].any())
             assert bool(update.state[name][masks[client]].all())
@@ -82,9 +80,11 @@ def test_the_server_trains_first_and_after_every_aggregation():
     _, spy = spied(Toy(), toy_data(), [pFedKnow("1", prune=0.0, **SURE)], max_rounds=2)
     order = [(update.round, update.client, update.tag) for update in spy.updates]
     clients = [("0", "unlabelled"), ("2", "unlabelled")]
+    server = "1", "labelled"
     assert order == [
-        (0, "1", "labelled"), *((0, *c) for c in clients), (0, "1", "labelled"), *((1, *c) for c in clients), (1, "1", "labelled")
-    ]  # fmt: skip
+        *((0, *job) for job in (server, *clients, server)),
+        *((1, *job) for job in (*clients, server)),
+    ]
     first, then = spy.updates[0], next(m for m in spy.messages if m.client == "0")
     same(first.state, then.state)  # what the server has learned goes to the clients
     same(spy.updates[3].state, spy.rounds[0])
@@ -116,7 +116,7 @@ class Guided(Toy):
 
 def test_the_guide_teaches_the_server_and_never_travels():
     module, data = Guided(), toy_data((16, 8), batch_size=16)
-    trainer, spy = spied(module, data, [pFedKnow("0", guide="teacher", lam=2.0, head="net.3", **SURE)], max_rounds=1)
+    _, spy = spied(module, data, [pFedKnow("0", guide="teacher", lam=2.0, head="net.3", **SURE)], max_rounds=1)
     x, y = next(iter(data.client_dataloader("0", "train")))
     target = module.teacher(x).softmax(1).detach()
     logits = module.net(x)
