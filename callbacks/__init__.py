@@ -9,6 +9,7 @@ from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
 from fedlightning.callbacks.cfl import CFL
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint, LocalCheckpoint
+from fedlightning.callbacks.dapper import Dapper
 from fedlightning.callbacks.diagnostics.gradient_variance import GradientVariance
 from fedlightning.callbacks.diagnostics.hessian_trace import HessianTrace
 from fedlightning.callbacks.diagnostics.layer_diagnostics import LayerDiagnostics
@@ -21,9 +22,12 @@ from fedlightning.callbacks.fedamp import FedAMP
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
+from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.fedfomo import FedFomo
+from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
+from fedlightning.callbacks.fedmultimodal import FedMultimodal
 from fedlightning.callbacks.fednova import FedNova
 from fedlightning.callbacks.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedlightning.callbacks.fedproto import FedProto
@@ -32,7 +36,10 @@ from fedlightning.callbacks.fedrep import FedRep
 from fedlightning.callbacks.fedsoft import FedSoft
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
+from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.gpfl import GPFL
+from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
@@ -41,22 +48,27 @@ from fedlightning.callbacks.l2gd import L2GD
 from fedlightning.callbacks.local_adaptation import LocalAdaptation
 from fedlightning.callbacks.lora import FedIT, FFALoRA
 from fedlightning.callbacks.mapper import MAPPER
+from fedlightning.callbacks.maxfl import MaxFL
 from fedlightning.callbacks.moon import MOON
 from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
+from fedlightning.callbacks.pfedbayes import pFedBayes
+from fedlightning.callbacks.pfedknow import pFedKnow
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
 from fedlightning.callbacks.pi_fl import PIFL
 from fedlightning.callbacks.player_fl import PLayerFL, PLayerFLRandom
 from fedlightning.callbacks.private_lr import PrivateLR
 from fedlightning.callbacks.scaffold import SCAFFOLD
+from fedlightning.callbacks.tiff import TIFF
 from fedlightning.compat.renamed import present_class
 
 __all__ = [
     "APFL",
     "Central",
     "CFL",
+    "Dapper",
     "Ditto",
     "FedAdagrad",
     "FedAdam",
@@ -66,11 +78,14 @@ __all__ = [
     "FedAvgM",
     "FedBABU",
     "FedBN",
+    "FedCovid",
     "FederationSensitivity",
     "FedFomo",
+    "FedGroup",
     "FedIT",
     "FedLAMA",
     "FedLP",
+    "FedMultimodal",
     "FedNova",
     "FedPer",
     "FedProto",
@@ -81,10 +96,13 @@ __all__ = [
     "FedYogi",
     "FENDA",
     "FeSEM",
+    "FeSEMMA",
     "FFALoRA",
     "FLIU",
     "GlobalCheckpoint",
+    "GPFL",
     "GradientVariance",
+    "Harmony",
     "HessianTrace",
     "HeteroFL",
     "HeurFedAMP",
@@ -99,9 +117,12 @@ __all__ = [
     "LocalAdaptation",
     "LocalCheckpoint",
     "MAPPER",
+    "MaxFL",
     "MOON",
     "PerFCL",
     "PerFedAvg",
+    "pFedBayes",
+    "pFedKnow",
     "pFedLA",
     "pFedMe",
     "PIFL",
@@ -110,6 +131,7 @@ __all__ = [
     "PrivateLR",
     "SCAFFOLD",
     "Sensitivity",
+    "TIFF",
 ]
 
 

@@ -27,7 +27,7 @@ from fedlightning.algorithm import (
     subtract,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import refuse_global_steps, refuse_parts_of_models
+from fedlightning.callbacks.shared.server_models import refuse_global_steps
 
 
 class CFL(Clusters):
@@ -100,7 +100,6 @@ class CFL(Clusters):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
-        refuse_parts_of_models(self, setup)
         share = setup.participation
         if share < len(setup.clients) if isinstance(share, int) else share < 1.0:
             raise ValueError(
@@ -156,9 +155,16 @@ class CFL(Clusters):
         server.state[self.key] = {**own, "clusters": in_client_order(server, clusters), "parents": parents}
 
     def delta(self, server: Server, before: State, update: Update) -> State:
-        """Return what training has added to the trainable parameters."""
-        names = [name for name in server.trainable if name in update.state]
-        return subtract(select(update.state, names), select(before, names))
+        """Return what training has added to the trainable parameters that travel; 0 for those that were not sent.
+
+        Raises:
+            ValueError: If no parameter that trains travels.
+        """
+        travelling = set(server.returned_names())
+        old = select(before, [name for name in server.trainable if name in travelling])
+        if not old:
+            raise ValueError("CFL splits clusters by how the model moves, and no parameter that trains travels.")
+        return subtract({**old, **select(update.state, old)}, old)
 
     def norms(self, deltas: Mapping[str, State]) -> tuple[float, float]:
         """Return the norm of the mean, and the largest norm of a client's."""
@@ -185,6 +191,11 @@ class CFL(Clusters):
     def memberships(self, server: Server) -> dict[str, dict[str, float]]:
         """Return every client's cluster."""
         return {client: {self.cluster_of(server, client): 1.0} for client in server.clients}
+
+    def models_in_use(self, server: Server) -> list[str]:
+        """Return the keys of the clusters that were not split; the others' models are only remembered."""
+        split = set(server.state.get(self.key, {}).get("parents", {}).values())
+        return [key for key in server.models if key not in split]
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the client's own cluster's model."""

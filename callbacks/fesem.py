@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
-from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
 from fedlightning.algorithm import (
@@ -25,8 +24,9 @@ from fedlightning.algorithm import (
     expand,
     select,
 )
+from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps, refuse_parts_of_models
+from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps
 
 
 class FeSEM(Clusters):
@@ -97,7 +97,6 @@ class FeSEM(Clusters):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
-        refuse_parts_of_models(self, setup)
         trainable = [name for name, kind in setup.kinds.items() if kind == "trainable"]
         if self.layers is not None and not set(expand(self.layers, setup.kinds)) & set(trainable):
             raise ValueError(f"FeSEM got layers={self.layers}, none of which trains. Name some of {trainable}.")
@@ -130,35 +129,53 @@ class FeSEM(Clusters):
         models = {**own["models"], **fresh}
         taking_part = models if self.stale else fresh
         order = [client for client in server.clients if client in taking_part]
-        rows = torch.stack([self._row(server, taking_part[client][1]) for client in order])
+        states = [{**server.models[self.cluster_of(server, client)], **taking_part[client][1]} for client in order]
         keys = [centre(k) for k in range(1, self.num_clusters + 1)]
         clusters = dict(own["clusters"])
         old = set(order) if keys[0] not in server.models or self.num_clusters == 1 else set(clusters)
         if keys[0] not in server.models:
+            rows = torch.stack([self._row(server, self.aligned(server, state, server.model)) for state in states])
             groups = first_groups(rows, self.num_clusters, address(server.blueprint.settings.seed, self.key))
             for key, places in zip(keys, groups, strict=True):
-                server.models[key] = self.mean(server.model, [taking_part[order[place]] for place in places])
+                members = [taking_part[order[place]] for place in places]
+                server.models[key] = self.mean(server, server.model, members)
         for _ in range(self.steps):
-            centres = torch.stack([self._row(server, server.models[key]) for key in keys])
-            found = nearest(rows, centres).tolist()
+            found = self.places(server, states, [server.models[key] for key in keys])
             for k, key in enumerate(keys):
-                members = [client for client, place in zip(order, found, strict=True) if place == k and client in old]
+                members = [taking_part[c] for c, place in zip(order, found, strict=True) if place == k and c in old]
                 if members:
-                    server.models[key] = self.mean(server.models[key], [taking_part[c] for c in members])
+                    server.models[key] = self.mean(server, server.models[key], members)
             clusters |= {client: keys[k] for client, k in zip(order, found, strict=True)}
         kept = {client: models[client] for client in server.clients if client in models and client in old}
         ordered = in_client_order(server, clusters)
         server.state[self.key] = {"clusters": ordered, "models": kept if self.stale else {}}
 
-    def mean(self, old: State, members: Sequence[tuple[float, State]]) -> State:
-        """Return a centre: the mean of its members' models, by their weights.
+    def places(self, server: Server, states: Sequence[State], centres: Sequence[State]) -> list[int]:
+        """Return for each model the index of the nearest centre, the lowest of several (E-step).
 
         Args:
+            server: The server.
+            states: The clients' models.
+            centres: The centres.
+        """
+        rows = torch.stack([self._row(server, state) for state in states])
+        found: list[int] = nearest(rows, torch.stack([self._row(server, state) for state in centres])).tolist()
+        return found
+
+    def mean(self, server: Server, old: State, members: Sequence[tuple[float, State]]) -> State:
+        """Return a centre: the mean of its members' models, by their weights (M-step).
+
+        Args:
+            server: The server.
             old: The centre before; entries that do not travel, and integers, stay as they are there.
             members: Weight and model of each member.
         """
-        travelling = select(old, members[0][1])
-        return {**old, **combine(travelling, members)}
+        travelling = {name: value for name, value in old.items() if any(name in state for _, state in members)}
+        return {**old, **combine(travelling, [(n, self.aligned(server, state, old)) for n, state in members])}
+
+    def aligned(self, server: Server, state: State, centre: State) -> State:
+        """Return a client's model as it is compared with a centre and averaged into it: as it is."""
+        return state
 
     def _row(self, server: Server, state: State) -> Tensor:
         """Return the parameters that distances are taken on, as float64 numbers."""
@@ -199,25 +216,6 @@ class FeSEM(Clusters):
 def centre(k: int) -> str:
     """Return the server's name of centre k, from 1."""
     return f"centre {k}"
-
-
-def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
-    """Return the rows of each group that k-means finds; where there are fewer different rows than groups, some repeat.
-
-    Args:
-        rows: Models, `(clients, parameters)`.
-        count: Number of groups.
-        seed: Seed of the starts.
-
-    Example:
-        >>> first_groups(torch.tensor([[0.0], [5.0], [0.2]]), 2, seed=0)
-        [[0, 2], [1]]
-    """
-    different = len(torch.unique(rows, dim=0))
-    labels = KMeans(min(count, different), n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy())
-    order = list(dict.fromkeys(labels.tolist()))
-    groups = [[place for place, label in enumerate(labels) if label == first] for first in order]
-    return [groups[k % len(groups)] for k in range(count)]
 
 
 def nearest(rows: Tensor, centres: Tensor) -> Tensor:

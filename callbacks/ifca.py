@@ -206,6 +206,10 @@ class IFCA(Clusters):
         found = server.state.get(self.key, {}).get("clusters", {}) if self.num_clusters > 1 else {}
         return {client: {centre(chosen): 1.0} for client, chosen in found.items()}
 
+    def models_in_use(self, server: Server) -> list[str]:
+        """Return the keys of all centres; the first one is the global model."""
+        return [centre(j) for j in range(self.num_clusters)]
+
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the centre that ``client`` chose last; ``None`` for all, and for a client that never took part."""
         chosen = server.state.get(self.key, {}).get("clusters", {}).get(client)

@@ -43,6 +43,11 @@ class PIFLRound(Clusters):
         """Keys of the clusters' models at the server."""
         return [f"cluster {k}" for k in range(1, self.num_clusters + 1)]
 
+    @property
+    def _in_one_place(self) -> bool:
+        """Whether models are scored on everybody's validation data at once, not by the players on theirs."""
+        return self.utility == "pooled"
+
     def _note(self, server: Server, **entries: Any) -> None:
         """Replace entries of the state."""
         server.state[self.key] = {**server.state[self.key], **entries}
@@ -171,7 +176,7 @@ class PIFLRound(Clusters):
         found = []
         for state in states:
             server.models[TRIAL] = state
-            if self.utility == "pooled":
+            if self._in_one_place:
                 jobs = [Job(POOLED, model=TRIAL, data="pooled", work=0, returns=(), tag=UTILITY)]
             else:
                 jobs = [Job(client, model=TRIAL, work=0, returns=(), tag=UTILITY) for client in players]

@@ -10,6 +10,8 @@ In order of importance:
 * Data sets: `DigitsDataModule` (needs no files), `MNISTDataModule`, `FashionMNISTDataModule`, `EMNISTDataModule`,
   `CIFAR10DataModule` and `HeartDiseaseDataModule`. `TabularFederatedDataModule`: your own CSV file.
 * `MixtureDataModule`: clients with shares of two or more groups of classes or orientations.
+* `MultimodalDataModule`: several modalities, which clients may lack. `PairedDigitsDataModule` (needs no files) and
+  `SpokenDigitsDataModule` (images with recordings). `ModalityDataset`: their samples.
 * `describe` and `plot_partition`: the samples of each client as a table and as a picture.
 * Bases for your own: `ArrayFederatedDataModule`, `ImageFederatedDataModule`, `IndexedFederatedDataModule`,
   `Partitioner`, `Plan`.
@@ -29,6 +31,9 @@ from fedlightning.datamodules.images import (
 )
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.mixtures import MixtureDataModule
+from fedlightning.datamodules.modalities import ModalityDataset
+from fedlightning.datamodules.multimodal import MultimodalDataModule
+from fedlightning.datamodules.paired_digits import PairedDigitsDataModule
 from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
@@ -40,6 +45,7 @@ from fedlightning.datamodules.skew import (
     LabelSkewPartitioner,
     QuantitySkewPartitioner,
 )
+from fedlightning.datamodules.spoken_digits import SpokenDigitsDataModule
 from fedlightning.datamodules.tabular import TabularFederatedDataModule
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
@@ -64,7 +70,10 @@ __all__ = [
     "LoaderDataModule",
     "MNISTDataModule",
     "MixtureDataModule",
+    "ModalityDataset",
+    "MultimodalDataModule",
     "NaturalPartitioner",
+    "PairedDigitsDataModule",
     "PartitionReport",
     "Partitioned",
     "Partitioner",
@@ -73,6 +82,7 @@ __all__ = [
     "QuantitySkewPartitioner",
     "SharePlan",
     "Split",
+    "SpokenDigitsDataModule",
     "TabularFederatedDataModule",
     "describe",
     "plot_partition",

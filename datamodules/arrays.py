@@ -37,6 +37,8 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         max_train: Use only this many training samples, chosen by `seed` (for a quick trial).
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone, so that repetitions can change nothing else. `None` is `seed`.
+        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
+            unless its method uses public data.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -66,15 +68,16 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         max_train: int | None = None,
         max_test: int | None = None,
         val_seed: int | None = None,
+        public_fraction: float = 0.0,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
-        check_fraction(self, val_fraction=val_fraction)
+        check_fraction(self, val_fraction=val_fraction, public_fraction=public_fraction)
         for name, value in (("max_train", max_train), ("max_test", max_test)):
             if value is not None and value < 1:
                 raise ValueError(f"{type(self).__name__} got {name}={value}; use 1 or more, or None for all samples.")
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test
-        self.val_seed = val_seed
+        self.val_seed, self.public_fraction = val_seed, public_fraction
         self._divides = self.partitioner
 
     @abstractmethod

@@ -7,13 +7,14 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from lightning import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from fedlightning.datamodules.partition import cut
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, Indices, collate_rows
 from fedlightning.seeding import generator
@@ -169,6 +170,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
 
     Subclasses implement `build`, which runs once, at the first `setup`.
 
+    Attributes:
+        public_fraction: Share of every client's training samples, in [0, 1), that is taken from the clients at `setup` and
+            becomes public data (`public_dataloader`); 0 by default. Data modules that have it as an argument set it.
+
     Args:
         batch_size: Number of samples in a batch, in every split.
         seed: Seed of the split into clients, and of the batch order until the trainer starts a visit with its own seed.
@@ -193,6 +198,8 @@ class IndexedFederatedDataModule(FederatedDataModule):
         (3, 2)
     """
 
+    public_fraction: float = 0.0
+
     def __init__(
         self,
         batch_size: int = 32,
@@ -214,6 +221,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         self._client_ids: list[str] | None = None
         self._places: dict[str, int] = {}
         self._splits: dict[str, Split] = {}
+        self._public: Indices | None = None
         self._num_classes: int | None = None
 
     @abstractmethod
@@ -233,10 +241,36 @@ class IndexedFederatedDataModule(FederatedDataModule):
             self._check_split(name)
             if len(split.indices) != len(client_ids):
                 raise ValueError(f"Split {name!r} has {len(split.indices)} index lists for {len(client_ids)} clients.")
+        if self.public_fraction > 0:
+            splits = {**splits, "train": self._without_public(client_ids, splits["train"])}
         labels = [split.labels for split in splits.values() if split.labels is not None and len(split.labels)]
         self._num_classes = 1 + max(int(values.max()) for values in labels) if labels else None
         self._client_ids, self._splits = list(client_ids), dict(splits)
         self._places = {client: place for place, client in enumerate(self._client_ids)}
+
+    def _without_public(self, client_ids: list[str], train: Split) -> Split:
+        """Take the public samples from the clients; return the training split without them."""
+        pairs = [
+            cut(
+                np.asarray(held),
+                self.public_fraction,
+                generator(self.seed, "partition", "public", client),
+                train.labels,
+            )
+            for client, held in zip(client_ids, train.indices, strict=True)
+        ]
+        self._public = np.sort(np.concatenate([part for _, part in pairs]))
+        return replace(train, indices=[rest for rest, _ in pairs])
+
+    def public_dataloader(self) -> DataLoader[Any] | None:
+        """Return a loader of the samples that `public_fraction` has taken from the clients; `None` if there are none."""
+        if self._public is None or not len(self._public):
+            return None
+        source = self._splits["train"]
+        options: dict[str, Any] = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source.loader
+        options |= {"drop_last": False, "collate_fn": options["collate_fn"] or collate_rows}
+        view = IndexView(source.dataset, self._public)
+        return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
 
     @property
     def client_ids(self) -> list[str]:
@@ -351,12 +385,12 @@ def in_order(clients: Iterable[str]) -> list[str]:
 
     Example:
         >>> from fedlightning.datamodules.base import in_order
-        >>> in_order(["site10", "b", "site9", "3", "21"])
-        ['3', '21', 'b', 'site9', 'site10']
+        >>> in_order(["site10", "b", "site9", "3", "21", "a²"])
+        ['3', '21', 'a²', 'b', 'site9', 'site10']
     """
 
     def key(client: str) -> list[tuple[bool, int, str]]:
         parts = [part for part in re.split(r"(\d+)", client) if part]
-        return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+        return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
     return sorted(clients, key=key)

@@ -31,6 +31,8 @@ class DigitsDataModule(ArrayFederatedDataModule):
         max_train: Use only this many training samples, chosen by `seed`.
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
+        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
+            unless its method uses public data.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
@@ -57,10 +59,11 @@ class DigitsDataModule(ArrayFederatedDataModule):
         max_train: int | None = None,
         max_test: int | None = None,
         val_seed: int | None = None,
+        public_fraction: float = 0.0,
     ) -> None:
         super().__init__(
             partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test,
-            val_seed,
+            val_seed, public_fraction,
         )  # fmt: skip
         self.flatten, self.split_seed = flatten, split_seed
 

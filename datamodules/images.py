@@ -65,6 +65,8 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         max_train: Use only this many training samples, chosen by `seed` (for a quick trial).
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
+        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
+            unless its method uses public data.
 
     Attributes:
         name: Name of the data set and of its folder.
@@ -99,10 +101,11 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         max_train: int | None = None,
         max_test: int | None = None,
         val_seed: int | None = None,
+        public_fraction: float = 0.0,
     ) -> None:
         super().__init__(
             partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test,
-            val_seed,
+            val_seed, public_fraction,
         )  # fmt: skip
         self.root, self.download, self.normalize = Path(root), download, normalize
 
@@ -251,6 +254,8 @@ class EMNISTDataModule(_IdxDataModule):
         max_train: Use only this many training samples, chosen by `seed`.
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
+        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
+            unless its method uses public data.
 
     Raises:
         ValueError: If there is no such `split`.
@@ -284,10 +289,11 @@ class EMNISTDataModule(_IdxDataModule):
         max_train: int | None = None,
         max_test: int | None = None,
         val_seed: int | None = None,
+        public_fraction: float = 0.0,
     ) -> None:
         super().__init__(
             root, partitioner, batch_size, val_fraction, seed, download, normalize, num_workers, pin_memory, drop_last,
-            max_train, max_test, val_seed,
+            max_train, max_test, val_seed, public_fraction,
         )  # fmt: skip
         if split not in self.split_classes:
             raise ValueError(f"EMNISTDataModule got split={split!r}; use one of {', '.join(self.split_classes)}.")

@@ -27,13 +27,14 @@ class MixtureDataModule(IndexedFederatedDataModule):
 
     Args:
         source: The samples, such as `DigitsDataModule()`. Its partitioner is not used; its batch size, `val_fraction`,
-            seed and limits are.
+            `public_fraction`, seed and limits are.
         num_clients: N.
         groups: `"rotation"`: the upper half of the samples (by chance) upright, the others turned by 90 degrees. Or a list
             of lists of classes.
         mixture: Share `a_i` of the first group in client i's data. `"10:90"`: 0.9 in the first half of the clients, 0.1
             in the second; `"30:70"` likewise; any two numbers. `"linear"`: `a_i = (i + 0.5) / N`. `"random"`: gaps of
-            sorted uniform numbers, for any number of groups. Or a table of shares, `(clients, groups)`.
+            sorted uniform numbers, for any number of groups. `"disjoint"`: every client is in one group, the first clients in
+            the first one; groups differ by one client at most. Or a table of shares, `(clients, groups)`.
         shift: The test data of a client have the shares in reverse order (`1 - a_i`).
         label_space: `"joint"`: every group has labels of its own. `"shared"`: the n-th class of every group has label n.
 
@@ -73,6 +74,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
         if len(set(classes)) < len(classes):
             raise ValueError(f"MixtureDataModule got groups={groups!r}; no class may be in two groups.")
         self.source, self.groups, self.mixture = source, groups, mixture
+        self.public_fraction = source.public_fraction
         self.shift, self.label_space = shift, label_space
         self.shares(np.random.default_rng(0))  # refuses mixtures that are none
         self._held_out: dict[tuple[int, str], IndexView] = {}
@@ -104,9 +106,15 @@ class MixtureDataModule(IndexedFederatedDataModule):
         if self.mixture == "random":
             cuts = np.sort(rng.random((count, groups - 1)), axis=1)
             return np.diff(np.hstack([np.zeros((count, 1)), cuts, np.ones((count, 1))]), axis=1)
+        if self.mixture == "disjoint":
+            if count < groups:
+                raise ValueError(
+                    f"MixtureDataModule got {count} clients for {groups} groups; every group needs a client."
+                )
+            return np.eye(groups)[place * groups // count]
         if groups != 2:
             raise ValueError(
-                f"MixtureDataModule got mixture={self.mixture!r} for {groups} groups; use 'random' or a table."
+                f"MixtureDataModule got mixture={self.mixture!r} for {groups} groups; use 'random', 'disjoint' or a table."
             )
         if self.mixture == "linear":
             first = (place + 0.5) / count
@@ -116,7 +124,8 @@ class MixtureDataModule(IndexedFederatedDataModule):
                 small = low / (low + high)
             except (ValueError, ZeroDivisionError):
                 raise ValueError(
-                    f"MixtureDataModule got mixture={self.mixture!r}; use '10:90', '30:70', 'linear', 'random' or a table."
+                    f"MixtureDataModule got mixture={self.mixture!r}; use '10:90', '30:70', 'linear', 'random', "
+                    "'disjoint' or a table."
                 ) from None
             if not 0 <= small <= 1:
                 raise ValueError(f"MixtureDataModule got mixture={self.mixture!r}; both parts must be 0 or more.")

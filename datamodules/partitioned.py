@@ -54,6 +54,8 @@ class Partitioned(IndexedFederatedDataModule):
             dataset: `lambda data: WeightedRandomSampler(weights_of(data), len(data))`. It takes the place of the
             wrapped loader's own, which knows nothing of clients. Samplers draw from torch's global generator, which has
             an address in every visit.
+        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
+            unless its method uses public data.
 
     Raises:
         ValueError: At `setup`, if the loaders cannot be divided or labels are missing.
@@ -81,18 +83,19 @@ class Partitioned(IndexedFederatedDataModule):
         batch_size: int | None = None,
         val_seed: int | None = None,
         sampler: Callable[[Any], Any] | None = None,
+        public_fraction: float = 0.0,
     ) -> None:
         super().__init__(batch_size=1 if batch_size is None else batch_size, seed=seed)
         for value, kind in ((datamodule, "LightningDataModule"), (partitioner, "Partitioner")):
             if isinstance(value, type | str | int):
                 given = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
                 raise ValueError(f"Partitioned got {given} for its {kind}. Pass an instance.")
-        check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction)
+        check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction, public_fraction=public_fraction)
         self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self._override, self.val_seed = batch_size, val_seed
         self._divides = partitioner
-        self.sampler = sampler
+        self.sampler, self.public_fraction = sampler, public_fraction
         for hook in _BATCH_HOOKS:
             # Only where the wrapped module has its own: Lightning prefers the data module's hook to the model's.
             if getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook):

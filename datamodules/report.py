@@ -182,7 +182,7 @@ def plot_partition(
         )
         bottom += report.counts[:, column]
     step = max(1, -(-clients // 40))  # more than 40 labels would overlap
-    axes.set_xticks(positions[::step], report.client_ids[::step])
+    axes.set_xticks(positions[::step], report.client_ids[::step], parse_math=False)  # a client may be called "$x"
     if max(len(name) for name in report.client_ids) * min(clients, 40) > 100:
         axes.tick_params(axis="x", rotation=60)
     axes.set_xlim(-0.7, clients - 0.3)

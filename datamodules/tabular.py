@@ -60,6 +60,8 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         num_workers: Worker processes of every loader.
         pin_memory: Copy batches into page-locked memory (for a GPU).
         drop_last: Leave out the last incomplete training batch.
+        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
+            unless its method uses public data.
 
     Raises:
         ValueError: If a value is out of its range, or neither or both of `client` and `partitioner` are given.
@@ -99,9 +101,10 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         num_workers: int = 0,
         pin_memory: bool = False,
         drop_last: bool = False,
+        public_fraction: float = 0.0,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
-        check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction)
+        check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction, public_fraction=public_fraction)
         name = type(self).__name__
         if (client is None) == (partitioner is None):
             got = "neither client nor partitioner" if client is None else "both client and partitioner"
@@ -119,6 +122,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self.drop, self.categorical = tuple(drop), tuple(categorical)
         self.statistics, self.target_statistics, self.scaling = dict(statistics or {}), target_statistics, scaling
         self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed
+        self.public_fraction = public_fraction
         self.delimiter = delimiter
         self.feature_names: list[str] = []
         self.class_names: list[str] | None = None

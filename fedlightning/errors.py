@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 
-INSIDE = ("fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", "contextlib")
+INSIDE = {"fedlightning", "lightning", "torch", "torchmetrics", "jsonargparse", *sys.stdlib_module_names}
 """Packages whose lines do not help to find an error in the user's code."""
 
 

@@ -15,7 +15,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 ALGORITHMS = sorted(CONFIGS.glob("algorithms/*.yaml"))
 DATA = sorted(CONFIGS.glob("data/*.yaml"))
 MODELS = sorted(CONFIGS.glob("models/*.yaml"))
-NEEDS = {"fedbn": ["--model.net.norm=batch"]}
+MODALITIES = [f"--config={CONFIGS / kind / 'paired_digits.yaml'}" for kind in ("data", "models")]
+NEEDS = {"fedbn": ["--model.net.norm=batch"], "fedmultimodal": MODALITIES, "harmony": MODALITIES}
 FITS = {
     "heart_disease": "heart_tiny",
     "mnist": "mnist_cnn",
@@ -23,6 +24,8 @@ FITS = {
     "emnist": "emnist_cnn",
     "cifar10": "cifar_cnn",
     "tabular": "tabular_regressor",
+    "paired_digits": "paired_digits",
+    "spoken_digits": "spoken_digits",
 }
 
 
@@ -44,10 +47,11 @@ def ids(path: Path) -> str:
 
 @pytest.mark.parametrize("path", ALGORITHMS, ids=ids)
 def test_algorithms_stack_on_the_quickstart(path: Path, tmp_path: Path) -> None:
-    words = ["fit", "-c", str(CONFIGS / "quickstart.yaml"), "-c", str(path), *small(tmp_path)]
+    needs = NEEDS.get(path.stem, [])
+    words = ["fit", "-c", str(CONFIGS / "quickstart.yaml"), *needs, "-c", str(path), *small(tmp_path)]
     if "local_steps" not in path.read_text():
         words.append("--trainer.local_epochs=1")
-    assert main([*words, *NEEDS.get(path.stem, [])]) == 0
+    assert main(words) == 0
     summary = json.loads((tmp_path / "quickstart/version_0/summary.json").read_text())
     assert path.stem in [name.lower() for name in summary["callbacks"]]
     assert len(summary["callbacks"]) == len(yaml.safe_load(path.read_text())["trainer"]["callbacks"])
@@ -127,9 +131,82 @@ def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
     assert (run / "clusters.csv").exists() == (name != "no_incentive")
 
 
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("multimodal/*.yaml")), ids=ids)
+def test_several_modalities(path: Path, tmp_path: Path) -> None:
+    """Few rounds and few samples of what the file says, both stages of Harmony among them."""
+    words = ["fit", "--config", str(path), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_rounds=2"]
+    words += [
+        "--data.max_train=320",
+        "--data.max_test=100",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.logger=false",
+    ]
+    if "harmony" in path.stem:
+        words.append("--trainer.callbacks.stage1=1")
+    assert main([*words, "--trainer.local_epochs=1"]) == 0
+    (summary,) = tmp_path.glob("*/version_0/summary.json")
+    assert "failures" not in json.loads(summary.read_text())
+    assert any(row["split"] == "test" and row["mean"] is not None for row in read_results(summary.parent))
+
+
+PI_FL_FIGURES = {"figure2g": [], "figure3": ["pi_fl/digits"], "figure4": ["pi_fl/digits"]}
+
+
+@pytest.mark.parametrize("name", PI_FL_FIGURES)
+def test_figures_of_pi_fl(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run of the reduced form, and the paper's size of those that have one parses."""
+    files = [CONFIGS / f"{stem}.yaml" for stem in [*PI_FL_FIGURES[name], f"pi_fl/{name}"]]
+    words = [word for file in files for word in ("--config", str(file))]
+    assert main(["fit", *words, f"--trainer.default_root_dir={tmp_path}", "--dry-run"]) == 0
+    assert "PIFL" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    if name == "figure2g":
+        words += [
+            "--config",
+            str(CONFIGS / "pi_fl/overrides/emnist_disjoint.yaml"),
+            "--trainer.callbacks.num_clusters=13",
+        ]
+    else:
+        words[1] = str(CONFIGS / "pi_fl/cifar10.yaml")
+    assert main(["fit", *words, "--data.source.root=elsewhere", "--trainer.max_rounds=500", "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["data"]["init_args"]["source"]["init_args"]["root"] == "elsewhere"
+    assert printed["data"]["init_args"]["num_clients"] == 100
+    assert printed["data"]["init_args"]["shift"] == (name == "figure3")
+    if name == "figure2g":
+        groups = printed["data"]["init_args"]["groups"]
+        assert sorted(label for group in groups for label in group) == list(range(10, 62)) and len(groups) == 13
+
+
 def test_pi_fl_on_cifar10_parses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--config", str(CONFIGS / "pi_fl/cifar10.yaml"), "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["data"]["class_path"].endswith("MixtureDataModule")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("clusters/digits", "algorithms/fedgroup"),
+        ("clusters/digits", "clusters/classes", "algorithms/fesemma"),
+        ("clusters/fesem_digits", "clusters/fesem/fesem_3"),
+    ],
+    ids="-".join,
+)
+def test_clusters_of_digits(files: tuple[str, ...], tmp_path: Path) -> None:
+    words = [word for name in files for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
+    words += [*small(tmp_path)[:4], "--trainer.local_epochs=1", "--trainer.evaluate_every=1"]
+    size = ["partitioner.num_clients=3", "max_train=150", "max_test=60"]
+    if "fesem_digits" not in files[0]:
+        size = ["num_clients=4", "source.max_train=160", "source.max_test=60"]
+    assert main(["fit", *words, *[f"--data.{option}" for option in size]]) == 0
+    (run,) = tmp_path.glob("*/version_0")
+    assert (run / "figures/clusters.png").exists()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("clusters/fesem/*.yaml")), ids=ids)
+def test_the_comparison_of_fesem_parses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "-c", str(CONFIGS / "clusters/fesem_emnist.yaml"), "-c", str(path), "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["trainer"]["participation"] == 9 and len(printed["trainer"]["callbacks"]) == 2
 
 
 def test_every_data_file_is_covered() -> None:

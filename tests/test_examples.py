@@ -175,3 +175,33 @@ def test_the_guide_s_links_and_files_exist():
     table = text.partition("| your method | look at |")[2].partition("\n\n")[0]
     for file in re.findall(r"`(\w+\.py)`", table):
         assert (ROOT / "callbacks" / file).exists(), file
+
+
+# -- the theory of clusters ------------------------------------------------------------------------------------------
+
+
+def test_cluster_theory(tmp_path):
+    printed = run("cluster_theory.py", tmp_path)
+    found = {line[:28].strip(): line[28:].split() for line in printed.splitlines()[1:5]}
+    assert found["in the cluster, as printed"] == ["0.132"] and found["alone"][0] == "0.200"
+    assert found["in the cluster"][0] == "0.454" and "the cluster does not help" in printed
+    for name in ("alone", "in the cluster", "one model for both clusters"):
+        formula, simulated = map(float, found[name])
+        assert abs(formula - simulated) < 0.02 * formula
+    assert (tmp_path / "runs/theory.png").exists()
+
+
+def test_the_error_of_a_cluster_is_its_simulation_for_unequal_clients():
+    spec = importlib.util.spec_from_file_location("cluster_theory", ROOT / "examples/cluster_theory.py")
+    theory = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theory)
+    sizes, others, sigma, tau, apart = [3, 10, 1, 6], [4, 8], 1.3, 0.6, 0.9
+    for i in range(len(sizes)):
+        exact = theory.cluster_error(sizes, i, sigma, tau)
+        assert abs(theory.simulated_error(sizes, [], i, sigma, tau, apart) - exact) < 0.02 * exact
+        assert theory.printed_error(sizes, i, sigma, tau) < 0.97 * exact
+        exact = theory.federated_error(sizes, others, i, sigma, tau, apart)
+        assert abs(theory.simulated_error(sizes, others, i, sigma, tau, apart) - exact) < 0.02 * exact
+    for tau in (0.3, 0.44, 0.46, 0.8):  # the border is sigma / sqrt(n_0) = 0.447, whatever the size
+        for count in (2, 8, 50):
+            assert (theory.cluster_error([5] * count, 0, 1.0, tau) < 1 / 5) == (tau**2 < 1 / 5)

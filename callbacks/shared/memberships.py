@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import FederatedCallback, Server
+from fedlightning.algorithm import GLOBAL, FederatedCallback, Server
 
 COLUMNS = ("round", "client", "cluster", "share")
 """Columns of `clusters.csv`."""
@@ -27,6 +28,10 @@ class Clusters(FederatedCallback):
     def memberships(self, server: Server) -> Mapping[str, Mapping[str, float]]:
         """Return by client the share of each cluster that it belongs to; clients that are not known yet are left out."""
         raise NotImplementedError
+
+    def models_in_use(self, server: Server) -> list[str]:
+        """Return the keys in `server.models` of the clusters' models, whether or not they have members now."""
+        return [key for key in server.models if key != GLOBAL] or [GLOBAL]
 
     def on_round_end(self, server: Server) -> None:
         """Write `clusters.csv`."""
@@ -103,7 +108,7 @@ def memberships_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Return a figure with a row for each client and a column for each round, in the colour of the client's cluster.
 
     Of several clusters it is that with the largest share, the paler the smaller this share is. Clients stand in the order
-    of their last clusters. White: the client had not taken part.
+    of their last clusters. White: nothing was known of the client yet.
 
     Args:
         rows: With the keys :data:`COLUMNS`.
@@ -117,14 +122,16 @@ def memberships_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     strongest: dict[tuple[str, int], tuple[float, str]] = {}
     for row in rows:
         place = row["client"], row["round"]
         if place not in strongest or row["share"] > strongest[place][0]:
             strongest[place] = row["share"], row["cluster"]
-    clusters = list(dict.fromkeys(row["cluster"] for row in sorted(rows, key=lambda row: row["cluster"])))
-    last = {client: clusters.index(strongest[client, number][1]) for client, number in sorted(strongest)}
+    clusters = sorted({row["cluster"] for row in rows}, key=_natural)
+    places = sorted(strongest, key=lambda place: (_natural(place[0]), place[1]))
+    last = {client: clusters.index(strongest[client, number][1]) for client, number in places}
     clients = sorted(last, key=lambda client: last[client])
     rounds = max(row["round"] for row in rows)
     colours = {cluster: colormaps["tab10"](number % 10)[:3] for number, cluster in enumerate(clusters)}
@@ -135,12 +142,19 @@ def memberships_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
     axis = figure.subplots()
     axis.imshow(image, aspect="auto", interpolation="nearest", extent=(0.5, rounds + 0.5, len(clients) - 0.5, -0.5))
     axis.set_xlabel("round")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylabel("client")
     if len(clients) <= 40:
-        axis.set_yticks(range(len(clients)), clients, fontsize=7)
+        axis.set_yticks(range(len(clients)), clients, fontsize=7, parse_math=False)  # a client may be called "$x"
+        axis.hlines(np.arange(1, len(clients)) - 0.5, 0.5, rounds + 0.5, color="white", lw=1)
     handles = [Patch(color=colours[cluster], label=cluster) for cluster in clusters[:12]]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(len(handles), 4), fontsize=8, frameon=False)
     return figure
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts names by the numbers in them: `"centre 2"` before `"centre 10"`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, float]) -> Any:
@@ -157,7 +171,9 @@ def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, floa
         [10.0, 9.5]
     """
     import numpy as np
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     rounds = max(int(entry["round"]) for entry in entries)
     change = {client: np.zeros(rounds + 1) for client in start}
@@ -165,13 +181,21 @@ def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, floa
         change[entry["client"]][int(entry["round"])] += entry["refunded"] + entry["rewarded"] - entry["paid"]
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axis = figure.subplots()
-    for client, tokens in start.items():
-        axis.plot(np.arange(rounds + 1), tokens + np.cumsum(change[client]), lw=1, label=client)
+    colours = colormaps["tab10" if len(start) <= 10 else "tab20"]
+    for number, (client, tokens) in enumerate(start.items()):
+        balance = tokens + np.cumsum(change[client])
+        axis.plot(np.arange(rounds + 1), balance, lw=1, color=colours(number % colours.N))
     axis.set_xlabel("round")
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_ylabel("tokens")
     axis.grid(alpha=0.3)
     if len(start) <= 20:
-        figure.legend(loc="outside right upper", title="client", fontsize=7, frameon=False)
+        places = [
+            str(number) for number in range(len(start))
+        ]  # a label "_x" would be left out, "$x" read as mathematics
+        legend = figure.legend(axis.lines, places, loc="outside right upper", title="client", fontsize=7, frameon=False)
+        for text, client in zip(legend.get_texts(), start, strict=True):
+            text.set(parse_math=False, text=client)
     return figure
 
 

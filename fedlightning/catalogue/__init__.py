@@ -14,6 +14,7 @@ A new algorithm's row goes into the file of its kind:
 ``own_model``      a model of each client's own, beside a global one
 ``from_others``    each client's model is made from other clients' models
 ``clusters``       several models at the server, one for each cluster of clients
+``multimodal``     clients with rare labels, different sensors or no labels
 ``baselines``      what federations are compared with
 ================== =====================================================
 
@@ -29,7 +30,7 @@ import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fedlightning.catalogue import baselines, clusters, from_others, global_models, own_model, shared_part
+from fedlightning.catalogue import baselines, clusters, from_others, global_models, multimodal, own_model, shared_part
 from fedlightning.catalogue.algorithm import FAMILIES, Algorithm, Option
 from fedlightning.catalogue.installed import installed_rows, plain
 from fedlightning.compat.renamed import old_names, present_names
@@ -45,6 +46,7 @@ KINDS: dict[str, tuple[Algorithm, ...]] = {
     "a shared part of the model": shared_part.ROWS,
     "a model from other clients' models": from_others.ROWS,
     "a model for each cluster of clients": clusters.ROWS,
+    "rare labels, several modalities, no labels": multimodal.ROWS,
     "baselines": baselines.ROWS,
 }
 """The rows of this repository by the file they are in, under the headings of the README."""

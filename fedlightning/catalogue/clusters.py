@@ -16,6 +16,17 @@ _IFCA = Algorithm(
     composes="FedProx, FedPer, FedBN; not with SCAFFOLD or server optimizers",
 )
 
+_FESEM = Algorithm(
+    "FeSEM", "personal",
+    "Clients are clustered by k-means on their models; each trains its cluster's centre.",
+    'Xie et al., "Multi-center federated learning: clients clustering for better personalization", World Wide Web 2022',
+    down="its centre C_k", up="W_i",
+    server_state="K centres, who is where; with stale=True every W_i (O(N * model))",
+    deployed="the client's centre; LocalCheckpoint",
+    weights="uniform (paper) or samples, within a cluster",
+    composes="FedProx, FedPer, FedBN; not with SCAFFOLD or server optimizers",
+)
+
 ROWS = (
     _IFCA,
     _IFCA.variant(
@@ -27,15 +38,11 @@ ROWS = (
         composes="as IFCA",
         module="ifca",
     ),
-    Algorithm(
-        "FeSEM", "personal",
-        "Clients are clustered by k-means on their models; each trains its cluster's centre.",
-        'Xie et al., "Multi-center federated learning: clients clustering for better personalization", World Wide Web 2022',
-        down="its centre C_k", up="W_i",
-        server_state="K centres, who is where; with stale=True every W_i (O(N * model))",
-        deployed="the client's centre; LocalCheckpoint",
-        weights="uniform (paper) or samples, within a cluster",
-        composes="FedProx, FedPer, FedBN; not with SCAFFOLD or server optimizers",
+    _FESEM,
+    _FESEM.variant(
+        "FeSEMMA", "FeSEM that matches hidden units before it compares and averages models.",
+        composes="FedProx; networks of Linear, Conv and norm layers in a row, all of which travel",
+        module="fesem_ma",
     ),
     Algorithm(
         "CFL", "personal",
@@ -47,6 +54,17 @@ ROWS = (
         deployed="the model of the client's cluster; LocalCheckpoint",
         weights="uniform (authors) or samples, within a cluster",
         composes="FedProx, FedPer, FedBN; participation=1.0 only; not with SCAFFOLD or server optimizers",
+    ),
+    Algorithm(
+        "FedGroup", "personal",
+        "Clients are grouped once, by the directions of their first updates; each group trains by FedAvg.",
+        'Duan et al., "FedGroup: efficient federated learning via decomposed similarity-based clustering", ISPA 2021; '
+        "FlexCFL, IEEE TPDS 2022",
+        down="its group's model; the first model to newcomers",
+        server_state="the first model, m models, m directions, who is where",
+        deployed="the model of the client's group; LocalCheckpoint",
+        weights="samples (authors) or uniform, within a group; the cold start is uniform",
+        composes="FedProx, FedPer, FedBN; not with SCAFFOLD or server optimizers",
     ),
     Algorithm(
         "FedSoft", "personal",

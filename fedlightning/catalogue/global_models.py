@@ -55,6 +55,23 @@ ROWS = (
         weights="uniform (paper); samples or log",
         composes="gradient and sharing methods; server optimizers while server_lr is 1",
     ),
+    Algorithm(
+        "MaxFL", "global",
+        "A model that as many clients as possible find better than their own: who is near that counts most.",
+        'Cho et al., "Maximizing global model appeal in federated learning", TMLR 2024',
+        up="w_i, q_i, whether w satisfies the client",
+        client_state="rho_i (its requirement)", server_state="who has one",
+        weights="q_i: largest where F_i(w) is near rho_i",
+        composes="FedProx and other terms in the gradient; not with server optimizers or parts that stay local",
+    ),
+    Algorithm(
+        "TIFF", "global",
+        "FedAvg that clients pay tokens for, and are paid by for what they contribute.",
+        'Han et al., "TIFF: tokenized incentive for federated learning", IEEE CLOUD 2022',
+        server_state="the model, balances, contributions, the ledger",
+        weights="samples (default) or uniform",
+        composes="FedProx and other terms in the gradient; not with server optimizers or parts that stay local",
+    ),
     _FEDADAM,
     _FEDADAM.variant(
         "FedYogi", "FedAdam whose second moment moves by at most the new square: it forgets large changes slowly.",

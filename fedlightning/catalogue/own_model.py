@@ -91,5 +91,24 @@ ROWS = (
         composes="every global method, FedPer, FedBN; not methods that deploy a model of their own (Ditto, APFL)",
         module="local_adaptation",
     ),
+    Algorithm(
+        "Dapper", "personal",
+        "After the federation every client fine-tunes the global model on its own data and on public data.",
+        'Mansour et al., "Three approaches for personalization with applications to federated learning", 2020',
+        client_state="none; in the end the chosen copy, its lam",
+        deployed="the chosen copy, from GlobalCheckpoint's selection where there is one; w is also a global model",
+        weights="those of the method beside it",
+        composes="as LocalAdaptation; needs public data (public_fraction); not with manual optimization",
+    ),
+    Algorithm(
+        "pFedBayes", "personal",
+        "Every weight is a Gaussian; each client's own distribution is held near a common prior that follows it.",
+        'Zhang et al., "Personalized federated learning via variational Bayesian inference", ICML 2022',
+        down="w: mu, rho", up="w_i: mu_i, rho_i",
+        client_state="q_i (its own mu and rho)",
+        deployed=beside_global("the means of q_i"),
+        weights="uniform (paper) or samples",
+        composes="FedPer; server optimizers while server_lr is 1; not with FedProx, weight decay or manual optimization",
+    ),
 )
 # fmt: on

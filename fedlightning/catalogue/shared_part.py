@@ -90,6 +90,17 @@ ROWS = (
         composes="as FENDA; needs the name of the head",
     ),
     Algorithm(
+        "GPFL", "personal",
+        "Class embeddings and a conditional valve guide a shared extractor; each client has a head of its own.",
+        'Zhang et al., "GPFL: simultaneously learning global and personalized feature information for personalized federated '
+        'learning", ICCV 2023',
+        down="f, E (class embeddings), CoV (valve)", up="f_i, E_i, CoV_i",
+        client_state="the head and the contexts",
+        deployed=OWN_MODEL,
+        weights="samples (default) or uniform",
+        composes="FedProx, SCAFFOLD, server optimizers on what is shared; needs labels; not with manual optimization",
+    ),
+    Algorithm(
         "FedProto", "personal",
         "Only class prototypes travel; clients agree on where the classes lie in the space of representations.",
         'Tan et al., "FedProto: federated prototype learning across heterogeneous clients", AAAI 2022',

@@ -239,7 +239,7 @@ def _role(callback: Any, module: nn.Module) -> CallbackRole:
         type(callback).__name__,
         {name: repr(value) for name, value in callback.hyperparameters().items()},
         saved_as=callback.key,
-        weighting="" if callback.weighting is None else str(callback.weighting),
+        weighting="its own" if callable(callback.weighting) else callback.weighting or "",
         hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check")] + hooks,
         down=list(wire.down),
         up=list(wire.up),

@@ -220,6 +220,7 @@ class Federation:
             evaluate_every=self.evaluate_every,
             participation=server.participation,
             has_pooled=self.engine.runner.has_pooled,
+            has_public=self.engine.runner.has_public,
             warn=warn,
         )
         server.callbacks.event("check", setup)

@@ -150,6 +150,7 @@ class Setup:
         evaluate_every: Rounds between evaluations; 0: never.
         participation: Share (float) or number (int) of clients that take part in a round.
         has_pooled: Tells whether the union of the clients' data of a split can be had in one place.
+        has_public: Tells whether there are public data.
         warn: Warns the user of something that does not stop the run.
     """
 
@@ -170,4 +171,5 @@ class Setup:
     evaluate_every: int = 1
     participation: int | float = 1.0
     has_pooled: Callable[[str], bool] = lambda split: True
+    has_public: Callable[[], bool] = lambda: False
     warn: Callable[[str], None] = lambda text: None

@@ -6,6 +6,7 @@ In order of importance:
   targets. `SupervisedModule` is what they share.
 * `networks`: `MLP`, `DigitsCNN`, `MnistCNN` and `CifarCNN`. `player_fl`, `heart` and `transformer`: the networks of the
   PLayer-FL and FENDA-FL papers and a small transformer for text.
+* `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.
 * `TimmNet`: any image model of timm (imported only when used).
 * `ClassificationMetrics` and `RegressionMetrics`: their scores over a whole split.
 * `head_name`: the submodule that is a network's head.
@@ -16,6 +17,7 @@ from fedlightning.models.classifier import Classifier
 from fedlightning.models.heads import head_name
 from fedlightning.models.heart import FendaNet, LogisticRegression, TinyNet
 from fedlightning.models.metrics import ClassificationMetrics
+from fedlightning.models.multimodal import MultimodalNet
 from fedlightning.models.networks import MLP, CifarCNN, DigitsCNN, MnistCNN
 from fedlightning.models.player_fl import PLayerCifarNet, PLayerConvNet
 from fedlightning.models.regression_metrics import RegressionMetrics
@@ -33,6 +35,7 @@ __all__ = [
     "FendaNet",
     "LogisticRegression",
     "MnistCNN",
+    "MultimodalNet",
     "PLayerCifarNet",
     "PLayerConvNet",
     "RegressionMetrics",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.functional.classification import multiclass_calibration_error
+from torchmetrics.functional.classification import (
+    binary_average_precision,
+    multiclass_calibration_error,
+    multiclass_cohen_kappa,
+)
 from torchmetrics.utilities import dim_zero_cat
 
 
@@ -49,9 +54,15 @@ class ClassificationMetrics(Metric):
     - `auroc`: Area under the ROC curve. NaN if no class has both positives and negatives in the labels (a client whose
       data hold one class only), or if a logit is NaN.
     - `ece`: Expected calibration error with 15 bins. NaN if a logit is NaN.
+    - `kappa`, if asked for: Cohen's kappa; see `cohen_kappa`. NaN if labels and predictions are all of one class.
+    - `pr_auc`, if asked for: area under the precision-recall curve; see `average_precision`. NaN where `auroc` is.
 
     Args:
         num_classes: Number of columns of the logits, at least 2.
+        more: Scores beside the usual ones, of `MORE`. They are torchmetrics' own; for their cost see `Classifier`.
+
+    Raises:
+        ValueError: If `more` names an unknown score.
 
     Example:
         >>> from torch import tensor
@@ -69,9 +80,15 @@ class ClassificationMetrics(Metric):
     logits: list[Tensor]
     target: list[Tensor]
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, more: Sequence[str] = ()) -> None:
         super().__init__()
+        unknown = [name for name in more if name not in MORE]
+        if unknown or isinstance(more, str):
+            raise ValueError(
+                f"There is no score {unknown[0] if unknown else more!r} to add; list some of {list(MORE)}."
+            )
         self.num_classes = num_classes
+        self.more = tuple(more)
         for name in ("losses", "logits", "target"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -93,6 +110,7 @@ class ClassificationMetrics(Metric):
         }
         scores["auroc"] = _auroc(logits, chances, target)
         scores["ece"] = _calibration_error(logits, chances, target)
+        scores |= {name: float(MORE[name](logits, target)) for name in self.more}
         values = torch.tensor(list(scores.values()), dtype=torch.float32, device=self.device)
         return dict(zip(scores, values.unbind(), strict=True))
 
@@ -195,6 +213,70 @@ def calibration_error(logits: Tensor, target: Tensor, bins: int = 15) -> Tensor:
     return torch.tensor(_calibration_error(logits, logits.softmax(1), target, bins))
 
 
+def cohen_kappa(logits: Tensor, target: Tensor) -> Tensor:
+    r"""Return Cohen's kappa of labels and predictions (torchmetrics).
+
+    .. math:: \kappa = (p_o - p_e) / (1 - p_e)
+
+    with :math:`p_o` the accuracy, and :math:`p_e` the accuracy by chance: the sum over classes of the share of the class
+    among the labels times that among the predictions.
+
+    Args:
+        logits: Logits, shape `(samples, num_classes)`.
+        target: Labels, shape `(samples,)`.
+
+    Returns:
+        A scalar. NaN if :math:`p_e = 1`: labels and predictions are all of one class.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.metrics import cohen_kappa
+        >>> cohen_kappa(torch.eye(2)[[0, 0, 1, 1]], torch.tensor([0, 0, 1, 0])).item()
+        0.5
+    """
+    predicted, classes = logits.argmax(1), logits.shape[1]
+    if bool((target == target[:1]).all()) and bool((predicted == target).all()):
+        return torch.tensor(math.nan)
+    return multiclass_cohen_kappa(predicted, target, num_classes=classes, validate_args=False)
+
+
+def average_precision(logits: Tensor, target: Tensor) -> Tensor:
+    r"""Return the area under the precision-recall curve: the average precision (torchmetrics).
+
+    .. math:: A_c = \sum_n (R_n - R_{n-1}) P_n
+
+    with precision and recall at every threshold. Two classes: that of class 1, by the difference of the logits. More
+    classes: the mean over the classes with both positives and negatives, by softmax probabilities; as for `auroc`.
+
+    Args:
+        logits: Logits, shape `(samples, num_classes)`.
+        target: Labels, shape `(samples,)`.
+
+    Returns:
+        A scalar. NaN if no class has both positives and negatives, or if a score is NaN.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models.metrics import average_precision
+        >>> average_precision(torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 2.0]]), torch.tensor([0, 1, 0])).item()
+        1.0
+    """
+    two = logits.shape[1] == 2
+    scores = (logits[:, 1:] - logits[:, :1]) if two else logits.softmax(1)
+    if bool(scores.isnan().any()):
+        return torch.tensor(math.nan)
+    areas = []
+    for column in range(scores.shape[1]):
+        positive = (target == column + two).long()
+        if 0 < int(positive.sum()) < len(positive):
+            # Ranks, because torchmetrics takes a sigmoid of scores outside [0, 1], where large ones would tie.
+            places = scores[:, column].unique(return_inverse=True)[1].double() / len(positive)
+            areas.append(binary_average_precision(places, positive, validate_args=False))
+    return torch.stack(areas).mean() if areas else torch.tensor(math.nan)
+
+
+MORE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kappa": cohen_kappa, "pr_auc": average_precision}
+"""Scores that a `Classifier` computes if it is asked to (`more_metrics`)."""
 FEW = 256
 """Up to so many samples the scores are computed in numpy: the same numbers by fewer and shorter calls."""
 

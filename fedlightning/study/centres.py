@@ -10,6 +10,8 @@ import numpy as np
 from lightning.pytorch import Trainer
 from scipy.optimize import linear_sum_assignment
 
+from fedlightning.callbacks.shared.memberships import Clusters
+
 COLUMNS = ("model", "group", "matched", "metric", "value")
 
 
@@ -29,8 +31,7 @@ def score_centres(
 
     Returns:
         A row for each model and group: `model`, `group` (from 0), `matched` (whether this is the model's group), `metric` and
-        `value`. The model called `global` has rows only where the others are fewer than the groups (it is IFCA's first
-        centre, and elsewhere the common start).
+        `value`. Models that no client can be given any more have none: the common start, and clusters that CFL has split.
 
     Raises:
         ValueError: If the data have no groups, nothing was fitted, or the test step does not log the metric.
@@ -40,9 +41,9 @@ def score_centres(
     server = getattr(trainer, "server", None)
     if server is None:
         raise ValueError("score_centres needs a trainer that has fitted something.")
-    models = {key: state for key, state in server.models.items() if key != "global"}
-    if len(models) < data.num_groups:
-        models = dict(server.models)
+    methods = [callback for callback in server.callbacks if isinstance(callback, Clusters)]
+    keys = methods[0].models_in_use(server) if methods else list(server.models)
+    models = {key: server.models[key] for key in keys}
     if len(server.shared_names()) < len(server.kinds):
         raise ValueError("score_centres scores whole models, and here some entries stay with the clients.")
     tester = Trainer(

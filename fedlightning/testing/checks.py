@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fedlightning.federation.failures import TooFewClientsError
 from fedlightning.hooks import FederatedCallback
 from fedlightning.scoring.results import UNSEEN
 from fedlightning.tensors import entry_kinds, first_nonfinite, module_state
@@ -169,10 +170,11 @@ def check_every_kind_of_entry(algorithm: FederatedCallback, root: Path, **given:
 
 
 def check_small_and_empty_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
-    """Check that clients with one sample or none do not stop a round, and that all models stay finite."""
+    """Check that clients with one sample or none do not stop a round, whatever they are called, and models stay finite."""
+    names = ("_a", "Süd², $\\x$", "10", "a/b")  # files and figures take some of these for something else
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        trainer = federate(algorithm, ToyData(sizes=(12, 1, 0, 9)), root, **given, evaluate_every=1)
+        trainer = federate(algorithm, ToyData(sizes=(12, 1, 0, 9), names=names), root, **given, evaluate_every=1)
     for label, module in deployed(trainer):
         assert first_nonfinite(module_state(module)) is None, f"{algorithm.key}, {label}: not finite."
 
@@ -187,6 +189,16 @@ def check_nan_client(algorithm: FederatedCallback, root: Path, **given: Any) -> 
         if "site1" not in label:
             bad = first_nonfinite(module_state(module))
             assert bad is None, f"{algorithm.key}, {label}: poisoned by another client's NaN at '{bad}'."
+    if any(failure["client"] == "site1" and failure["round"] == 1 for failure in server_of(trainer).failures):
+        with suppress(TooFewClientsError):
+            federate(
+                copy.deepcopy(algorithm),
+                ToyData(nan="site1"),
+                root / "all",
+                **{**given, "max_rounds": 1},
+                min_clients=4,
+            )
+            raise AssertionError(f"{algorithm.key}: 'site1' failed, and min_clients=4 counts 4 of 4 clients.")
 
 
 def check_mixed_precision(algorithm: FederatedCallback, root: Path, **given: Any) -> None:

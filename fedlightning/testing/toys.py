@@ -82,6 +82,7 @@ class ToyData(FederatedDataModule):
         identical: Give every client the same samples, in the same fixed order.
         nan: Name of a client whose features are NaN.
         listed: Order in which clients are listed. `None` uses the order of their names.
+        names: Names of the clients. `None`: `site0`, `site1`, ...
 
     Example:
         >>> data = ToyData(sizes=(12, 7))
@@ -95,11 +96,12 @@ class ToyData(FederatedDataModule):
         identical: bool = False,
         nan: str | None = None,
         listed: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         self.identical = identical
         self.batch_size = 5
-        self.names = [f"site{index}" for index in range(len(sizes))]
+        self.names = list(names or [f"site{index}" for index in range(len(sizes))])
         self.listed = list(listed or self.names)
         self.data: dict[tuple[str, str], TensorDataset] = {}
         for index, (name, size) in enumerate(zip(self.names, sizes, strict=True)):
@@ -132,6 +134,13 @@ class ToyData(FederatedDataModule):
             return None
         joined = TensorDataset(*(torch.cat([part.tensors[k] for part in parts]) for k in range(2)))
         return self._loader(joined, POOLED, split)
+
+    def public_dataloader(self) -> DataLoader[Any]:
+        """Return batches of 5 of ten public samples, which no client holds."""
+        draw = torch.Generator().manual_seed(1000)
+        x = torch.randn(10, FEATURES, generator=draw)
+        y = (x[:, 0] + 0.5 * x[:, 1] > 0).long() + (x[:, 2] > 0.5).long()
+        return DataLoader(TensorDataset(x, y), batch_size=self.batch_size)
 
     def num_samples(self, client: str, split: str = "train") -> int:
         """Return the number of samples of a client's split."""

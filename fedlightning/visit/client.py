@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
@@ -303,6 +304,30 @@ class Client:
             self._streams[stream] = self._endless(stream)
         batch = self.precision.convert_input(next(self._streams[stream]))
         return probes.move_batch(self.module if module is None else module, batch)
+
+    def public_batches(self, ratio: float = 1.0, stream: str = "public") -> Iterator[Any]:
+        """Yield batches of public data without end, from a random subset that is drawn once for this visit.
+
+        Batches are on the CPU, as the loader makes them; :func:`~fedlightning.visit.probes.move_batch` moves them.
+
+        Args:
+            ratio: Size of the subset over the client's own training samples, at least one batch and at most all samples.
+            stream: Name of the draws; each name is an independent one.
+
+        Raises:
+            ValueError: If the data module has no public data.
+        """
+        loader = self._runner.data.public_dataloader()
+        if loader is None:
+            raise ValueError(f"{type(self._runner.data).__name__} has no public data (public_fraction=0.1 makes some)")
+        dataset: Any = loader.dataset
+        size = min(loader.batch_size or 1, len(dataset))
+        count = min(max(size, round(ratio * self.num_samples)), len(dataset))
+        subset = torch.randperm(len(dataset), generator=self.rng(stream))[:count]
+        for lap in itertools.count():
+            order = subset[torch.randperm(count, generator=self.rng(f"{stream}-{lap}"))].tolist()
+            for start in range(0, count - size + 1, size):
+                yield loader.collate_fn(samples_at(dataset, order[start : start + size]))
 
     def model_state(self) -> State:
         """Return a CPU copy of the module's present state."""

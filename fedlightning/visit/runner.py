@@ -208,6 +208,10 @@ class LocalRunner:
         """Return True if there is a loader over the union of the clients' data of a split."""
         return self.data.pooled_dataloader(split) is not None
 
+    def has_public(self) -> bool:
+        """Return True if the data module has public data."""
+        return self.data.public_dataloader() is not None
+
     # -- what a visit asks for ---------------------------------------------------------------------------------------
     def fit(self, request: Fit) -> VisitCallback:
         """Fit one client."""

@@ -14,12 +14,14 @@ from fedlightning import FederatedTrainer
 from fedlightning.hooks import FederatedCallback
 from fedlightning.seeding import address
 from fedlightning.tensors import State, module_state
-from tests.helpers import NormNet, Spy, Toy, federate, make_trainer
+from tests.helpers import CLASSES, NormNet, Spy, Toy, ToyData, federate, make_trainer, toy_data
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 """Clients and their training samples: three, five and two batches of 8, so that means by samples are not uniform."""
 HEAD = {"net.3.weight", "net.3.bias"}
 """The last layer of ``Toy`` and ``NormNet``."""
+NAMES = ("net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias")
+"""The entries of ``Toy``."""
 MAKES = [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")]
 """Modules whose training shows every difference: random masks and moments; running statistics and momentum."""
 A = [[1.0, 2.0, 0.5], [3.0, 0.4, 1.0]]
@@ -98,3 +100,63 @@ def cut_and_resumed(
     again = make_trainer(tmp_path / "cut", callbacks(), **options)
     again.fit(module, datamodule=data, resume="last")
     return whole, cut, again
+
+
+# -- whole federations by hand ---------------------------------------------------------------------------------------
+def fixed_data(sizes: Sequence[int], *, worlds: int = 1, broken: str | None = None) -> ToyData:
+    """Clients in double precision, their batches of 8 in a fixed order.
+
+    Args:
+        sizes: Training samples of each client.
+        worlds: 2: every second client has its labels the other way round.
+        broken: A client whose first sample stops :class:`Breaks`.
+    """
+    data = toy_data(sizes, val=7, test=3, shuffle=False)
+    for number, splits in enumerate(data.tensors.values()):
+        for split, (x, y) in splits.items():
+            splits[split] = (x.double(), CLASSES - 1 - y if number % worlds else y)  # type: ignore[index]
+    if broken is not None:
+        data.tensors[broken]["train"][0][0] = 1e4
+    return data
+
+
+class Breaks(Toy):
+    """Raises when it trains on the first batch of a broken client."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.training and bool((batch[0] > 1e3).any()):
+            raise RuntimeError("broken data")
+        return super().training_step(batch, batch_idx)
+
+
+def start_of(kind: type[Toy]) -> Toy:
+    """A small module in double precision, always the same one."""
+    torch.manual_seed(3)
+    return kind(hidden=4).double()  # type: ignore[return-value]
+
+
+class Plain:
+    """The network of ``Toy(hidden=4)`` without Lightning, with the tensors of a state."""
+
+    def __init__(self, state: State) -> None:
+        self.leaves = [state[name].detach().clone() for name in NAMES]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        first, a, second, b = self.leaves
+        return torch.relu(x @ first.T + a) @ second.T + b
+
+    def trained(self, x: Tensor, y: Tensor, pull: Callable[[int, Tensor], Tensor] = lambda place, w: 0 * w) -> State:
+        """Steps of 0.1 down the gradient, plus ``pull(place, w)``, over one epoch of batches of 8."""
+        for at in range(0, len(x), 8):
+            self.leaves = [leaf.requires_grad_() for leaf in self.leaves]
+            gradients = torch.autograd.grad(F.cross_entropy(self(x[at : at + 8]), y[at : at + 8]), self.leaves)
+            with torch.no_grad():
+                pairs = enumerate(zip(self.leaves, gradients, strict=True))
+                self.leaves = [w - 0.1 * (g + pull(place, w)) for place, (w, g) in pairs]
+        return dict(zip(NAMES, self.leaves, strict=True))
+
+
+def mean_state(parts: Sequence[tuple[float, State]]) -> State:
+    """The weighted mean of states."""
+    total = sum(weight for weight, _ in parts)
+    return {name: sum(weight * state[name] for weight, state in parts) / total for name in parts[0][1]}  # type: ignore[misc]

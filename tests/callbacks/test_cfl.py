@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.callbacks import CFL, FedAvg
+from fedlightning.callbacks import CFL, FedAvg, FedLP, Local
 from fedlightning.callbacks.cfl import cosines, flat
 from fedlightning.tensors import module_state
+from tests.callbacks.common import Plain, fixed_data, mean_state, start_of
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
 
@@ -159,7 +160,72 @@ def test_partial_participation_is_refused(participation):
         federate(Toy(), toy_data(), [CFL()], participation=participation)
 
 
+def test_a_layer_that_was_not_sent_has_not_moved():
+    trainer, spy = spied(Toy(), toy_data(), [FedLP(0.4), CFL(eps1=9.0, eps2=0.0, gap=0.0)], max_rounds=3)
+    assert any(len(update.state) < 4 for update in spy.updates)
+    rows = flat({"a": CFL().delta(trainer.server, global_state(trainer), spy.updates[0])})
+    assert rows.shape == (1, sum(value.numel() for value in global_state(trainer).values()))
+    with pytest.raises(ValueError, match="CFL splits clusters by how the model moves, and no parameter that trains"):
+        federate(Toy(), toy_data(), [Local(), CFL()])
+
+
 @pytest.mark.parametrize("options", [{"eps1": -1.0}, {"gap": 1.0}, {"start_round": 0}])
 def test_senseless_settings_are_refused(options):
     with pytest.raises(ValueError, match=f"CFL got .*{next(iter(options))}="):
         CFL(**options)
+
+
+# -- a whole federation by hand ----------------------------------------------------------------------------------------
+
+
+def flattened(states):
+    return torch.stack([torch.cat([value.flatten() for value in state.values()]) for state in states])
+
+
+def bipartition(distances):
+    """Two groups by complete linkage: again and again, the two with the smallest largest distance are joined."""
+    groups = [[i] for i in range(len(distances))]
+    while len(groups) > 2:
+        pairs = [(max(distances[i][j] for i in a for j in b), a, b) for a, b in itertools.combinations(groups, 2)]
+        _, a, b = min(pairs, key=lambda pair: pair[0])
+        groups = [group for group in groups if group not in (a, b)] + [a + b]
+    return sorted(sorted(group) for group in groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "clusters"),
+    [({}, 3), ({"gap": 0.0, "eps1": 10.0, "eps2": 0.0, "min_size": 1, "start_round": 1, "weighting": "samples"}, 6)],
+    ids=["defaults", "down to single clients"],
+)
+def test_a_federation_by_hand(options, clusters):
+    data, start = fixed_data([16, 24, 16, 8, 20, 8], worlds=2), start_of(Toy)
+    algorithm = CFL(**options)
+    trainer, spy = spied(start, data, [algorithm], max_rounds=6)
+    where, models, first = dict.fromkeys(trainer.server.clients, "global"), {"global": module_state(start)}, None
+    for number in range(6):
+        for cluster in sorted(set(where.values())):
+            members, before = [c for c in where if where[c] == cluster], models[cluster]
+            sizes = {c: len(data.tensors[c]["train"][0]) for c in members}
+            weights = {c: sizes[c] if algorithm.weighting == "samples" else 1 for c in members}
+            trained = {c: Plain(before).trained(*data.tensors[c]["train"]) for c in members}
+            models[cluster] = mean_state([(weights[c], trained[c]) for c in members])
+            deltas = flattened(trained.values()) - flattened([before])
+            first = float(deltas.norm(dim=1).max()) if first is None else first
+            near = float(deltas.mean(0).norm()) < algorithm.eps1 * first
+            pulled = float(deltas.norm(dim=1).max()) > algorithm.eps2 * first
+            if number + 1 < algorithm.start_round or len(members) <= algorithm.min_size or not (near and pulled):
+                continue
+            cosines = torch.nn.functional.cosine_similarity(deltas[:, None], deltas[None], dim=-1)
+            halves = bipartition((1 - cosines).tolist())
+            if ((1 - max(float(cosines[i, j]) for i in halves[0] for j in halves[1])) / 2) ** 0.5 > algorithm.gap:
+                for k, half in enumerate(halves, start=1):
+                    child = f"cluster {k}" if cluster == "global" else f"{cluster}.{k}"
+                    models[child] = mean_state([(weights[members[i]], trained[members[i]]) for i in half])
+                    where |= {members[i]: child for i in half}
+        found = spy.states[number]["CFL"]["clusters"]
+        assert {client: found.get(client, "global") for client in where} == where
+    assert len(set(where.values())) == clusters and set(models) == set(trainer.server.models)
+    for cluster, state in models.items():
+        close(trainer.server.models[cluster], state, atol=1e-9, rtol=0)
+    for client, cluster in where.items():
+        close(module_state(trainer.module(client)), models[cluster], atol=1e-9, rtol=0)

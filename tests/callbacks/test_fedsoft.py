@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from fedlightning.callbacks import FedPer, FedProx, FedSoft, Local
 from fedlightning.callbacks.fedsoft import shares, weighted_sum
+from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
+from tests.callbacks.common import Breaks, Plain, descend, fixed_data, mean_state, start_of
 from tests.callbacks.common import batches as batches_of
-from tests.callbacks.common import descend
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, differs, federate, quadratic_data, same, spied, toy_data
 
@@ -99,7 +103,6 @@ def test_the_gradient_of_the_pull_is_that_of_the_loss():
     w = torch.randn(7, generator=draw, dtype=torch.float64, requires_grad=True)
     loss = lam / 2 * sum(s * (w - c["w"]).square().sum() for s, c in zip(share, centres, strict=True))
     (expected,) = torch.autograd.grad(loss, w)
-    from types import SimpleNamespace
 
     ctx = SimpleNamespace(payload={"target": weighted_sum(share, centres), "total": sum(share)})
     found = FedSoft(lam=lam).correct_gradient(ctx, "w", w.detach(), torch.zeros(7, dtype=torch.float64))
@@ -171,9 +174,6 @@ def test_drawn_clients_train_once_and_count_alike():
 
 def test_clients_are_drawn_by_their_weights():
     """Of two thirds of the data and one third, twice as many draws; a share of 0 is never drawn."""
-    from types import SimpleNamespace
-
-    from fedlightning.seeding import generator
 
     shares_of = {c: torch.tensor([v], dtype=torch.float64) for c, v in (("a", 1.0), ("b", 0.5), ("c", 0.0))}
     count = {"a": 0, "b": 0}
@@ -232,3 +232,94 @@ def test_a_module_that_cannot_be_initialised_anew_is_refused():
 def test_senseless_settings_are_refused(options):
     with pytest.raises(ValueError, match=f"FedSoft got .*{next(iter(options))}="):
         FedSoft(**options)
+
+
+# -- a whole federation by hand ----------------------------------------------------------------------------------------
+
+
+class Noted(FedSoft):
+    """Notes the starts of its centres, who could be drawn and who was."""
+
+    key = "FedSoft"
+
+    def on_federation_start(self, server):
+        super().on_federation_start(server)
+        NOTED["starts"], NOTED["drawn"] = {centre: dict(server.models[centre]) for centre in self.centres}, []
+
+    def draw(self, server, available):
+        drawn = super().draw(server, available)
+        NOTED["drawn"].append((list(available), drawn))
+        return drawn
+
+
+NOTED: dict = {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"selected": 2, "interval": 3, "lam": 1.0}, {"num_clusters": 3, "interval": 1, "sigma": 0.01}],
+    ids=["all", "drawn", "three centres"],
+)
+def test_a_federation_by_hand(options):
+    """Four of six clients are there in a round; one breaks when it trains, but answers when it is asked for its shares."""
+    data, start = fixed_data([16, 24, 16, 8, 20, 8], worlds=2, broken="4"), start_of(Breaks)
+    algorithm = Noted(init=0.3, **options)
+    with pytest.warns(UserWarning, match="'4' failed"):
+        trainer, spy = spied(start, data, [algorithm], max_rounds=5, participation=4)
+    centres, own, u = dict(NOTED["starts"]), {}, {}
+    sizes = {client: len(splits["train"][0]) for client, splits in data.tensors.items()}
+    for number in range(5):
+        messages, (available, drawn) = [m for m in spy.messages if m.round == number], NOTED["drawn"][number]
+        asked = {message.client for message in messages if message.work == 0}
+        assert asked == {c for c in available if c not in u or number % algorithm.interval == 0}
+        for client in asked:
+            x, y = data.tensors[client]["train"]
+            losses = torch.stack([F.cross_entropy(Plain(c)(x), y, reduction="none") for c in centres.values()])
+            counts = [int((losses.argmin(0) == s).sum()) for s in range(len(centres))]
+            assert sum(counts) == sizes[client]
+            u[client] = [n / sizes[client] if n else algorithm.sigma for n in counts]
+        found = spy.states[number]["FedSoft"]["shares"]
+        assert {c: shares.tolist() for c, shares in found.items()} == {c: pytest.approx(one) for c, one in u.items()}
+        trained = {}
+        for client in (message.client for message in messages if message.work != 0):
+            now = list(centres.values())
+
+            def pull(place, w, shares=u[client], held=now):
+                return algorithm.lam * sum(
+                    share * (w - list(centre.values())[place]) for share, centre in zip(shares, held, strict=True)
+                )
+
+            if client != "4":
+                state = own.get(client, module_state(start))
+                trained[client] = own[client] = Plain(state).trained(*data.tensors[client]["train"], pull)
+        for s, centre in enumerate(centres):
+            if algorithm.selected is None:
+                assert drawn[centre] == pytest.approx({c: u[c][s] * sizes[c] for c in available})
+            else:
+                assert set(drawn[centre].values()) == {1.0} and len(drawn[centre]) == 2
+            parts = [(weight, trained[client]) for client, weight in drawn[centre].items() if client in trained]
+            centres[centre] = mean_state(parts) if parts else centres[centre]
+        assert set(trained) | {"4"} >= set().union(*drawn.values()) >= set(trained)
+    assert {"0", "1", "2", "3"} <= set(own) <= set("01235")
+    for centre, state in centres.items():
+        close(trainer.server.models[centre], state, atol=1e-9, rtol=0)
+    for client in sizes:
+        close(module_state(trainer.module(client)), own.get(client, module_state(start)), atol=1e-9, rtol=0)
+
+
+def test_the_chances_of_a_draw_are_those_of_drawing_one_after_another():
+    known = {"a": torch.tensor([0.7, 0.3]), "b": torch.tensor([0.2, 0.8]), "c": torch.tensor([0.5, 0.5])}
+    sizes, draws = {"a": 10, "b": 30, "c": 20}, 1000
+    algorithm, counts = FedSoft(2, selected=2), Counter()
+    for number in range(draws):
+        server = SimpleNamespace(
+            state={"FedSoft": {"shares": known}}, num_samples=sizes, rng=lambda purpose, n=number: generator(n, purpose)
+        )
+        for centre, members in algorithm.draw(server, list(sizes)).items():
+            counts.update((centre, client) for client in members)
+    for s, centre in enumerate(algorithm.centres):
+        v = {c: float(known[c][s]) * sizes[c] for c in sizes}
+        v = {c: one / sum(v.values()) for c, one in v.items()}
+        for client in sizes:
+            chance = v[client] + sum(v[o] * v[client] / (1 - v[o]) for o in sizes if o != client)
+            assert counts[centre, client] / draws == pytest.approx(chance, abs=0.04)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
-from fedlightning.callbacks import FedAvg, FedPer, FeSEM
+from fedlightning.callbacks import FedAvg, FedLP, FedPer, FeSEM
 from fedlightning.callbacks.fesem import first_groups, nearest
 from fedlightning.tensors import module_state
+from tests.callbacks.common import Breaks, Plain, fixed_data, mean_state, start_of
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
 
@@ -137,3 +140,74 @@ def test_equal_clients_need_no_second_group():
 def test_senseless_settings_are_refused(options):
     with pytest.raises(ValueError, match=f"FeSEM got {next(iter(options))}="):
         FeSEM(**options)
+
+
+# -- a whole federation by hand ----------------------------------------------------------------------------------------
+
+
+def row(state):
+    return torch.cat([value.flatten() for value in state.values()])
+
+
+def best_partition(rows, count):
+    """The partition that k-means looks for, by trying all of them."""
+
+    def squares(labels):
+        groups = [rows[[i for i, label in enumerate(labels) if label == k]] for k in range(count)]
+        return sum(float((group - group.mean(0)).square().sum()) for group in groups)
+
+    partitions = [labels for labels in product(range(count), repeat=len(rows)) if len(set(labels)) == count]
+    return min((one for one in partitions if list(dict.fromkeys(one)) == list(range(count))), key=squares)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weighting": "samples", "pull": 0.6}, {"num_clusters": 3, "stale": True, "steps": 2}],
+    ids=["defaults", "samples and pull", "stale and steps"],
+)
+def test_a_federation_by_hand(options):
+    """Five of six clients take part, one of them breaks; who comes later does not move a centre at once."""
+    data, start = fixed_data([16, 24, 16, 8, 20, 8], worlds=2, broken="4"), start_of(Breaks)
+    algorithm = FeSEM(**options)
+    with pytest.warns(UserWarning, match="'4' failed"):
+        trainer, spy = spied(start, data, [algorithm], max_rounds=6, participation=5)
+    centres, where, last = [], {}, {}
+    sizes = {client: len(splits["train"][0]) for client, splits in data.tensors.items()}
+    weights = sizes if algorithm.weighting == "samples" else dict.fromkeys(sizes, 1)
+    for number in range(6):
+        came = [client for client in spy.of_round(number) if spy.of_round(number)[client].error is None]
+        trained = {}
+        for client in came:
+            own = centres[where[client]] if client in where else module_state(start)
+            pull = lambda place, w, c=own: 2 * algorithm.pull / 6 * (w - list(c.values())[place])  # noqa: E731
+            trained[client] = Plain(own).trained(*data.tensors[client]["train"], pull)
+        models = {**last, **trained} if algorithm.stale else trained
+        order, known = [client for client in trainer.server.clients if client in models], set(where)
+        rows = torch.stack([row(models[client]) for client in order])
+        mean = lambda members: mean_state([(weights[c], models[c]) for c in members])  # noqa: E731,B023
+        if not centres:
+            known, labels = set(order), best_partition(rows, algorithm.num_clusters)
+            centres = [mean([c for c, k in zip(order, labels, strict=True) if k == j]) for j in range(max(labels) + 1)]
+        for _ in range(algorithm.steps):
+            nearest = torch.cdist(rows, torch.stack([row(centre) for centre in centres])).argmin(1).tolist()
+            for j in range(len(centres)):
+                members = [c for c, k in zip(order, nearest, strict=True) if k == j and c in known]
+                centres[j] = mean(members) if members else centres[j]
+            where |= dict(zip(order, nearest, strict=True))
+        last |= {client: state for client, state in trained.items() if client in known}
+        assert spy.states[number]["FeSEM"]["clusters"] == {c: f"centre {k + 1}" for c, k in where.items()}
+    assert set(where) == set("01235") and len(set(where.values())) > 1
+    for j, centre in enumerate(centres, start=1):
+        close(trainer.server.models[f"centre {j}"], centre, atol=1e-9, rtol=0)
+
+
+def test_a_layer_that_was_not_sent_keeps_out_of_the_mean():
+    module = Toy()
+    before = federate(module, toy_data(), [FedLP(0.4), FeSEM(1)], max_rounds=2).server.models["centre 1"]
+    trainer, spy = spied(module, toy_data(), [FedLP(0.4), FeSEM(1)], max_rounds=3)
+    sent = spy.of_round(2)
+    assert any(len(update.state) < len(before) for update in sent.values())
+    for name, value in before.items():
+        senders = [update.state[name].double() for update in sent.values() if name in update.state]
+        mean = sum(senders) / len(senders) if senders else value.double()
+        close({name: trainer.server.models["centre 1"][name]}, {name: mean}, atol=1e-7)

@@ -15,6 +15,8 @@ from fedlightning.datamodules import (
     IIDPartitioner,
     IndexedFederatedDataModule,
     IndexView,
+    MixtureDataModule,
+    Partitioned,
     Split,
 )
 from fedlightning.datamodules.views import collate_rows
@@ -194,3 +196,35 @@ def test_views_of_subclasses_and_of_other_datasets_take_samples_one_by_one():
     assert IndexView(Batched(), [4, 2]).__getitems__([1, 0]) == [(20,), (40,)]
     with pytest.raises(ValueError, match="3 inputs and 2 targets"):
         ArrayDataset(torch.zeros(3), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda share: DigitsDataModule(IIDPartitioner(4), public_fraction=share),
+        lambda share: MixtureDataModule(DigitsDataModule(public_fraction=share), 4),
+        lambda share: Partitioned(
+            pl.LightningDataModule.from_datasets(TensorDataset(torch.zeros(80, 2), torch.arange(80) % 4), batch_size=8),
+            IIDPartitioner(4),
+            public_fraction=share,
+        ),
+    ],
+    ids=["digits", "mixture", "partitioned"],
+)
+def test_public_samples_are_taken_from_the_clients_training_samples_alone(make):
+    plain, shared = make(0.0), make(0.25)
+    for data in (plain, shared):
+        data.setup()
+    assert plain.public_dataloader() is None
+    public = set(shared.public_dataloader().dataset.indices.tolist())
+    taken = set()
+    for client in plain.client_ids:
+        before, after = (set(data.indices(client).tolist()) for data in (plain, shared))
+        assert after < before and round(0.25 * len(before)) == len(before - after)
+        taken |= before - after
+        for split in ("val", "test"):
+            assert shared.indices(client, split).tolist() == plain.indices(client, split).tolist()
+    assert public == taken
+    assert sum(len(batch[-1]) for batch in shared.public_dataloader()) == len(public)
+    with pytest.raises(ValueError, match=r"public_fraction=1\.0; use a share"):
+        make(1.0)

@@ -118,3 +118,13 @@ def test_each_groups_hold_out_data():
 def test_senseless_settings_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         mixed(**options)
+
+
+def test_disjoint_groups_share_no_class_and_no_client():
+    groups = [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
+    data = MixtureDataModule(DigitsDataModule(), 7, groups, mixture="disjoint", label_space="joint")
+    data.setup()
+    held = [{c for c, n in enumerate(data.class_counts(client)) if n} for client in data.client_ids]
+    assert [groups.index(sorted(classes)) for classes in held] == [0, 0, 0, 1, 1, 2, 2]
+    with pytest.raises(ValueError, match="2 clients for 3 groups"):
+        MixtureDataModule(DigitsDataModule(), 2, groups, mixture="disjoint")

@@ -234,8 +234,8 @@ watchdog.GRACE = 0.0
 times = iter([0.0])
 attempts = Attempts(FailurePolicy(timeout=0.1), clock=lambda: next(times, 1e9))
 dog = watchdog.Watchdog(lambda: attempts)
-signal.signal(signal.SIGINT, signal.SIG_IGN)
 with dog.watching(["7"]):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Event().wait()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=os.getcwd(), timeout=600)

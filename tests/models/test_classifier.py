@@ -254,3 +254,19 @@ def test_loss_and_label_check_under_vmap() -> None:
     alone = torch.func.grad(loss)({name: value[1] for name, value in weights.items()}, x[1], y[1])
     for name, value in alone.items():
         torch.testing.assert_close(stacked[name][1], value)
+
+
+def test_further_metrics_are_logged_where_they_are_asked_for_and_survive_a_checkpoint(tmp_path):
+    from lightning.pytorch import Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = DataLoader(TensorDataset(torch.randn(12, 4), torch.arange(12) % 3), batch_size=5)
+    module = Classifier(MLP(4, [], 3), num_classes=3, more_metrics=["kappa", "pr_auc"])
+    trainer = Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu")
+    (found,) = trainer.test(module, data, verbose=False)
+    assert {"test_kappa", "test_pr_auc", "test_auroc"} <= set(found)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    again = Classifier.load_from_checkpoint(tmp_path / "one.ckpt")
+    assert trainer.test(again, data, verbose=False)[0] == found
+    (usual,) = trainer.test(Classifier(MLP(4, [], 3), num_classes=3), data, verbose=False)
+    assert not {"test_kappa", "test_pr_auc"} & set(usual)

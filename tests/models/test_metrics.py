@@ -117,3 +117,60 @@ def test_state_is_reset_and_never_saved() -> None:
     metric.update(torch.eye(3), torch.tensor([0, 1, 2]), torch.tensor(0.5))
     got = metric.compute()
     assert got["accuracy"] == 1 and got["loss"] == 0.5
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), classes=st.integers(2, 6), samples=st.integers(1, 40), ties=st.booleans())
+def test_kappa_and_the_area_of_precision_and_recall_equal_sklearns(
+    seed: int, classes: int, samples: int, ties: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(samples, classes, generator=generator)
+    logits = logits.round() if ties else logits
+    target = torch.randint(0, classes, (samples,), generator=generator)
+    got = more(logits, target)
+    truth, guess = target.numpy(), logits.argmax(1).numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kappa = sk.cohen_kappa_score(truth, guess)
+    assert got["kappa"] == pytest.approx(kappa, abs=1e-6, nan_ok=True)
+    wide = logits.double()
+    columns = {1: (wide[:, 1] - wide[:, 0]).numpy()} if classes == 2 else dict(enumerate(wide.softmax(1).numpy().T))
+    areas = [
+        sk.average_precision_score(truth == c, column)
+        for c, column in columns.items()
+        if 0 < (truth == c).sum() < samples
+    ]
+    assert got["pr_auc"] == pytest.approx(np.mean(areas) if areas else np.nan, abs=1e-6, nan_ok=True)
+
+
+def more(logits: Tensor, target: Tensor) -> dict[str, float]:
+    metric = ClassificationMetrics(logits.shape[1], more=("kappa", "pr_auc"))
+    metric.update(logits, target, torch.tensor(0.5))
+    return {name: float(value) for name, value in metric.compute().items()}
+
+
+def test_the_usual_scores_are_the_same_bits_beside_the_further_ones() -> None:
+    logits, target = torch.randn(30, 4), torch.arange(30) % 3
+    usual, both = scores(logits, target, batch=30), more(logits, target)
+    assert list(both) == [*usual, "kappa", "pr_auc"]
+    assert {name: both[name] for name in usual if name != "loss"} == {n: v for n, v in usual.items() if n != "loss"}
+
+
+def test_clients_of_one_class_and_sure_predictions() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one = more(3.0 * torch.eye(3)[torch.ones(9).long()], torch.ones(9, dtype=torch.long))
+        wrong = more(3.0 * torch.eye(3)[torch.zeros(9).long()], torch.ones(9, dtype=torch.long))
+        nothing = more(torch.full((4, 2), torch.nan), torch.tensor([0, 1, 0, 1]))
+    assert np.isnan(one["kappa"]) and np.isnan(one["pr_auc"])
+    assert wrong["kappa"] == 0.0 and np.isnan(wrong["pr_auc"])
+    assert np.isnan(nothing["pr_auc"])
+    sure = torch.tensor([[0.0, 50.0], [0.0, 40.0], [0.0, 45.0], [0.0, 30.0]])
+    assert more(sure, torch.tensor([1, 0, 1, 0]))["pr_auc"] == 1.0
+
+
+def test_a_further_score_that_there_is_not_is_refused() -> None:
+    for words in (["mcc"], "kappa"):
+        with pytest.raises(ValueError, match=r"list some of \['kappa', 'pr_auc'\]"):
+            ClassificationMetrics(3, more=words)

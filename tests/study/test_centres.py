@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedTrainer
-from fedlightning.callbacks import IFCA
+from fedlightning.callbacks import CFL, IFCA, FedSoft
 from fedlightning.datamodules import DigitsDataModule, MixtureDataModule
 from fedlightning.models import MLP, Classifier
 from fedlightning.study.centres import score_centres
@@ -45,3 +45,37 @@ def test_data_without_groups_are_refused():
     trainer = federate(Toy(), toy_data(), [IFCA()], max_rounds=1)
     with pytest.raises(ValueError, match="ToyData has no group_dataloader"):
         score_centres(trainer, toy_data())
+
+
+class Groups:
+    """Data with groups, from a method that has trained on others."""
+
+    num_groups = 2
+
+    def __init__(self, data):
+        self.data = data
+
+    def group_dataloader(self, group):
+        return self.data.client_dataloader(str(group), "test")
+
+
+def test_every_centre_of_ifca_is_scored_however_many_there_are():
+    data = toy_data()
+    trainer = federate(Toy(), data, [IFCA(num_clusters=3)], max_rounds=1)
+    rows = score_centres(trainer, Groups(data), "test_acc")
+    assert [row["model"] for row in rows[::2]] == ["global", "centre 1", "centre 2"]
+
+
+def test_clusters_that_were_split_are_not_scored():
+    data = toy_data([8] * 6)
+    trainer = federate(Toy(), data, [CFL(gap=0.0, eps1=10, eps2=0, start_round=1)], max_rounds=3)
+    parents = set(trainer.server.state["CFL"]["parents"].values())
+    assert len(parents) > 1
+    rows = score_centres(trainer, Groups(data), "test_acc")
+    assert {row["model"] for row in rows} == set(trainer.server.models) - parents
+
+
+def test_the_common_start_of_other_methods_is_not_scored():
+    data = toy_data()
+    trainer = federate(Toy(), data, [FedSoft(num_clusters=1)], max_rounds=1)
+    assert {row["model"] for row in score_centres(trainer, Groups(data), "test_acc")} == {"centre 1"}

@@ -110,6 +110,7 @@ def _refuse_if_all_failed(server: Server, updates: list[Update], cause: BaseExce
 def _refuse_if_too_few(
     server: Server, updates: list[Update], policy: FailurePolicy, cause: BaseException | None
 ) -> None:
+    updates = [update for update in updates if update.client in server.num_samples]  # a score on all data is no client
     visited = dict.fromkeys(update.client for update in updates)
     failed = {update.client: update.error for update in updates if update.error is not None}
     needed, there = policy.needed(len(visited)), len(visited) - len(failed)

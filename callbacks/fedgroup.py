@@ -1,0 +1,263 @@
+"""FedGroup."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedlightning.algorithm import (
+    GLOBAL,
+    Client,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightedMean,
+    WeightingName,
+    address,
+    select,
+    subtract,
+)
+from fedlightning.callbacks.shared.grouping import first_groups
+from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
+from fedlightning.callbacks.shared.server_models import refuse_global_steps
+
+COLD_START = "cold start"
+"""Key of the first model at the server while clients pre-train from it; their scores go under it too."""
+
+
+class FedGroup(Clusters):
+    r"""Clients are grouped once, by the directions of their first updates; each group then trains by FedAvg.
+
+    Duan et al., "FedGroup: efficient federated learning via decomposed similarity-based clustering", ISPA 2021; FlexCFL,
+    IEEE TPDS 2022.
+
+    * Cold start (round 1): `alpha m` clients, drawn from all, pre-train from `w^0`. With `Delta_i = w_i - w^0` and `v_1 ...
+      v_m` the first right singular vectors of all `Delta_i`, client i becomes the point `(cos(Delta_i, v_1), ...,
+      cos(Delta_i, v_m))`, and k-means finds m groups of points. A group's model is the plain mean of its members' models,
+      its direction the mean of their `Delta_i`. No more is trained in this round.
+    * Then each group is a FedAvg of its own.
+    * A newcomer, whose first visit is later, pre-trains from `w^0` and joins the group with the direction of largest
+      cosine with its `Delta_i`; then it trains with that group, in the same round.
+    * With `mix`, groups learn from each other after a round: `w_g <- w_g + mix sum_{h != g} w_h / ||w_h||`.
+
+    Nobody changes its group. (FlexCFL's migration of clients whose data have changed is not here.) Down and up: one model;
+    twice for a newcomer. State at the server: `w^0`, m models, m directions, who is where. Deployed: the model of the
+    client's group, and `w^0` before its first visit.
+
+    Args:
+        num_clusters: m. Default 2 (authors: 2 to 5).
+        alpha: Clients in the cold start, as a multiple of m. Default 20 (authors).
+        pretrain: Epochs or steps of pre-training, as the trainer counts work (authors: 50 steps). `None`: as much as in a
+            round.
+        unit: Directions are found from `Delta_i / ||Delta_i||`, so that no client counts more because it has moved more.
+            False: from `Delta_i` (authors' code).
+        mix: `eta_G`. Default 0 (authors' default): groups do not mix.
+        mix_mean: Divide by the sum of the weights when groups mix (authors' code). Default False (paper).
+        weighting: `"samples"` (authors, default) or `"uniform"`, within a group. The cold start is uniform.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> directions(torch.tensor([[2.0, 0.0], [0.5, 0.0], [0.0, 1.0]]), 2).abs().tolist()
+        [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]
+    """
+
+    no_newcomers = "finds a client's group by the update of its training, and has none for one that never trained"
+
+    def __init__(
+        self,
+        num_clusters: int = 2,
+        alpha: int = 20,
+        pretrain: int | None = None,
+        unit: bool = True,
+        mix: float = 0.0,
+        mix_mean: bool = False,
+        weighting: WeightingName = "samples",
+    ) -> None:
+        if num_clusters < 1:
+            raise ValueError(f"FedGroup got num_clusters={num_clusters}. Use 1 (FedAvg) or more groups.")
+        if alpha < 1:
+            raise ValueError(f"FedGroup got alpha={alpha}. The cold start needs at least as many clients as groups: 1.")
+        if pretrain is not None and pretrain < 1:
+            raise ValueError(f"FedGroup got pretrain={pretrain}. Who does not train has no direction: use 1 or more.")
+        if not 0 <= mix < math.inf:
+            raise ValueError(f"FedGroup got mix={mix}. The rate at which groups mix is 0 (not at all) or more.")
+        self.num_clusters, self.alpha, self.pretrain, self.unit = num_clusters, alpha, pretrain, unit
+        self.mix, self.mix_mean, self.weighting = mix, mix_mean, weighting
+
+    @property
+    def clusters(self) -> list[str]:
+        """Keys of the groups' models at the server."""
+        return [f"cluster {k}" for k in range(1, self.num_clusters + 1)]
+
+    def check(self, setup: Setup) -> None:
+        """Refuse callbacks that change one global model, and optimizers that go on from pre-training to the group.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        refuse_global_steps(self, setup)
+        share, count = setup.participation, len(setup.clients)
+        late = share < count if isinstance(share, int) else share < 1.0
+        if setup.optimizer_state == "keep" and (late or self.alpha * self.num_clusters < count):
+            raise ValueError(
+                "FedGroup lets a newcomer train twice in a round, from the first model and from its group's, and with "
+                "optimizer_state='keep' the moments and clocks of one would go on in the other. Use optimizer_state='reset'."
+            )
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def cluster_of(self, server: Server, client: str) -> str:
+        """Return the key of the model of a client's group; of the first model for who has none yet."""
+        found: str = server.state.get(self.key, {}).get("clusters", {}).get(client, GLOBAL)
+        return found
+
+    def plan_round(self, server: Server) -> Plan:
+        """Find the groups in the first round; then place newcomers, and train each group."""
+        if self.key not in server.state:
+            yield from self._cold_start(server)
+            return
+        participants = server.participants()
+        new = [client for client in participants if self.cluster_of(server, client) == GLOBAL]
+        if new:
+            yield from self._join(server, new)
+        placed = [(client, self.cluster_of(server, client)) for client in participants]
+        jobs = [Job(client, tag=cluster) for client, cluster in placed if cluster != GLOBAL]
+        if jobs:
+            yield jobs
+        if self.mix:
+            yield []
+            self._mix(server)
+
+    def _pretrained(
+        self, server: Server, clients: Sequence[str]
+    ) -> Generator[list[Job], list[Update], dict[str, State]]:
+        """Let clients train from the first model; return what they have made of it."""
+        server.models[COLD_START] = server.model
+        jobs = [Job(client, model=COLD_START, work=self.pretrain, keep=True) for client in clients]
+        updates = yield jobs
+        yield []  # their mean is made of that model, which is not kept
+        del server.models[COLD_START]
+        return {update.client: update.state for update in updates if update.steps and update.state}
+
+    def _cold_start(self, server: Server) -> Generator[list[Job], list[Update], None]:
+        self._names(server)
+        pool = [client for client in server.clients if server.num_samples[client]] or list(server.clients)
+        order = torch.randperm(len(pool), generator=server.rng(COLD_START))[: self.alpha * self.num_clusters]
+        answers = yield from self._pretrained(server, [pool[place] for place in sorted(order.tolist())])
+        if not answers:
+            return  # nobody took a step: the next round tries again
+        moved = {client: self._moved(server, state) for client, state in answers.items()}
+        points = directions(torch.stack([_row(delta) for delta in moved.values()]), self.num_clusters, self.unit)
+        groups = first_groups(points, self.num_clusters, address(server.blueprint.settings.seed, self.key))
+        found: dict[str, str] = {}
+        paths: dict[str, State] = {}
+        for cluster, places in zip(self.clusters, groups, strict=True):
+            members = [list(answers)[place] for place in places]
+            server.models[cluster] = {**server.model, **_mean([answers[client] for client in members])}
+            paths[cluster] = _mean([moved[client] for client in members])
+            found = dict.fromkeys(members, cluster) | found  # equal groups, where clients are too few: the first
+        server.state[self.key] = {"clusters": in_client_order(server, found), "directions": paths}
+
+    def _join(self, server: Server, new: Sequence[str]) -> Generator[list[Job], list[Update], None]:
+        """Place newcomers by the cosines of their first updates with the groups' directions."""
+        own = server.state[self.key]
+        found = dict(own["clusters"])
+        for client, state in (yield from self._pretrained(server, new)).items():
+            moved = _row(self._moved(server, state))
+            cosines = [float(torch.cosine_similarity(moved, _row(path), dim=0)) for path in own["directions"].values()]
+            found[client] = self.clusters[cosines.index(max(cosines))]
+        server.state[self.key] = {**own, "clusters": in_client_order(server, found)}
+
+    def _moved(self, server: Server, state: State) -> State:
+        """Return what training has added to the parameters of the first model; 0 for those that were not sent."""
+        first = select(server.model, self._names(server))
+        return subtract({**first, **select(state, [name for name in first if name in state])}, first)
+
+    def _names(self, server: Server) -> list[str]:
+        """Return the parameters that train and travel.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        names = [name for name in server.trainable if name in set(server.returned_names())]
+        if not names:
+            raise ValueError("FedGroup groups clients by how the model moves, and no parameter that trains travels.")
+        return names
+
+    def _mix(self, server: Server) -> None:
+        """Add the other groups' models, each of length `mix`, to every group's."""
+        names = self._names(server)
+        before = {cluster: server.models[cluster] for cluster in self.clusters}
+        weights = {
+            cluster: self.mix / max(float(_row(select(w, names)).norm()), 1e-12) for cluster, w in before.items()
+        }
+        for cluster, own in before.items():
+            others = [(weights[other], model) for other, model in before.items() if other != cluster]
+            whole = 1.0 + sum(weight for weight, _ in others) if self.mix_mean else 1.0
+            mixed = {}
+            for name in names:
+                added = sum((weight * model[name].double() for weight, model in others), start=own[name].double())
+                mixed[name] = (added / whole).to(own[name].dtype)
+            server.models[cluster] = {**own, **mixed}
+
+    def memberships(self, server: Server) -> dict[str, dict[str, float]]:
+        """Return the group of every client that has one."""
+        found = server.state.get(self.key, {}).get("clusters", {})
+        return {client: {cluster: 1.0} for client, cluster in found.items()}
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send the model of the client's group, unless it is to pre-train."""
+        if job.model == GLOBAL:
+            message.state = select(server.models[self.cluster_of(server, job.client)], message.state)
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def on_send(self, client: Client, update: Update) -> None:
+        """Answer for the group."""
+        if client.message.tag:
+            update.model = client.message.tag
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the model of a client's group; `None` for all, and before the client has one."""
+        cluster = GLOBAL if client is None else self.cluster_of(server, client)
+        return cluster_module(server, None if cluster == GLOBAL else cluster)
+
+
+def directions(rows: Tensor, count: int, unit: bool = True) -> Tensor:
+    """Return the cosines of updates with their first singular vectors, `(clients, count)`: FedGroup's "EDC".
+
+    Where there are fewer singular vectors, or fewer that carry anything, the rest are 0.
+
+    Args:
+        rows: Updates, `(clients, parameters)`.
+        count: Number of singular vectors.
+        unit: Divide updates by their norms before these are found.
+    """
+    lengths = rows.norm(dim=1, keepdim=True)
+    turned = torch.where(lengths > 0, rows / lengths.clamp_min(1e-300), torch.zeros_like(rows))
+    _, strengths, vectors = torch.linalg.svd(turned if unit else rows, full_matrices=False)
+    vectors = vectors[:count] * (strengths[:count, None] > 1e-12 * strengths[0].clamp_min(1e-300))
+    found = (turned @ vectors.T).clamp(-1, 1)
+    return torch.cat([found, found.new_zeros(len(rows), count - found.shape[1])], dim=1)
+
+
+def _row(state: Mapping[str, Tensor]) -> Tensor:
+    """Return all entries as one row of float64 numbers."""
+    return torch.cat([value.double().flatten() for value in state.values()])
+
+
+def _mean(states: Sequence[State]) -> dict[str, Any]:
+    """Return the plain mean of models."""
+    mean = WeightedMean()
+    for state in states:
+        mean.add(state, 1.0)
+    return mean.result()

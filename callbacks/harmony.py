@@ -1,0 +1,355 @@
+"""Harmony. The way through a round, and where each step is:
+
+1. The server asks clients it does not know for their modalities (`plan_round`, `on_send`).
+2. Stage 1: each client trains one network per modality (`local_phases`, `on_train_batch_start`); `reduce` averages them.
+3. Stage 2: clients with several modalities train encoders and fusion; `regroup` clusters them and averages the fusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from sklearn.cluster import KMeans
+from torch import Tensor, nn
+
+from fedlightning.algorithm import (
+    Client,
+    Job,
+    Message,
+    Phase,
+    Plan,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightedMean,
+    WeightingName,
+    Wire,
+    address,
+    clone,
+    select,
+)
+from fedlightning.callbacks.shared.memberships import Clusters, in_client_order
+from fedlightning.callbacks.shared.modalities import (
+    Parts,
+    encoders_of,
+    holder_of,
+    parts_of,
+    refuse_blind_training,
+    rows_with,
+    samples_with,
+)
+from fedlightning.callbacks.shared.server_models import refuse_global_steps
+
+ASK, UNIMODAL, FUSION = "modalities", "unimodal", "fusion"
+
+
+class Harmony(Clusters):
+    r"""Two stages for clients with different sensors: a network per modality, then the fusion within clusters.
+
+    Ouyang, Xie, Fu, Cheng, Pan, Ling, Xing, Zhou, Huang, "Harmony: heterogeneous multi-modal federated learning through
+    disentangled model training", MobiSys 2023.
+
+    * Stage 1: a client trains for each of its modalities the encoder and a classifier of its own, apart from the others.
+      The server averages them over the clients that have the modality.
+    * Stage 2: clients with several modalities begin with these encoders and train everything. Their bias
+      ``d_k(j) = 1 - cos(encoder_j, encoder_j at the start of the stage)`` goes to the server. Among clients with equal
+      modalities it divides each column by its maximum, finds ``num_clusters`` clusters by k-means and averages only the
+      fusion (all that belongs to no modality) within them. Encoders stay with the clients.
+    * Down: stage 1: the networks of the client's modalities; stage 2: its cluster's fusion. Up: the same, and ``d``.
+    * State: of a client its encoders at the start of stage 2; at the server who has what, each client's fusion, ``d``.
+    * Deployed: of a client with one modality the network of stage 1, else its own encoders with its cluster's fusion.
+
+    The module must take samples with one modality through that modality's classifier, and be
+    ``MultimodalNet(unimodal_heads=True)`` or like it. **In stage 1 the fusion is not trained**: the scores of clients
+    with several modalities are those of an untrained one until stage 2. The authors' client adds the mean update to a
+    classifier that has the update already; here it takes the mean itself. Their learning rates (encoders 1e-4, classifier
+    1e-3 in stage 2) belong into ``configure_optimizers``.
+
+    Args:
+        stage1: Rounds of stage 1: a share of all rounds (float) or a number (int). Default 2/3 (authors: 200 and 100
+            epochs). ``1.0``: no stage 2.
+        num_clusters: G. Default 3 (authors).
+        encoders: By modality, names or prefixes of the entries of its encoder; an empty list is the whole module. ``None``
+            (default): the submodules of the ``ModuleDict`` called ``encoders``.
+        heads: Likewise the classifiers of single modalities. ``None``: those of the ``ModuleDict`` called ``heads``.
+        weighting: ``"uniform"`` (authors' code, default), ``"samples"`` or ``"log"``, in both stages.
+
+    Raises:
+        ValueError: If an argument is outside its range; before round 1, if the module lacks encoders or heads; in stage 2,
+            if no client has several modalities.
+
+    Example:
+        >>> biases = torch.tensor([[0.1, 0.2], [0.1, 0.19], [0.9, 0.01]])  # of three clients for two modalities
+        >>> clusters_of(biases, 2, seed=0)
+        [0, 0, 1]
+    """
+
+    def __init__(
+        self,
+        stage1: int | float = 2 / 3,
+        num_clusters: int = 3,
+        encoders: Parts | None = None,
+        heads: Parts | None = None,
+        weighting: WeightingName = "uniform",
+    ) -> None:
+        if isinstance(stage1, bool) or stage1 < 0 or (isinstance(stage1, float) and stage1 > 1):
+            raise ValueError(f"Harmony got stage1={stage1}. Use a share of the rounds in [0, 1] or a number of rounds.")
+        if num_clusters < 1:
+            raise ValueError(f"Harmony got num_clusters={num_clusters}. Use 1 or more clusters.")
+        self.stage1, self.num_clusters = stage1, num_clusters
+        self.encoders, self.heads, self.weighting = encoders, heads, weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse modules without the parts, those that train blindly, and callbacks that work on one global model.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        refuse_global_steps(self, setup)
+        encoders = encoders_of(setup, self.encoders, self.key)
+        heads = parts_of(setup.module, self.heads, "heads")
+        missing = [name for name in encoders if name not in heads]
+        if missing and len(encoders) > 1:
+            raise ValueError(
+                f"Harmony trains a classifier for each modality, and {type(setup.template).__name__} has none for "
+                f"{', '.join(missing)}. Use MultimodalNet(unimodal_heads=True), or set heads={{modality: [names]}}."
+            )
+        if len(encoders) > 1:
+            refuse_blind_training(setup, {m: [*encoders[m], *heads[m]] for m in encoders}, self.key)
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare which modalities a client has, and its biases, up."""
+        return Wire(up={"present": (-1,), "bias": (-1,)})
+
+    # -- what belongs to whom ------------------------------------------------------------------------------------------
+    def networks(self, module: nn.Module) -> dict[str, list[str]]:
+        """Return by modality the entries of its encoder and classifier."""
+        heads = parts_of(module, self.heads, "heads")
+        return {m: [*part, *heads.get(m, ())] for m, part in parts_of(module, self.encoders, "encoders").items()}
+
+    def fusion(self, module: nn.Module, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that belong to no modality."""
+        owned = {name for part in self.networks(module).values() for name in part}
+        return [name for name in names if name not in owned]
+
+    def in_stage_1(self, server: Server) -> bool:
+        """Return True in the rounds of stage 1."""
+        return server.round < int(server.state[self.key]["stage1"])
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def on_federation_start(self, server: Server) -> None:
+        """Fix the length of stage 1, which a run that is made longer later does not change."""
+        rounds = self.stage1 if isinstance(self.stage1, int) else round(self.stage1 * server.max_rounds)
+        server.state[self.key] = {
+            "stage1": int(rounds), "modalities": {}, "classifiers": {}, "clusters": {}, "bias": {}
+        }  # fmt: skip
+
+    def plan_round(self, server: Server) -> Plan:
+        """Ask who has what, then train single modalities, or the fusion."""
+        asked = server.participants() if self.in_stage_1(server) else list(server.clients)
+        unknown = [client for client in asked if client not in server.state[self.key]["modalities"]]
+        if unknown:
+            answers = yield [Job(client, work=0, down=(), returns=(), tag=ASK) for client in unknown]
+            self._note_modalities(server, answers)
+        own = server.state[self.key]
+        networks, shared = self.networks(server.module), set(server.shared_names())
+        returned = set(server.returned_names())
+        if self.in_stage_1(server):
+            jobs = []
+            for client in asked:
+                names = [n for m in own["modalities"].get(client, ()) for n in networks[m]]
+                if names:
+                    down, up = (tuple(n for n in names if n in travelling) for travelling in (shared, returned))
+                    jobs.append(Job(client, down=down, returns=up, tag=UNIMODAL))
+            if jobs:
+                yield jobs
+            return
+        several = [client for client in server.clients if len(own["modalities"].get(client, ())) > 1]
+        if not several:
+            raise ValueError(
+                "Harmony's stage 2 is for clients with several modalities, and no client has more than one. Use stage1=1.0."
+            )
+        fusion = self.fusion(server.module, server.kinds)
+        jobs = []
+        for client in self._drawn(server, several):
+            names = fusion if client in own["classifiers"] else [
+                *(n for m in own["modalities"][client] for n in networks[m]), *fusion
+            ]  # fmt: skip
+            down, up = tuple(n for n in names if n in shared), tuple(n for n in fusion if n in returned)
+            jobs.append(Job(client, down=down, returns=up, tag=FUSION, keep=True))
+        self.regroup(server, [u for u in (yield jobs) if u.error is None and u.steps])
+
+    def _note_modalities(self, server: Server, answers: Sequence[Update]) -> None:
+        own, modalities = server.state[self.key], list(self.networks(server.module))
+        found = dict(own["modalities"])
+        for update in answers:
+            if update.error is None:
+                there = update.extras[self.key]["present"].tolist()
+                found[update.client] = [m for m, has in zip(modalities, there, strict=True) if has]
+        server.state[self.key] = {**own, "modalities": in_client_order(server, found)}
+
+    @staticmethod
+    def _drawn(server: Server, several: list[str]) -> list[str]:
+        """Return as many clients with several modalities as take part in a round."""
+        count = min(len(server.participants()), len(several))
+        places = torch.randperm(len(several), generator=server.rng("nodes of stage 2"))[:count]
+        return [several[place] for place in sorted(places.tolist())]
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Average each modality's network over the clients that sent it; nothing in stage 2, where clusters are averaged."""
+        mean = WeightedMean()
+        for update in updates if self.in_stage_1(server) else ():
+            mean.add(update.state, server.weight(update))
+        return mean.result()
+
+    def regroup(self, server: Server, updates: Sequence[Update]) -> None:
+        """Cluster the clients of each set of modalities by their biases, and average the fusion within clusters.
+
+        Args:
+            server: The server, whose state changes.
+            updates: What clients sent in this round, with the fusion and the biases.
+        """
+        own = server.state[self.key]
+        answers = {update.client: update for update in updates}
+        biases = own["bias"] | {c: update.extras[self.key]["bias"] for c, update in answers.items()}
+        classifiers = dict(own["classifiers"])
+        clusters: dict[str, str] = {}
+        sets: dict[tuple[str, ...], list[str]] = {}
+        for client in server.clients:
+            if client in biases:
+                sets.setdefault(tuple(own["modalities"][client]), []).append(client)
+        for modalities, members in sets.items():
+            rows, seed = torch.stack([biases[client] for client in members]), server.blueprint.settings.seed
+            found = clusters_of(rows, self.num_clusters, address(seed, self.key, server.round, *modalities))
+            for k in sorted(set(found)):
+                cluster = [client for client, label in zip(members, found, strict=True) if label == k]
+                clusters |= dict.fromkeys(cluster, f"{'+'.join(modalities)} {k + 1}")
+                mean = WeightedMean()
+                for client in cluster:
+                    if client in answers:
+                        mean.add(answers[client].state, server.weight(answers[client]))
+                classifiers |= {client: mean.result() for client in cluster if client in answers}
+        server.state[self.key] = {
+            **own,
+            "bias": in_client_order(server, biases),
+            "classifiers": in_client_order(server, classifiers),
+            "clusters": in_client_order(server, clusters),
+        }
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send a client its own fusion, and for an evaluation no encoders that it has trained on itself."""
+        own = server.state.get(self.key, {})
+        fusion = own.get("classifiers", {}).get(job.client)
+        if fusion is None:
+            return
+        if job.tag != FUSION:
+            allowed = set(self.fusion(server.module, message.state))
+            message.state = {name: value for name, value in message.state.items() if name in allowed}
+        message.state = {**message.state, **select(fusion, set(fusion) & set(message.state))}
+
+    def memberships(self, server: Server) -> Mapping[str, Mapping[str, float]]:
+        """Return the cluster of every client of stage 2."""
+        return {client: {cluster: 1.0} for client, cluster in server.state[self.key]["clusters"].items()}
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the averaged model where there is one modality; of several there is no model for all."""
+        alone = len(self.networks(server.module)) == 1 and len(server.shared_names()) == len(server.kinds)
+        return server.module_with(server.model) if alone else None
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def on_visit_start(self, client: Client) -> None:
+        """Find the modalities; keep the encoders with which stage 2 begins."""
+        client.scratch[self.key] = self._present(client)
+        if client.message.tag == FUSION and self.key not in client.state:
+            encoders = parts_of(client.module, self.encoders, "encoders")
+            names = {name for part in encoders.values() for name in part}
+            start = {name: value for name, value in client.module.named_parameters() if name in names}
+            client.state[self.key] = {"start": clone({name: value.detach() for name, value in start.items()}, "cpu")}
+
+    def local_phases(self, client: Client) -> Iterable[Phase]:
+        """Train one modality after the other in stage 1, everything at once in stage 2."""
+        if client.message.tag != UNIMODAL:
+            yield Phase()
+            return
+        networks = self.networks(client.module)
+        for place, (modality, names) in enumerate(networks.items()):
+            if client.scratch[self.key][place]:
+                client.scratch[ASK] = modality
+                whole = len(networks) == 1 and len(names) == len(client.entries)
+                yield Phase("fit" if place == 0 else modality, train=None if whole else tuple(names))
+        client.scratch.pop(ASK, None)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """In stage 1 take away the other modalities, and samples without this one.
+
+        Raises:
+            ValueError: If samples lack the modality and the batch is a tuple, which cannot be changed.
+        """
+        modality, x = self.client.scratch.get(ASK), holder_of(batch)
+        if modality is None or x is None:
+            return
+        for other in self.networks(pl_module):
+            if other != modality:
+                x.pop(other, None)
+        rows = rows_with(x[modality])
+        if not bool(rows.all()):
+            if not isinstance(batch, list):
+                raise ValueError(f"some samples lack {modality!r}; let the loader give lists [inputs, labels]")
+            batch[:] = apply_to_collection(batch, Tensor, lambda values: values[rows])
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send the modalities, or the biases."""
+        if client.message.tag == ASK:
+            update.extras[self.key] = {"present": self._present(client).float()}
+        elif client.message.tag == FUSION and client.steps:
+            there = client.scratch[self.key].tolist()
+            encoders = parts_of(client.module, self.encoders, "encoders")
+            start, now = client.state[self.key]["start"], client.entries
+            found = [bias(start, now, names) for names, has in zip(encoders.values(), there, strict=True) if has]
+            update.extras[self.key] = {"bias": torch.stack(found)}
+
+    def _present(self, client: Client) -> Tensor:
+        """Return which modalities the client's training data have, bool `(modalities,)`."""
+        modalities = list(self.networks(client.module))
+        counts = [samples_with(batch, modalities).cpu() for batch in client.loader("train") or ()]
+        total = torch.stack(counts).sum(0) if counts else torch.zeros(len(modalities))
+        return total > 0
+
+
+def bias(start: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """Return ``1 - cos`` of an encoder's parameters, flattened, between two times; float64, in [0, 2].
+
+    Args:
+        start: Its parameters at the start of stage 2.
+        now: All entries now.
+        names: Entries of the encoder; those that are no parameters are left out.
+
+    Example:
+        >>> bias({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 3.0])}, ["w"])
+        tensor(1., dtype=torch.float64)
+    """
+    kept = [name for name in names if name in start]
+    before, after = (torch.cat([s[n].detach().cpu().double().flatten() for n in kept]) for s in (start, now))
+    scale = before.norm() * after.norm()
+    return 1.0 - before @ after / scale if scale > 0 else torch.zeros((), dtype=torch.float64)
+
+
+def clusters_of(biases: Tensor, count: int, seed: int) -> list[int]:
+    """Return the cluster of each row by k-means, on columns divided by their maximum; numbered as they first occur.
+
+    Args:
+        biases: `(clients, modalities)`.
+        count: Clusters; fewer where there are fewer different rows.
+        seed: Seed of the starts.
+    """
+    top = biases.max(0).values
+    rows = biases / torch.where(top > 0, top, torch.ones_like(top))
+    different = len(torch.unique(rows, dim=0))
+    labels = KMeans(min(count, different), n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy()).tolist()
+    order = list(dict.fromkeys(labels))
+    return [order.index(label) for label in labels]

@@ -1,0 +1,240 @@
+"""pFedKnow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    GradientContext,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightedMean,
+    WeightingName,
+    Wire,
+    expand,
+)
+from fedlightning.callbacks.shared.representations import features_at_start, head_path
+from fedlightning.callbacks.shared.server_models import refuse_global_steps
+from fedlightning.wrappers import FeatureTap
+
+LABELLED, UNLABELLED = "labelled", "unlabelled"
+
+
+class pFedKnow(FederatedCallback):
+    r"""Labels at the server only: clients train pruned models on what the received model is sure of.
+
+    After Wang, Zeng, Long, Wang, Xiao, Ma, "Knowledge-enhanced semi-supervised federated learning for aggregating
+    heterogeneous lightweight clients in IoT", SDM 2023. The paper's code is not public: this follows its outline, and does
+    not claim its numbers.
+
+    * Server: trains ``w`` on labelled data, before round 1 and after every aggregation. These are the data of the client
+      called ``server``, which trains nothing else. With ``guide`` the loss has ``lam KL(guide || w)`` more.
+    * Down: ``w`` without the share ``prune_i`` of each weight tensor that is smallest in magnitude (biases and
+      normalisation stay). Tensors travel dense, with zeros.
+    * Client: the pruned weights stay 0. The loss is the mean over the batch of the cross entropy with the class that the
+      received model finds likeliest, where its probability is ``threshold`` or more; the other samples count 0. **Labels of
+      clients have no influence on training**, only on scores and on the logged ``train_loss``.
+    * Up: ``w_i``. Server: each element is averaged over the clients that hold it; one that nobody holds stays.
+    * State: none. Deployed: the pruned model of the client; the whole one is the global model.
+
+    Args:
+        server: Id of the client whose labelled data are the server's. ``None``: the server has none, and pseudo-labels come
+            from the initial model.
+        prune: Share of each weight tensor that a client does not get, in [0, 1): one for all, or a list that is dealt out
+            over the clients in turn. Default 0.3.
+        threshold: Least probability of a pseudo-label. Default 0.95 (FixMatch).
+        guide: Path of a frozen submodule that gives logits for a batch's inputs, such as a pretrained ``"teacher"``. Its
+            entries never travel. ``None``: no guide.
+        lam: Weight of the guide. Default 1.
+        head: Path of the submodule that gives the logits. ``None`` (default): the last layer.
+        weighting: ``"samples"`` (default), ``"uniform"`` or ``"log"``.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> w = torch.tensor([[0.1, -3.0], [2.0, -0.2]])
+        >>> w * kept(w, 0.5)
+        tensor([[ 0., -3.],
+                [ 2., -0.]])
+    """
+
+    rank = 10  # after the terms of others, so that pruned weights have no gradient
+
+    def __init__(
+        self,
+        server: str | None = None,
+        prune: float | list[float] = 0.3,
+        threshold: float = 0.95,
+        guide: str | None = None,
+        lam: float = 1.0,
+        head: str | list[str] | None = None,
+        weighting: WeightingName = "samples",
+    ) -> None:
+        shares = prune if isinstance(prune, list) else [prune]
+        if not shares or not all(0 <= share < 1 for share in shares):
+            raise ValueError(f"pFedKnow got prune={prune}. Use shares of 0 or more, below 1.")
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"pFedKnow got threshold={threshold}. A probability lies in [0, 1].")
+        if not 0 <= lam < math.inf:
+            raise ValueError(f"pFedKnow got lam={lam}. Use a finite weight of 0 or more.")
+        self.server, self.prune, self.threshold = server, prune, threshold
+        self.guide, self.lam, self.head, self.weighting = guide, lam, head, weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse a server without data, a guide that trains, a head that gives no logits, and server optimizers.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        refuse_global_steps(self, setup)
+        if self.server is not None and not setup.num_samples.get(self.server):
+            raise ValueError(
+                f"pFedKnow got server={self.server!r}, and there is no such client with training data; the clients are "
+                f"{', '.join(list(setup.clients)[:20])}. Name the one that has the labelled data."
+            )
+        if self.server is None:
+            setup.warn("pFedKnow without labelled data at a server: pseudo-labels come from the initial model alone.")
+        if self.guide is not None and any(setup.kinds[n] == "trainable" for n in expand([self.guide], setup.kinds)):
+            raise ValueError(f"pFedKnow's guide '{self.guide}' trains. Set requires_grad=False on its parameters.")
+        logits = features_at_start(setup, self.feature_taps, self.key).get("logits")
+        if logits is not None and logits.shape[1] < 2:
+            raise ValueError(
+                f"pFedKnow needs a logit for each class, and {head_path(setup.module, self.head)} gives one."
+            )
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare the pruned share down."""
+        return Wire(down={"prune": "scalar"})
+
+    def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
+        """Tap the logits: the output of the head."""
+        return {"logits": FeatureTap(module, head_path(module, self.head), at="output")}
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str] | None:
+        """Return all names but the guide's."""
+        if self.guide is None:
+            return None
+        held = set(expand([self.guide], server.kinds))
+        return [name for name in server.kinds if name not in held]
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Train on the labelled data (in round 1 twice), and the clients between."""
+        labelled = [] if self.server is None else [Job(self.server, tag=LABELLED)]
+        if labelled and server.round == 0:
+            yield labelled
+            yield []
+        clients = [Job(client, tag=UNLABELLED) for client in server.participants() if client != self.server]
+        if clients:
+            yield clients
+            yield []
+        if labelled:
+            yield labelled
+
+    def share_of(self, server: Server, client: str) -> float:
+        """Return the share of each weight tensor that a client does not get."""
+        if client == self.server:
+            return 0.0
+        return (
+            self.prune[server.clients.index(client) % len(self.prune)] if isinstance(self.prune, list) else self.prune
+        )
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Prune the model for its client."""
+        share = self.share_of(server, job.client) if job.client in server.clients else 0.0
+        message.extras[self.key] = {"prune": share}
+        for name in self._prunable(server, message.state) if share else ():
+            message.state = {**message.state, name: message.state[name] * kept(message.state[name], share)}
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Return the mean of each element over the clients that hold it; the model trained on labels as it is."""
+        mean = WeightedMean()
+        for update in updates:
+            mean.add(update.state, server.weight(update))
+        reduced = mean.result()
+        shares = {update.client: self.share_of(server, update.client) for update in updates}
+        for name in self._prunable(server, reduced) if any(shares.values()) else ():
+            old = server.model[name]
+            total, weights = (torch.zeros_like(old, dtype=torch.float64) for _ in range(2))
+            for update in updates:
+                held = kept(old, shares[update.client]).double() * server.weight(update)
+                total, weights = total + held * update.state[name].double(), weights + held
+            reduced[name] = torch.where(weights > 0, total / weights.clamp_min(1e-300), old.double()).to(old.dtype)
+        return reduced
+
+    @staticmethod
+    def _prunable(server: Server, state: Mapping[str, Tensor]) -> list[str]:
+        return [name for name in server.trainable if name in state and state[name].ndim > 1]
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def on_visit_start(self, client: Client) -> None:
+        """Freeze the received model: it gives the pseudo-labels."""
+        if client.message.tag != LABELLED:
+            client.scratch[self.key] = client.frozen_copy()
+
+    def training_loss(
+        self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the loss on pseudo-labels, or at the server that on labels with the guide."""
+        teacher, logits = client.scratch.get(self.key), features["logits"]
+        if teacher is not None:
+            found = client.features(teacher.to(module.device), batch, self.feature_taps(teacher))["logits"]
+            return pseudo_label_loss(logits, found, self.threshold)
+        if self.guide is None or self.lam == 0:
+            return loss
+        inputs = batch[0] if isinstance(batch, tuple | list) else batch
+        with torch.no_grad():
+            guided = module.get_submodule(self.guide).eval()(inputs)
+        return loss + self.lam * F.kl_div(
+            logits.log_softmax(1), guided.log_softmax(1), log_target=True, reduction="batchmean"
+        )
+
+    def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Leave pruned weights at 0."""
+        if not ctx.payload["prune"] or name not in ctx.anchor or parameter.ndim < 2:
+            return gradient
+        return gradient * (ctx.anchor[name] != 0)
+
+
+def kept(weights: Tensor, share: float) -> Tensor:
+    """Return which elements stay when the smallest in magnitude are pruned, bool of the same shape.
+
+    Elements that are 0 are pruned too, so that a client sees from its zeros what it does not hold.
+
+    Args:
+        weights: A weight tensor.
+        share: Share to prune; with 0 everything stays. Of equal elements the first are pruned.
+    """
+    if share == 0:
+        return torch.ones_like(weights, dtype=torch.bool)
+    order = weights.abs().flatten().argsort(stable=True)
+    stays = torch.ones(weights.numel(), dtype=torch.bool, device=weights.device)
+    stays[order[: round(share * weights.numel())]] = False
+    return stays.view_as(weights) & (weights != 0)
+
+
+def pseudo_label_loss(logits: Tensor, teacher: Tensor, threshold: float) -> Tensor:
+    """Return the mean over the batch of the cross entropy with the teacher's class where it is sure, else 0.
+
+    Args:
+        logits: Of the model in training, `(batch, classes)`.
+        teacher: Of the received model, `(batch, classes)`.
+        threshold: Least probability of a pseudo-label.
+    """
+    chances, classes = teacher.detach().softmax(1).max(1)
+    return (F.cross_entropy(logits, classes, reduction="none") * (chances >= threshold)).mean()

@@ -1,0 +1,182 @@
+"""What methods for several modalities share: which parts of a module belong to a modality, and which a batch has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fedlightning.algorithm import NoLossError, Setup, expand, isolated, module_state, training_loss
+from fedlightning.callbacks.shared.representations import LABEL_KEYS
+from fedlightning.wrappers import muted
+
+Parts = dict[str, list[str]]
+
+
+def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, list[str]]:
+    """Return by modality the names of the state entries of its part, such as its encoder.
+
+    Args:
+        module: The model.
+        given: By modality, names or prefixes of the part; an empty list is the whole module. `None`: the `ModuleDict`
+            called `kind` in the module has a submodule for each modality.
+        kind: `"encoders"` or `"heads"`.
+
+    Raises:
+        ValueError: If a name matches nothing, or an entry belongs to two modalities.
+
+    Example:
+        >>> net = nn.ModuleDict({"encoders": nn.ModuleDict({"audio": nn.Linear(2, 1), "image": nn.Linear(4, 1)})})
+        >>> parts_of(net, None, "encoders")["audio"]
+        ['encoders.audio.weight', 'encoders.audio.bias']
+    """
+    names = list(module_state(module))
+    if given is None:
+        found = next(
+            (
+                (path, child)
+                for path, child in module.named_modules()
+                if path.rpartition(".")[2] == kind and isinstance(child, nn.ModuleDict)
+            ),
+            None,
+        )
+        given = {} if found is None else {modality: [f"{found[0]}.{modality}"] for modality in found[1]}
+    parts = {modality: list(expand(part, names)) if part else names for modality, part in given.items()}
+    owned = [name for part in parts.values() for name in part]
+    twice = sorted({name for name in owned if owned.count(name) > 1}) if len(parts) > 1 else []
+    if twice:
+        raise ValueError(f"'{twice[0]}' is in the {kind} of two modalities. An entry belongs to one of them.")
+    return parts
+
+
+def encoders_of(setup: Setup, given: Parts | None, owner: str) -> dict[str, list[str]]:
+    """Return the encoders of a module, as :func:`parts_of` does, and refuse modules and batches without them.
+
+    Raises:
+        ValueError: If there is no encoder, or a batch has other modalities than the module.
+    """
+    parts = parts_of(setup.module, given, "encoders")
+    if not parts:
+        raise ValueError(
+            f"{owner} needs to know the encoder of each modality, and {type(setup.template).__name__} has no ModuleDict "
+            "called 'encoders'. Use MultimodalNet, or set encoders={modality: [names of its entries]}."
+        )
+    batch = setup.first_batch()
+    inputs = None if batch is None else inputs_of(batch)
+    if batch is not None and inputs is None and len(parts) > 1:
+        raise ValueError(
+            f"{owner} has the encoders of {', '.join(parts)}, but a batch is no dict of inputs by modality. Let the loader "
+            "give ({modality: inputs}, labels), as MultimodalDataModule does."
+        )
+    unknown = [name for name in inputs or {} if name not in parts]
+    if unknown:
+        raise ValueError(
+            f"{owner} has the encoders of {', '.join(parts)}, and a batch has {', '.join(inputs or {})}. Name an encoder "
+            "for each modality of the data."
+        )
+    return parts
+
+
+def inputs_of(batch: Any) -> dict[str, Tensor] | None:
+    """Return the inputs of a batch by modality, `None` if it is no dict of them.
+
+    Args:
+        batch: `({modality: inputs}, ...)`, or a dict with labels among the inputs.
+
+    Example:
+        >>> list(inputs_of(({"audio": torch.zeros(2, 1)}, torch.zeros(2))))
+        ['audio']
+    """
+    x = holder_of(batch)
+    return None if x is None else {name: values for name, values in x.items() if name not in LABEL_KEYS}
+
+
+def holder_of(batch: Any) -> Any:
+    """Return the dict in a batch that holds the inputs; `None` if there is none."""
+    x = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    return x if isinstance(x, Mapping) else None
+
+
+def samples_with(batch: Any, modalities: list[str]) -> Tensor:
+    """Return how many samples of a batch have each modality, int64 `(modalities,)`.
+
+    A sample lacks a modality whose values are all NaN, or that is not in the dict. A batch that is no dict has the only
+    modality there is.
+
+    Args:
+        batch: The batch.
+        modalities: Their names.
+
+    Example:
+        >>> x = {"audio": torch.tensor([[1.0], [torch.nan]])}
+        >>> samples_with((x, torch.zeros(2)), ["audio", "image"])
+        tensor([1, 0])
+    """
+    inputs = inputs_of(batch)
+    if inputs is None:
+        return torch.ones(len(modalities), dtype=torch.int64)
+    counts = [rows_with(inputs[name]).sum() if name in inputs else None for name in modalities]
+    like = next((count for count in counts if count is not None), torch.tensor(0))
+    return torch.stack([torch.zeros_like(like) if count is None else count for count in counts])
+
+
+def rows_with(values: Tensor) -> Tensor:
+    """Return which samples have a modality, bool `(batch,)`: those whose values are not all NaN."""
+    return ~values.flatten(1).isnan().all(1) if values.is_floating_point() else values.new_ones(len(values)).bool()
+
+
+def without(batch: Any, modality: str) -> Any:
+    """Return a batch in which no sample has a modality.
+
+    Args:
+        batch: The batch, which does not change.
+        modality: The modality.
+    """
+    x = dict(holder_of(batch))
+    x[modality] = torch.full_like(x[modality], float("nan"))
+    return [x, *batch[1:]] if isinstance(batch, tuple | list) else x
+
+
+def refuse_blind_training(setup: Setup, encoders: Mapping[str, list[str]], owner: str) -> None:
+    """Refuse modules that train an encoder on samples without its modality.
+
+    The training step runs on a batch from which one modality after the other is taken away (or which lacks it anyway). Then
+    the loss must be a number, and the encoder have no gradient and no moved buffer.
+
+    Raises:
+        ValueError: With the modality and what moved.
+    """
+    batch = setup.first_batch()
+    inputs = None if batch is None else inputs_of(batch)
+    there = [name for name in inputs or {} if bool(rows_with((inputs or {})[name]).any())]
+    lacking = [] if inputs is None else [name for name in encoders if name not in there]
+    cases = {name: without(batch, name) for name in there if len(there) > 1} | dict.fromkeys(lacking, batch)
+    for modality, seen in cases.items():
+        module = copy.deepcopy(setup.module).train()
+        name, before = type(setup.template).__name__, {k: v.clone() for k, v in module_state(module).items()}
+        fault = _fault(module, seen, encoders[modality], before)
+        if fault is not None:
+            raise ValueError(
+                f"{owner}: on samples without {modality!r} {name} {fault}. A client that lacks a modality must not train its "
+                "encoder: let the network leave out inputs that are NaN, as MultimodalNet does."
+            )
+
+
+def _fault(module: LightningModule, batch: Any, names: list[str], before: Mapping[str, Tensor]) -> str | None:
+    with isolated("blind training"), muted(module), torch.enable_grad():
+        try:
+            loss = training_loss(module, batch)
+        except NoLossError:
+            return None
+        if not bool(torch.isfinite(loss)):
+            return f"has the loss {float(loss.detach())}"
+        loss.backward()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in names and parameter.grad is not None:
+            return f"gives '{name}' a gradient"
+    moved = next((name for name in names if not torch.equal(module_state(module)[name], before[name])), None)
+    return None if moved is None else f"moves '{moved}'"

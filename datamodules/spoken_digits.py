@@ -1,0 +1,228 @@
+"""Images of digits paired with spoken digits: two modalities that somebody really recorded."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedlightning.datamodules.arrays import ArrayFederatedDataModule
+from fedlightning.datamodules.digits import DigitsDataModule
+from fedlightning.datamodules.modalities import ModalityDataset, pair_by_class
+from fedlightning.datamodules.multimodal import MultimodalDataModule
+from fedlightning.datamodules.partition import Partitioner
+from fedlightning.seeding import generator
+
+NAME = re.compile(r"(\d)_([a-z]+)_(\d+)\.wav")
+RATE, WINDOW, HOP, BANDS, FRAMES = 8000, 256, 128, 32, 48
+"""8 kHz; windows of 32 ms every 16 ms; mel bands; frames of a sample (0.77 s: 95 % of the recordings are shorter)."""
+TEST_TAKES = 5
+"""Takes 0 to 4 of each speaker and digit are the test set, as the publishers say."""
+
+
+class SpokenDigitsDataModule(MultimodalDataModule):
+    """Modalities `image` and `audio`: images of digits, each with a recording of somebody who says it.
+
+    The recordings are the Free Spoken Digit Dataset (Jackson et al.; CC BY-SA 4.0): 3000 takes of ten digits by six
+    speakers. `audio` is a log-mel spectrogram `(batch, 1, 32, 48)`, with mean 0 and deviation 1 in each recording; `image`
+    is what `images` gives. Image and recording of a sample have the same digit. Each is used once, and none is in both
+    training and test samples.
+
+    Args:
+        root: Folder with `recordings/0_george_0.wav` and so on, or with one `.tar`, `.tar.gz` or `.tar.xz` of them.
+        images: The images, such as `MNISTDataModule(root=...)`. Its partitioner is not used. `None` is
+            `DigitsDataModule()`, which needs no files.
+        partitioner: Divides the samples among clients. `None` is `DirichletPartitioner(num_clients=10, alpha=0.5)`.
+            `NaturalPartitioner()` makes a client of each speaker.
+        batch_size: Number of samples in a batch.
+        val_fraction: Share of every client's training samples for validation, in [0, 1).
+        seed: Seed of the partition, the validation cut and the corruptions.
+        modalities: Names of the modalities to use. `None`: all.
+        sensors: Who has which modalities: see `MultimodalDataModule`.
+        missing: Chance that a client lacks a modality: see `MultimodalDataModule`.
+        missing_labels: Share of samples without a label, which are dropped.
+        wrong_labels: Share of wrong labels in training and validation samples.
+        split: `"recordings"`: takes 0 to 4 of each speaker and digit are for testing (the publishers' rule).
+            `"speakers"`: all takes of `test_speakers` are.
+        test_speakers: The speakers to test on, with `split="speakers"`. Default: the last by name.
+        num_workers: Worker processes of every loader.
+        pin_memory: Copy batches into page-locked memory (for a GPU).
+        drop_last: Leave out the last incomplete training batch.
+        max_train: Use only this many training samples, chosen by `seed`.
+        max_test: Use only this many test samples, chosen by `seed`.
+        val_seed: Seed of the validation cut alone. `None` is `seed`.
+
+    Raises:
+        FileNotFoundError: At `setup`, if there are no recordings in `root`.
+        ValueError: If `split` is unknown, or a test speaker is.
+
+    Example:
+        >>> from fedlightning.datamodules import MNISTDataModule, SpokenDigitsDataModule
+        >>> data = SpokenDigitsDataModule(root="data/fsdd", images=MNISTDataModule(root="data"))
+        >>> data.split
+        'recordings'
+    """
+
+    def __init__(
+        self,
+        root: str = "data/fsdd",
+        images: ArrayFederatedDataModule | None = None,
+        partitioner: Partitioner | None = None,
+        batch_size: int = 32,
+        val_fraction: float = 0.2,
+        seed: int = 0,
+        modalities: list[str] | None = None,
+        sensors: dict[str, int] | None = None,
+        missing: float = 0.0,
+        missing_labels: float = 0.0,
+        wrong_labels: float = 0.0,
+        split: Literal["recordings", "speakers"] = "recordings",
+        test_speakers: list[str] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        max_train: int | None = None,
+        max_test: int | None = None,
+        val_seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            partitioner, batch_size, val_fraction, seed, modalities, sensors, missing, missing_labels, wrong_labels,
+            num_workers, pin_memory, drop_last, max_train, max_test, val_seed,
+        )  # fmt: skip
+        if split not in ("recordings", "speakers"):
+            raise ValueError(f"SpokenDigitsDataModule got split={split!r}; use 'recordings' or 'speakers'.")
+        if test_speakers is not None and split != "speakers":
+            raise ValueError("SpokenDigitsDataModule got test_speakers, which split='speakers' uses; set both.")
+        if images is not None and not isinstance(images, ArrayFederatedDataModule):
+            raise ValueError(f"SpokenDigitsDataModule pairs images in memory; {type(images).__name__} has none.")
+        self.root, self.images = Path(root), DigitsDataModule() if images is None else images
+        self.split, self.test_speakers = split, test_speakers
+        self._speakers: dict[str, np.ndarray] = {}
+
+    def prepare_data(self) -> None:
+        """Let the images be downloaded, if they are."""
+        self.images.prepare_data()
+
+    def load(self) -> tuple[ModalityDataset, ModalityDataset]:
+        sounds, digits, speakers, takes = read_recordings(self.root)
+        if self.split == "recordings":
+            testing = takes < TEST_TAKES
+        else:
+            known = sorted(set(speakers.tolist()))
+            held = known[-1:] if self.test_speakers is None else self.test_speakers
+            if not held or not set(held) < set(known):
+                raise ValueError(
+                    f"SpokenDigitsDataModule got test_speakers={held}; the speakers are {', '.join(known)}. Name some, not "
+                    "all of them."
+                )
+            testing = np.isin(speakers, held)
+        parts = []
+        for name, images, chosen in zip(("train", "test"), self.images.load(), (~testing, testing), strict=True):
+            heard = np.flatnonzero(chosen)
+            seen, said = pair_by_class([images.y.numpy(), digits[heard]], generator("spoken digits", name))
+            order = torch.randperm(len(seen), generator=generator("spoken digits", name, "order"))
+            rows, recordings = torch.from_numpy(seen)[order], heard[said][order.numpy()]
+            pixels, labels = images.rows(rows)
+            self._speakers[name] = speakers[recordings]
+            parts.append(ModalityDataset({"image": pixels.float(), "audio": sounds[recordings]}, labels))
+        return parts[0], parts[1]
+
+    def groups(self, split: str, dataset: ModalityDataset) -> np.ndarray:
+        """Return each sample's speaker.
+
+        Raises:
+            ValueError: If speakers are kept apart for testing, or samples are limited.
+        """
+        if getattr(self.partitioner, "groups", None) is not None:
+            return super().groups(split, dataset)
+        if self.split == "speakers" or len(self._speakers[split]) != len(dataset):
+            raise ValueError(
+                "SpokenDigitsDataModule makes a client of each speaker where all of them have training and test samples: "
+                "use split='recordings' without max_train and max_test, or another partitioner."
+            )
+        return self._speakers[split]
+
+
+def read_recordings(root: Path) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]:
+    """Return spectrograms `(recordings, 1, 32, 48)`, digits, speakers and takes, in the order of the file names.
+
+    Args:
+        root: Folder or archive, as for `SpokenDigitsDataModule`.
+
+    Raises:
+        FileNotFoundError: If there are none.
+        ValueError: If a file is not 8 kHz mono.
+    """
+    from scipy.io import wavfile
+
+    found = []
+    for name, file in sorted(_files(root), key=lambda pair: pair[0]):
+        rate, wave = wavfile.read(file)
+        if rate != RATE or wave.ndim != 1:
+            raise ValueError(f"{name} has {rate} Hz and {wave.ndim} channel axes; FSDD is {RATE} Hz mono.")
+        digit, speaker, take = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+        scale = np.iinfo(wave.dtype).max if wave.dtype.kind == "i" else 1.0
+        found.append((log_mel(torch.from_numpy(wave.astype(np.float32) / scale)), int(digit), speaker, int(take)))
+    if not found:
+        raise FileNotFoundError(
+            f"There are no recordings in {root}: no files such as recordings/0_george_0.wav, and no .tar of them. Get the "
+            "Free Spoken Digit Dataset and set root to its folder."
+        )
+    spectrograms, digits, speakers, takes = zip(*found, strict=True)
+    return torch.stack(spectrograms), np.array(digits), np.array(speakers), np.array(takes)
+
+
+def _files(root: Path) -> Iterator[tuple[str, io.BytesIO]]:
+    """Yield name and bytes of every recording: of files in folders first, else of archives."""
+    waves = [
+        path for folder in (root, root / "recordings") for path in folder.glob("*.wav") if NAME.fullmatch(path.name)
+    ]
+    for path in waves:
+        yield path.name, io.BytesIO(path.read_bytes())
+    if waves:
+        return
+    for archive in sorted(path for path in root.glob("*.tar*") if path.is_file()):
+        with tarfile.open(archive) as opened:  # members are read, never extracted
+            for member in opened:
+                name = Path(member.name).name
+                if member.isfile() and NAME.fullmatch(name):
+                    yield name, io.BytesIO(opened.extractfile(member).read())  # type: ignore[union-attr]
+
+
+def log_mel(wave: Tensor) -> Tensor:
+    """Return a log-mel spectrogram with mean 0 and deviation 1, `(1, 32, 48)`; short recordings end in silence.
+
+    Args:
+        wave: Samples at 8 kHz, `(samples,)`.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.datamodules.spoken_digits import log_mel
+        >>> log_mel(torch.randn(4000)).shape
+        torch.Size([1, 32, 48])
+    """
+    length = WINDOW + HOP * (FRAMES - 1)
+    wave = torch.nn.functional.pad(wave, (0, max(0, length - len(wave))))[:length]
+    window = torch.hann_window(WINDOW)
+    power = torch.stft(wave, WINDOW, HOP, window=window, center=False, return_complex=True).abs().square()
+    found = (_mel_filters() @ power + 1e-6).log()
+    return ((found - found.mean()) / found.std().clamp_min(1e-5))[None]
+
+
+@cache
+def _mel_filters() -> Tensor:
+    """Return triangular filters `(bands, frequencies)` at equal distances in mel (O'Shaughnessy's formula)."""
+    top = 2595 * np.log10(1 + RATE / 2 / 700)
+    edges = 700 * (10 ** (np.linspace(0, top, BANDS + 2) / 2595) - 1)
+    bins = np.linspace(0, RATE / 2, WINDOW // 2 + 1)
+    rising = (bins[None] - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
+    falling = (edges[2:, None] - bins[None]) / (edges[2:] - edges[1:-1])[:, None]
+    return torch.from_numpy(np.maximum(0, np.minimum(rising, falling)).astype(np.float32))

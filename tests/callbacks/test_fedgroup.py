@@ -1,0 +1,164 @@
+"""FedGroup: sheet B 1.5."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedlightning.callbacks import FedAvg, FedGroup, FedLP, Local
+from fedlightning.callbacks.fedgroup import COLD_START, directions
+from fedlightning.tensors import module_state
+from tests.conformance.case import Case, Kept
+from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
+
+CASES = {
+    "FedGroup": Case(FedGroup(), neutral=FedGroup(1)),
+    "FedGroup mixed": Case(FedGroup(alpha=1, pretrain=2, mix=0.1, mix_mean=True), neutral=FedGroup(1)),
+}
+KEPT = {"FedGroup": Kept("FedGroup", server=("clusters", "directions"), models=("global", "cluster 1", "cluster 2"))}
+
+A = [[1.0, 2.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 0.5, 2.0], [1.5, 1.0, 1.0], [1.0, 1.0, 0.5]]
+B = [[5.0, 5.0, 4.0], [-5.0, -4.0, -5.0], [4.0, 5.0, 5.0], [-5.0, -5.0, -6.0], [3.0, 4.0, 4.0], [-4.0, -4.0, -3.0]]
+NAMES = {"0", "1", "2", "3", "4", "5"}
+EVEN = {"0", "2", "4"}
+
+
+def groups(trainer):
+    found = {}
+    for client, cluster in trainer.server.state["FedGroup"]["clusters"].items():
+        found.setdefault(cluster, set()).add(client)
+    return found
+
+
+def step(i, w, lr=0.1):
+    """One step of gradient descent of client i, in numpy."""
+    return w - lr * np.array(A[i]) * (w - np.array(B[i]))
+
+
+def test_planted_groups_are_found_and_start_as_the_plain_mean_of_their_members():
+    trainer = federate(Quadratic(), quadratic_data(A, B), [FedGroup()], max_rounds=1)
+    assert sorted(groups(trainer).values(), key=min) == [EVEN, NAMES - EVEN]
+    assert (global_state(trainer)["w"] == 0).all()  # the first model stays what newcomers train from
+    for cluster, members in groups(trainer).items():
+        mean = sum(step(int(i), np.zeros(3)) for i in members) / 3
+        np.testing.assert_allclose(trainer.server.models[cluster]["w"], mean, atol=1e-14)
+        np.testing.assert_allclose(trainer.server.state["FedGroup"]["directions"][cluster]["w"], mean, atol=1e-14)
+
+
+def test_each_group_then_is_fedavg_on_its_own():
+    trainer, spy = spied(Quadratic(), quadratic_data(A, B), [FedGroup(weighting="uniform")], max_rounds=4)
+    for cluster, members in groups(trainer).items():
+        w = sum(step(int(i), np.zeros(3)) for i in members) / 3
+        for _ in range(3):
+            w = sum(step(int(i), w) for i in members) / 3
+        np.testing.assert_allclose(trainer.server.models[cluster]["w"], w, atol=1e-13)
+        for client in members:
+            same(module_state(trainer.module(client)), trainer.server.models[cluster])
+    assert COLD_START not in trainer.server.models
+    assert {update.model for update in spy.of_round(0).values()} == {COLD_START}
+    assert len(spy.updates) == 4 * 6 and all(list(message.state) == ["w"] for message in spy.messages)
+
+
+@pytest.mark.parametrize("make", [lambda: Toy("adam", dropout=0.2), lambda: NormNet("momentum")])
+def test_one_group_is_fedavg(make):
+    module, data = make(), toy_data()
+    plain = federate(module, data, [FedAvg("uniform")], max_rounds=3)
+    ours = federate(module, data, [FedGroup(1, weighting="uniform")], max_rounds=3)
+    same(ours.server.models["cluster 1"], global_state(plain))
+    for client in ours.server.clients:
+        same(module_state(ours.module(client)), global_state(plain))
+    assert (ours.server.bytes_down, ours.server.bytes_up) == (plain.server.bytes_down, plain.server.bytes_up)
+
+
+def edc(rows, count, unit):
+    """The cosines with the leading eigenvectors of the updates' second moments, by numpy."""
+    rows = np.asarray(rows)
+    scaled = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    used = scaled if unit else rows
+    _, vectors = np.linalg.eigh(used.T @ used)
+    return scaled @ vectors[:, ::-1][:, :count]
+
+
+@pytest.mark.parametrize("unit", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_points_are_cosines_with_the_leading_directions(seed, unit):
+    rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ours = directions(rows, 3, unit)
+    np.testing.assert_allclose(ours.abs(), np.abs(edc(rows, 3, unit)), atol=1e-10)
+    assert ours.abs().max() <= 1
+    scale = torch.tensor([0.1, 3.0, 1.0, 20.0, 0.5, 1.0, 2.0], dtype=torch.float64)[:, None]
+    scaled = directions(rows * scale, 3, unit)
+    assert torch.allclose(scaled.abs(), ours.abs(), atol=1e-10) == unit
+
+
+def test_points_of_few_or_motionless_clients():
+    assert directions(torch.tensor([[3.0, 4.0], [0.0, 0.0]]), 3).abs().tolist() == [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    assert directions(torch.zeros(2, 3), 2).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_newcomers_join_the_group_of_largest_cosine_and_train_with_it_at_once():
+    options = {"max_rounds": 6, "participation": 2, "local_epochs": 1}
+    _, spy = spied(Quadratic(), quadratic_data(A, B), [FedGroup(alpha=1)], **options)
+    first = spy.of_round(0)
+    assert len(first) == 2  # alpha m clients, from all
+    known, joined = set(first), 0
+    start = {c: {k: v["w"].numpy() for k, v in s["FedGroup"]["directions"].items()} for c, s in enumerate(spy.states)}
+    for number in range(1, 6):
+        state = spy.states[number]["FedGroup"]
+        visits = [(update.client, update.model) for update in spy.updates if update.round == number]
+        for client in {client for client, _ in visits} - known:
+            moved = step(int(client), np.zeros(3))
+            cosines = {k: moved @ path / np.linalg.norm(moved) / np.linalg.norm(path) for k, path in start[0].items()}
+            assert state["clusters"][client] == max(cosines, key=cosines.get)
+            assert [model for c, model in visits if c == client] == [COLD_START, state["clusters"][client]]
+            joined += 1
+        assert all(model == state["clusters"][c] for c, model in visits if c in known)
+        known |= {client for client, _ in visits}
+        np.testing.assert_equal(start[number], start[0])  # directions stay those of the cold start
+    assert joined >= 2 and set(state["clusters"]) == known
+
+
+def test_the_cold_start_has_work_of_its_own():
+    _, spy = spied(Quadratic(), quadratic_data(A, B), [FedGroup(pretrain=3)], max_rounds=2)
+    assert {u.steps for u in spy.of_round(0).values()} == {3} and {u.steps for u in spy.of_round(1).values()} == {1}
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_groups_mix_after_a_round(mean):
+    rounds = [federate(Quadratic(), quadratic_data(A, B), [FedGroup()], max_rounds=2)]
+    rounds += [federate(Quadratic(), quadratic_data(A, B), [FedGroup(mix=0.3, mix_mean=mean)], max_rounds=2)]
+    w, ours = ({k: t.server.models[k]["w"].numpy() for k in ("cluster 1", "cluster 2")} for t in rounds)
+    for own, other in (("cluster 1", "cluster 2"), ("cluster 2", "cluster 1")):
+        a = 0.3 / np.linalg.norm(w[other])
+        expected = (w[own] + a * w[other]) / (1 + a if mean else 1)
+        np.testing.assert_allclose(ours[own], expected, atol=1e-14)
+
+
+def test_layers_that_were_not_sent_have_not_moved():
+    trainer = federate(Toy(), toy_data(), [FedLP(0.5), FedGroup()], max_rounds=2)
+    paths = trainer.server.state["FedGroup"]["directions"]
+    assert all(list(path) == list(trainer.server.trainable) for path in paths.values())
+    with pytest.raises(ValueError, match="no parameter that trains travels"):
+        federate(Toy(), toy_data(), [Local(), FedGroup()])
+
+
+def test_a_client_that_fails_in_the_cold_start_is_a_newcomer_later():
+    data = quadratic_data(A, [[float("nan")] * 3, *B[1:]])
+    with pytest.warns(UserWarning, match="client '0'"):
+        trainer = federate(Quadratic(), data, [FedGroup()], max_rounds=2)
+    assert sorted(groups(trainer).values(), key=min) == [NAMES - EVEN, EVEN - {"0"}]
+    close(module_state(trainer.module("0")), {"w": torch.zeros(3, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize(("alpha", "participation"), [(1, 1.0), (20, 2)])
+def test_moments_do_not_go_on_from_pre_training(alpha, participation):
+    options = {"optimizer_state": "keep", "participation": participation}
+    with pytest.raises(ValueError, match="lets a newcomer train twice in a round"):
+        federate(Toy("adam"), toy_data(), [FedGroup(alpha=alpha)], **options)
+
+
+@pytest.mark.parametrize("options", [{"num_clusters": 0}, {"alpha": 0}, {"pretrain": 0}, {"mix": -0.1}])
+def test_senseless_settings_are_refused(options):
+    with pytest.raises(ValueError, match=f"FedGroup got {next(iter(options))}="):
+        FedGroup(**options)
