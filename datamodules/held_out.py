@@ -27,9 +27,9 @@ def draw_held_out(clients: Iterable[str], how_many: int | float, seed: int) -> l
 
     Example:
         >>> draw_held_out(["a", "b", "c", "d", "e"], 0.4, seed=0)
-        ['d', 'e']
+        ['b', 'e']
         >>> draw_held_out(["a", "b", "c", "d", "e"], 1, seed=0)
-        ['e']
+        ['b']
     """
     ordered = in_order(clients)
     share = isinstance(how_many, float)
