@@ -72,6 +72,8 @@ class FedGroup(Clusters):
         [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]
     """
 
+    no_newcomers = "finds a client's group by the update of its training, and has none for one that never trained"
+
     def __init__(
         self,
         num_clusters: int = 2,
@@ -99,12 +101,19 @@ class FedGroup(Clusters):
         return [f"cluster {k}" for k in range(1, self.num_clusters + 1)]
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that change one global model.
+        """Refuse callbacks that change one global model, and optimizers that go on from pre-training to the group.
 
         Raises:
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
+        share, count = setup.participation, len(setup.clients)
+        late = share < count if isinstance(share, int) else share < 1.0
+        if setup.optimizer_state == "keep" and (late or self.alpha * self.num_clusters < count):
+            raise ValueError(
+                "FedGroup lets a newcomer train twice in a round, from the first model and from its group's, and with "
+                "optimizer_state='keep' the moments and clocks of one would go on in the other. Use optimizer_state='reset'."
+            )
 
     # -- server --------------------------------------------------------------------------------------------------------
     def cluster_of(self, server: Server, client: str) -> str:

@@ -77,6 +77,8 @@ class GPFL(FederatedCallback):
         ['net.fc1.weight', 'net.fc1.bias', 'net.fc2.conditions.embeddings.weight']
     """
 
+    rank = 1  # the contexts are those of the embeddings that a client trains from, after others have merged them
+
     def __init__(
         self,
         lam: float = 0.01,
@@ -167,7 +169,7 @@ class GPFL(FederatedCallback):
         Raises:
             ValueError: If the data have no class labels, or more classes than there are embeddings.
         """
-        path, conditions = conditioned_head(client.module)
+        path, _ = conditioned_head(client.module)
         prefix, state = f"{path}.{CONDITIONS}", message.state
         embeddings = state.get(f"{prefix}.embeddings.weight")
         if embeddings is None:

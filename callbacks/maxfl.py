@@ -82,7 +82,7 @@ class MaxFL(FederatedCallback):
             raise ValueError(f"MaxFL got alone={alone}. A requirement comes from a model that has trained: 1 or more.")
         self.server_lr, self.eps, self.alone = server_lr, eps, alone
 
-    def weighting(self, server: Server, update: Update) -> float:  # type: ignore[override]
+    def weighting(self, server: Server, update: Update) -> float:
         """Return `q_i`, which the client has sent."""
         return float(update.extras[self.key]["weight"])
 
@@ -96,6 +96,13 @@ class MaxFL(FederatedCallback):
             raise ValueError(
                 f"MaxFL compares losses that training_step returns, but {type(setup.template).__name__} optimizes manually. "
                 "Use automatic optimization."
+            )
+        share = setup.participation
+        late = share < len(setup.clients) if isinstance(share, int) else share < 1.0
+        if setup.optimizer_state == "keep" and (late or self.alone is not None):
+            raise ValueError(
+                "MaxFL lets a client train alone before it trains the global model, and with optimizer_state='keep' the "
+                "moments and clocks of one would go on in the other. Use optimizer_state='reset'."
             )
         for other in setup.callbacks:
             if other is not self and (other.merges or other.claims("reduce") or other.claims("on_reduced")):

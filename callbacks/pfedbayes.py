@@ -53,11 +53,16 @@ class pFedBayes(KeepsModel):
     deviation of 0.001 where theory has 1; `noise` is that. `w_i` sees data through `q_i` only, so methods that correct the
     steps of the model that travels are refused.
 
+    The prior has to leave its random start before it helps, so the method needs many rounds. On digits over ten clients
+    (ten rounds, three seeds) the defaults, tuned there, have an accuracy of 0.817 (Local 0.813, FedAvg 0.893); `zeta=1,
+    personal_steps=5, global_lr=0.01` has 0.621 (one seed), since the prior then holds every client at the start.
+
     Args:
-        zeta: Weight of the prior. Default 1 (theory; authors: 10, on their scale). 0: `q_i` trains alone.
-        personal_steps: Steps of `q_i` for each of `w_i` (authors: 5).
-        global_lr: Learning rate of Adam for `w_i` (authors: 0.001, over many rounds). The larger, the more `w_i` follows
-            `q_i` within a visit, and the less it pulls.
+        zeta: Weight of the prior (theory: 1; authors: 10, on their scale). 0: `q_i` trains alone. The prior pulls by
+            `zeta / (n_i sigma^2)`, which is 420 / n_i for `zeta = 1` at the start.
+        personal_steps: Steps of `q_i` for each of `w_i` (authors: 5, over some 800 rounds).
+        global_lr: Learning rate of Adam for `w_i` (authors: 0.001, likewise). The larger, the more `w_i` follows `q_i`
+            within a visit, and the less it pulls.
         server_lr: `b` (authors: 1). 0 leaves `w` as it is.
         rho: First `rho` of every weight (authors: -3, `sigma` 0.049).
         noise: Standard deviation of `epsilon`: 1 (theory) or 0.001 (authors' code). 0: `q_i` trains at its means.
@@ -108,7 +113,7 @@ class pFedBayes(KeepsModel):
         return super().claims(role) and not (role == "server_step" and self.server_lr == 1.0)
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization, weight decay, and corrections of `w_i`; warn of a prior that overshoots.
+        """Refuse manual optimization, weight decay, corrections of `w_i` and other parts; warn of a prior that overshoots.
 
         Raises:
             ValueError: With a sentence.
@@ -121,6 +126,11 @@ class pFedBayes(KeepsModel):
                 raise ValueError(
                     f"{other.key} corrects the training of the model that travels; that of pFedBayes sees no data of its "
                     f"own. Remove {other.key} or pFedBayes."
+                )
+            if other is not self and other.claims("wrap_module"):
+                raise ValueError(
+                    f"pFedBayes adds a spread to every parameter of the module, and {other.key} adds or replaces parameters. "
+                    f"Remove {other.key} or pFedBayes."
                 )
         smallest = min((count for count in setup.num_samples.values() if count), default=1)
         for optimizer in setup.optimizers:
@@ -170,7 +180,7 @@ class pFedBayes(KeepsModel):
         for rho, mu in pairs(pl_module):
             own = (named[mu], named[rho])
             common = tuple(visit.start[name].to(named[name], copy=True) for name in (mu, rho))
-            visit.weights.append(_Weight((mu, rho), own, common))  # type: ignore[arg-type]
+            visit.weights.append(_Weight((mu, rho), own, common))
         visit.optimizer = torch.optim.Adam([part for weight in visit.weights for part in weight.common], self.global_lr)
         visit.handles = [optimizer.register_step_post_hook(visit.count) for optimizer in trainer.optimizers]
 

@@ -65,12 +65,10 @@ class PIFL(PIFLRound):
     Deployed: `P = sum_k v_k M_k / sum_j v_j` (Eq. 2, normalised). The ledger is in `ledger.csv`, and drawn in
     `figures/ledger.png`; who trained which cluster, in `figures/clusters.png`.
 
-    One cluster with slots for all is FedAvg. A client without training samples
-    neither bids nor is assigned.
+    One cluster with slots for all is FedAvg. A client without training samples neither bids nor is assigned.
 
-    Not given by the paper, hence ours: slots, price, tokens, `eta`, `gamma`, `Th`. Equations 7 and 8 are read so that
-    tokens are conserved. The paper's Shapley approximation is in an appendix that is not public; here all coalitions are
-    tried, or sampled as GTG-Shapley does where there are too many.
+    Ours, since the paper does not give them: slots, price, tokens, `eta`, `gamma`, `Th`; Eq. 7 and 8 read so that tokens are
+    conserved; the values by all coalitions, or sampled as in GTG-Shapley where there are too many.
 
     Args:
         num_clusters: K. Default 2 (paper).
@@ -159,9 +157,8 @@ class PIFL(PIFLRound):
             if not fits:
                 raise ValueError(f"{self.key} got {name}={given[name]!r}, which is outside its range; see its Args.")
             setattr(self, name, given[name])
-        self.normalize, self.ledger, self.incentive = normalize, ledger, incentive
-        self.monitor, self.charge_first_round, self.head = monitor, charge_first_round, head
-        self.weighting = weighting
+        self.normalize, self.ledger, self.incentive, self.monitor = normalize, ledger, incentive, monitor
+        self.charge_first_round, self.head, self.weighting = charge_first_round, head, weighting
 
     # The types of what the loop above sets.
     importance: str

@@ -20,16 +20,16 @@ def draw_held_out(clients: Iterable[str], how_many: int | float, seed: int) -> l
     Args:
         clients: All clients.
         how_many: A number of them, or (a float) a share, rounded to at least one.
-        seed: Seed of the run. The draw has an address of its own under it.
+        seed: Seed of the data. The draw has an address of its own under it.
 
     Returns:
         Their ids, in order; as many as were asked for, be it all.
 
     Example:
         >>> draw_held_out(["a", "b", "c", "d", "e"], 0.4, seed=0)
-        ['d', 'e']
+        ['b', 'e']
         >>> draw_held_out(["a", "b", "c", "d", "e"], 1, seed=0)
-        ['e']
+        ['b']
     """
     ordered = in_order(clients)
     share = isinstance(how_many, float)

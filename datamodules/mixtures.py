@@ -124,7 +124,8 @@ class MixtureDataModule(IndexedFederatedDataModule):
                 small = low / (low + high)
             except (ValueError, ZeroDivisionError):
                 raise ValueError(
-                    f"MixtureDataModule got mixture={self.mixture!r}; use '10:90', '30:70', 'linear', 'random', 'disjoint' or a table."
+                    f"MixtureDataModule got mixture={self.mixture!r}; use '10:90', '30:70', 'linear', 'random', "
+                    "'disjoint' or a table."
                 ) from None
             if not 0 <= small <= 1:
                 raise ValueError(f"MixtureDataModule got mixture={self.mixture!r}; both parts must be 0 or more.")

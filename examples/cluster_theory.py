@@ -1,6 +1,7 @@
 """When does a client gain from a cluster? The theory of the PI-FL paper, corrected, beside a simulation.
 
-    python examples/cluster_theory.py [--clients 8] [--others 8] [--samples 5] [--sigma 1.0] [--tau 0.7] [--apart 1.0] [--out runs/theory]
+    python examples/cluster_theory.py [--clients 8] [--others 8] [--samples 5] [--sigma 1.0] [--tau 0.7] [--apart 1.0]
+        [--out runs/theory]
 
 The model of the paper (Khan et al., "PI-FL", 2023, Eq. 9 to 13): client j of a cluster estimates its own mean
 `mu_j ~ N(beta, tau^2)` from `n_j` numbers of standard deviation `sigma`. Alone its squared error is `sigma^2 / n_i`. In a

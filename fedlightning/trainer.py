@@ -55,9 +55,9 @@ class FederatedTrainer(Fitted):
         local_steps: Optimizer steps a participant trains per round.
         participation: Share (float in (0, 1]) or number (int) of clients that take part in a round, drawn uniformly.
         held_out: Clients that take no part in training and are scored as unseen clients, whenever the others are: a share
-            (float in [0, 1)), a number (int), or a list of their ids. Shares and numbers are drawn with the seed. Their
-            scores are rows of their own (model `"unseen"`), in no mean of the others. Default: none.
-        seed: Addresses all randomness of the run: initial wrapping, batches, dropout, participation, held-out clients.
+            (float in [0, 1)), a number (int), or a list of their ids. Shares and numbers are drawn with the data module's
+            seed. Their scores are rows of their own (model `"unseen"`), in no mean of the others. Default: none.
+        seed: Addresses all randomness of the run: initial wrapping, batches, dropout, participation.
         optimizer_state: "reset": every visit makes its optimizers and schedulers anew, and the module's clocks count
             within the visit; "keep": they go on with the horizon `max_rounds * local_epochs`. Default: "reset", unless an
             algorithm asks for the other.
@@ -415,7 +415,7 @@ class FederatedTrainer(Fitted):
             data.prepare_data()
             data.setup("fit" if go_on else "test")
         arguments.check_clients(data)
-        held_out = arguments.held_out_clients(a["held_out"], data, a["seed"])
+        held_out = arguments.held_out_clients(a["held_out"], data)
         data = without(data, held_out)
         arguments.check_folder(Path.cwd() if run is None else run.path)
         settings = LocalSettings(

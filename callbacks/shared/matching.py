@@ -123,14 +123,14 @@ def check_matching(setup: Setup, cuts: Sequence[Cut], owner: str) -> None:
             parameter.copy_(torch.randn_like(parameter) * scale)
         shuffled = module_state(module)
         for layer in dict.fromkeys(cut.leaving for cut in cuts if cut.leaving is not None):
-            width = module.get_submodule(layer).weight.shape[0]
-            shuffled = permuted(shuffled, cuts, layer, torch.randperm(int(width)))
+            width = shuffled[f"{layer}.weight"].shape[0]
+            shuffled = permuted(shuffled, cuts, layer, torch.randperm(width))
         for entries in (None, shuffled):
             if entries is not None:
                 load_state(module, entries)
             with isolated("matching batch"):
                 losses.append(training_loss(module, batch))
-    if not torch.allclose(*losses, rtol=1e-3, atol=1e-4):
+    if not torch.allclose(losses[0], losses[1], rtol=1e-3, atol=1e-4):
         raise ValueError(
             f"{owner} puts hidden units of {type(setup.template).__name__} into another order, and then it computes "
             "something else: its layers do not follow one another as they are registered. Use FeSEM."

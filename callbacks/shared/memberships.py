@@ -154,7 +154,7 @@ def memberships_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts names by the numbers in them: `"centre 2"` before `"centre 10"`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, float]) -> Any:

@@ -181,13 +181,13 @@ def check_clients(data: FederatedDataModule) -> None:
     _check_ids(type(data).__name__, data.client_ids)
 
 
-def held_out_clients(given: Any, data: FederatedDataModule, seed: int) -> list[str]:
+def held_out_clients(given: Any, data: FederatedDataModule) -> list[str]:
     """Return the clients that are kept out of training.
 
     Args:
         given: The argument `held_out`, checked by :func:`fedlightning.arguments.values.check_held_out`.
-        data: The data, set up.
-        seed: Seed of the run.
+        data: The data, set up. A share or a number is drawn with their `seed`, if they have one: who is held out is a
+            property of the data, as who holds which samples is, so that it is the same for every seed of a training.
 
     Raises:
         ConfigurationError: For an id that is no client, or where nobody would train.
@@ -202,7 +202,8 @@ def held_out_clients(given: Any, data: FederatedDataModule, seed: int) -> list[s
                 f"{', '.join(clients[:20])}{', ...' if len(clients) > 20 else ''}."
             )
     else:
-        chosen = [] if given is None else draw_held_out(clients, given, seed)
+        seed = getattr(data, "seed", 0)
+        chosen = [] if given is None else draw_held_out(clients, given, seed if isinstance(seed, int) else 0)
     if chosen and len(chosen) == len(clients):
         raise ConfigurationError(
             f"held_out={given!r} keeps all {len(clients)} clients out of training. Leave at least one to train."

@@ -226,7 +226,7 @@ class Federation:
         server.callbacks.event("check", setup)
         self.engine.check()
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
-        self.unseen.check(splits)
+        self.unseen.check()
         if self.sanity_check:
             check_steps(self.engine.runner, splits)
 

@@ -51,23 +51,20 @@ class Unseen:
         self.server, self.engine = server, engine
         self._told = False
 
-    def check(self, splits: Sequence[str]) -> None:
+    def check(self) -> None:
         """Say before round 1 if the method has no model for them; refuse clients that could never be scored.
 
-        Args:
-            splits: Splits that the run will score on.
-
         Raises:
-            ConfigurationError: If none of the clients has data in these splits.
+            ConfigurationError: If none of the clients has validation or test data.
         """
         held_out, data = self.server.held_out, self.engine.runner.data
         if not held_out:
             return
-        if not any(data.num_samples(client, split) for client in held_out for split in splits):
+        if not any(data.num_samples(client, split) for client in held_out for split in ("val", "test")):
             raise ConfigurationError(
                 f"held_out keeps {', '.join(held_out[:5])}{', ...' if len(held_out) > 5 else ''} out of training to score "
-                "them, and none of them has validation or test data that this run scores on. Give them some "
-                "(val_fraction, test_fraction), evaluate (evaluate_every, test_data), or leave held_out out."
+                "them, and none of them has validation or test data. Give them some (val_fraction, test_fraction), or leave "
+                "held_out out."
             )
         if self.refusal is not None:
             warn(f"{self.refusal} The held-out clients stay out of training and have no scores.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fedlightning.study.columns import UNSEEN
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.measures import SeedScore, mean_of
-from fedlightning.study.scores import per_client, statistic
+from fedlightning.study.scores import statistic
 
 
 def unseen(study: StudyData) -> Table:
@@ -57,12 +58,18 @@ def _line(study: StudyData, method: str) -> dict[str, Any] | None:
         "worst": statistic(own.values(), "worst"),
         "std": statistic(own.values(), "std"),
         "trained": mean_of([score.mean for score in trained.values()]) if trained else None,
-        "per_client": per_client(list(own.values())),
+        "per_client": _per_client(list(own.values())),
         "clients": [", ".join(one.get("clients", {})) for one in held_out],
         "n_seeds": sum(score.mean is not None for score in own.values()),
         "seeds": len(study.seeds),
         "refused": next((one["refused"] for one in held_out if one.get("refused")), None),
     }
+
+
+def _per_client(scores: Sequence[SeedScore]) -> dict[str, float | None]:
+    """Return each client's mean over the seeds that held it out; `None` where one of them has no value."""
+    clients = dict.fromkeys(client for score in scores for client in score.per_client)
+    return {c: mean_of([score.per_client[c] for score in scores if c in score.per_client]) for c in clients}
 
 
 def _scores(study: StudyData, method: str, checkpoint: str, stage: str) -> dict[int, SeedScore]:

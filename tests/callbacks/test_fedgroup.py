@@ -151,6 +151,13 @@ def test_a_client_that_fails_in_the_cold_start_is_a_newcomer_later():
     close(module_state(trainer.module("0")), {"w": torch.zeros(3, dtype=torch.float64)})
 
 
+@pytest.mark.parametrize(("alpha", "participation"), [(1, 1.0), (20, 2)])
+def test_moments_do_not_go_on_from_pre_training(alpha, participation):
+    options = {"optimizer_state": "keep", "participation": participation}
+    with pytest.raises(ValueError, match="lets a newcomer train twice in a round"):
+        federate(Toy("adam"), toy_data(), [FedGroup(alpha=alpha)], **options)
+
+
 @pytest.mark.parametrize("options", [{"num_clusters": 0}, {"alpha": 0}, {"pretrain": 0}, {"mix": -0.1}])
 def test_senseless_settings_are_refused(options):
     with pytest.raises(ValueError, match=f"FedGroup got {next(iter(options))}="):

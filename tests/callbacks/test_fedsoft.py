@@ -282,13 +282,13 @@ def test_a_federation_by_hand(options):
         assert {c: shares.tolist() for c, shares in found.items()} == {c: pytest.approx(one) for c, one in u.items()}
         trained = {}
         for client in (message.client for message in messages if message.work != 0):
-            pull = lambda place, w, c=client: (
-                algorithm.lam
-                * sum(
-                    share * (w - list(centre.values())[place])
-                    for share, centre in zip(u[c], centres.values(), strict=True)
+            now = list(centres.values())
+
+            def pull(place, w, shares=u[client], held=now):
+                return algorithm.lam * sum(
+                    share * (w - list(centre.values())[place]) for share, centre in zip(shares, held, strict=True)
                 )
-            )
+
             if client != "4":
                 state = own.get(client, module_state(start))
                 trained[client] = own[client] = Plain(state).trained(*data.tensors[client]["train"], pull)

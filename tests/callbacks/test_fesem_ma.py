@@ -83,6 +83,15 @@ def test_the_assignment_is_the_best_of_all(seed):
     assert torch.equal(found["fc2.weight"], w[2][:, expected]) and torch.equal(found["fc2.bias"], w[3])
 
 
+def test_a_network_that_matching_brings_no_nearer_stays():
+    net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 1, bias=False))
+    state = {"0.weight": torch.tensor([[0.0], [0.1]]), "1.weight": torch.tensor([[9.0, 0.0]])}
+    near = {"0.weight": torch.tensor([[0.1], [0.0]]), "1.weight": torch.tensor([[9.0, 0.0]])}
+    same(matched(state, near, hidden_units(net, "")), state)  # the other order is nearer in the first layer alone
+    far = {**near, "1.weight": torch.tensor([[0.0, 9.0]])}
+    same(matched(state, far, hidden_units(net, "")), far)
+
+
 class Shuffle(FederatedCallback):
     """Clients whose answers have their hidden units in another order."""
 

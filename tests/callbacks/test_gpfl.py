@@ -142,7 +142,7 @@ def test_wrong_use():
         GPFL(distance="mean")
     with pytest.raises(ValueError, match="two classes at least"):
         GPFL(num_classes=1)
-    with pytest.raises(ValueError, match="valve=.shut.. Use .open. or"):
+    with pytest.raises(ValueError, match=r"valve=.shut.\. Use .open. or"):
         GPFL(valve="shut")
     with pytest.raises(ValueError, match=r"begins with a Conv1d"):
         federate(NoHead(), toy_data(SIZES), [GPFL()])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.callbacks import FLIU, FedAdam, FedAvg, FedBN, FedPer, FedProx, HeteroFL, MaxFL
+from fedlightning import FederatedCallback
+from fedlightning.callbacks import FedAdam, FedAvg, FedBN, FedPer, FedProx, MaxFL
 from fedlightning.callbacks.maxfl import ALONE, appeal_weight
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, spied, toy_data
@@ -119,12 +120,36 @@ def test_a_round_of_hopeless_clients_says_that_it_stands_still():
         federate(Quadratic(), quadratic_data(A, far), [MaxFL()], max_rounds=1)
 
 
-@pytest.mark.parametrize("other", [FedPer(), FedBN(), FLIU(), HeteroFL(), FedAdam(), FedAvg()])
-def test_what_leaves_no_one_model_to_weigh_is_refused(other):
-    with pytest.raises(
-        ValueError, match=f"MaxFL .*(stays with the clients|{other.key})|{other.key} .*MaxFL|weightings"
-    ):
+class Merging(FederatedCallback):
+    merges = True
+
+
+class Reducing(FederatedCallback):
+    def reduce(self, server, updates):
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (FedPer(), "MaxFL asks whether one model for all satisfies each client, but here 'net.3.weight' stays"),
+        (FedBN(), "but here 'net.1.weight' stays with the clients"),
+        (Merging(), "and Merging makes training start elsewhere than from w"),
+        (Reducing(), "and Reducing combines the updates otherwise"),
+        (FedAdam(), "both claim 'server_step'"),
+        (FedAvg(), "ask for different weightings"),
+    ],
+)
+def test_what_leaves_no_one_model_to_weigh_is_refused(other, match):
+    with pytest.raises(ValueError, match=match):
         federate(NormNet(), toy_data(), [MaxFL(), other])
+
+
+@pytest.mark.parametrize("given", [{"alone": 2}, {"participation": 2}])
+def test_moments_do_not_go_on_from_the_visit_alone(given):
+    options = {"optimizer_state": "keep", "participation": given.get("participation", 1.0)}
+    with pytest.raises(ValueError, match="train alone before it trains the global model"):
+        federate(Toy("adam"), toy_data(), [MaxFL(alone=given.get("alone"))], **options)
 
 
 def test_the_sum_of_updates_keeps_other_terms():

@@ -9,7 +9,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedAvg, FedPer, FedProx, Local, pFedBayes
+from fedlightning.callbacks import GPFL, FedAvg, FedPer, FedProx, Local, pFedBayes
 from fedlightning.callbacks.pfedbayes import gaussian_kl, kl_gradients, pairs
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
@@ -40,8 +40,8 @@ def test_the_divergence_is_torchs_and_so_are_its_slopes():
     theirs = kl_divergence(Normal(mu, F.softplus(rho)), Normal(prior_mu, F.softplus(prior_rho)))
     torch.testing.assert_close(ours, theirs)
     assert bool((ours >= 0).all())
-    for ours, theirs in zip(kl_gradients(*values), torch.autograd.grad(theirs.sum(), values), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for slope, expected in zip(kl_gradients(*values), torch.autograd.grad(theirs.sum(), values), strict=True):
+        torch.testing.assert_close(slope, expected)
     assert float(gaussian_kl(mu, rho, mu, rho).detach().abs().max()) < 1e-12
     assert all(float(slope.abs().max()) < 1e-9 for slope in kl_gradients(mu, rho, mu, rho))
 
@@ -225,5 +225,7 @@ def test_wrong_use():
         federate(AdamWDecay(), data, [pFedBayes()])
     with pytest.raises(ValueError, match="FedProx corrects the training of the model that travels"):
         federate(Toy(), data, [FedProx(), pFedBayes()])
+    with pytest.raises(ValueError, match="pFedBayes adds a spread to every parameter of the module, and GPFL"):
+        federate(Toy(), data, [GPFL(), pFedBayes()])
     with pytest.warns(UserWarning, match="2 or more diverges. Use zeta below"):
         federate(Toy("sgd"), data, [pFedBayes(zeta=5.0)], max_rounds=1)

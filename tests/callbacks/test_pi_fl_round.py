@@ -15,12 +15,13 @@ from fedlightning.callbacks import PIFL
 from fedlightning.federation.failures import TooFewClientsError
 from fedlightning.tensors import module_state
 from tests.callbacks.common import Breaks, Plain, fixed_data, mean_state, start_of
-from tests.helpers import federate, spied, toy_data
+from tests.helpers import NormNet, close, federate, same, spied, toy_data
 
 CLOSE = 1e-6
 """Scores are numbers of single precision."""
 GENEROUS = {"num_clusters": 2, "importance": "matching", "threshold": 0.2, "tokens": 4.0}
-POOR = {"num_clusters": 3, "importance": "accuracy", "threshold": "mean", "tokens": 1.5, "price": 0.7, "eta": 1.0, "gamma": 1.0}  # fmt: skip
+POOR = {"num_clusters": 3, "importance": "accuracy", "threshold": "mean"}
+POOR |= {"tokens": 1.5, "price": 0.7, "eta": 1.0, "gamma": 1.0}
 
 
 class Replay:
@@ -138,6 +139,10 @@ def test_a_federation_by_hand(options):
         assert (row["refunded"], row["rewarded"]) == pytest.approx((refund, reward), abs=1e-9)
         assert row.get("contribution") == (None if worth is None else pytest.approx(worth, abs=1e-6))
     assert own["best"] == pytest.approx(replay.best, abs=1e-6)
+    for cluster, values in replay.worth.items():
+        assert own["taken_part"][cluster] == {client: len(some) for client, some in values.items()}
+        for client, some in values.items():
+            assert own["contribution"][cluster][client] == (pytest.approx(sum(some) / len(some), abs=1e-6), len(some))
     for cluster, state in replay.models.items():
         for name, value in state.items():
             torch.testing.assert_close(trainer.server.models[cluster][name], value, atol=1e-9, rtol=0)
@@ -162,3 +167,76 @@ def test_optimizers_that_go_on_from_one_cluster_to_the_next_are_refused():
         federate(start_of(Breaks), toy_data(), [PIFL(monitor="val_acc")], optimizer_state="keep")
     one = PIFL(num_clusters=1, monitor="val_acc")
     federate(start_of(Breaks), fixed_data([8, 8]), [one], optimizer_state="keep", max_rounds=1)
+
+
+def alone(**options):
+    """One cluster with slots for all."""
+    return PIFL(**{"monitor": "val_acc", "num_clusters": 1, "performance_slots": None} | options)
+
+
+def test_cosines_are_those_with_the_mean_step():
+    data, start = fixed_data([24, 16, 8]), start_of(Breaks)
+    trainer = federate(start, data, [alone(utility="gradient", ledger=False)], max_rounds=1)
+    before, sizes = module_state(start), {"0": 24, "1": 16, "2": 8}
+    after = {client: Plain(before).trained(*data.tensors[client]["train"]) for client in sizes}
+    after["mean"] = mean_state([(size, after[client]) for client, size in sizes.items()])
+    steps = {key: torch.cat([(state[n] - before[n]).flatten() for n in before]) for key, state in after.items()}
+    expected = {c: float(F.cosine_similarity(steps[c], steps["mean"], dim=0)) for c in sizes}
+    found = trainer.server.state["PIFL"]["contribution"]["cluster 1"]
+    assert {client: mean for client, (mean, _) in found.items()} == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_first_round_is_free_if_asked():
+    _, spy = spied(start_of(Breaks), fixed_data([8, 8]), [alone(charge_first_round=False)], max_rounds=2)
+    first, second = (state["PIFL"] for state in spy.states)
+    assert first["ledger"] == [] and set(first["balances"].values()) == {first["tokens"]}
+    assert {entry["round"] for entry in second["ledger"]} == {2}
+    assert set(second["taken_part"]["cluster 1"].values()) == {2}
+
+
+def test_only_clients_with_validation_data_judge():
+    data, start = fixed_data([8, 16, 8]), start_of(Breaks)
+    data.tensors["1"]["val"] = tuple(t[:0] for t in data.tensors["1"]["val"])
+    trainer = federate(start, data, [alone()], max_rounds=1)
+    scores = []
+    for state in (module_state(start), trainer.server.models["cluster 1"]):
+        judged = [(Plain(state)(x).argmax(-1) == y).float().mean() for x, y in (data.tensors[c]["val"] for c in "02")]
+        scores.append(float(sum(judged)) / 2)
+    assert trainer.server.state["PIFL"]["best"]["cluster 1"] == pytest.approx(max(scores), abs=1e-6)
+
+
+def test_groups_of_the_pre_training_hold_for_one_round():
+    """Without bids clients are dealt anew afterwards."""
+    algorithm = PIFL(monitor="val_acc", pretrain_rounds=1, incentive=False)
+    trainer, spy = spied(start_of(Breaks), fixed_data([8] * 6), [algorithm], max_rounds=6)
+    rounds = [
+        {(m.client, m.model) for m in spy.messages if (m.round, m.tag, m.work) == (r, "", None)} for r in range(6)
+    ]
+    assert rounds[1] == set(trainer.server.state["PIFL"]["groups"].items())
+    assert any(later != rounds[1] for later in rounds[2:])
+
+
+def test_weights_on_validation_data_and_the_model_of_stage_g():
+    data = fixed_data([16, 8, 16, 8])
+    trainer = federate(start_of(Breaks), data, [PIFL(monitor="val_acc", split="val")], max_rounds=2)
+    own, models = trainer.server.state["PIFL"], [trainer.server.models[f"cluster {k}"] for k in (1, 2)]
+    assert own["tokens"] == 2 * 2 * 1.0 * 2  # 2 K price rounds
+    weights = own["importance"] | {"0": torch.tensor([0.2, 0.7])}
+    trainer.server.state["PIFL"] = own | {"importance": weights}
+    for client in trainer.server.clients:
+        x, y = data.tensors[client]["val"]
+        v = [float((Plain(state)(x).argmax(-1) == y).float().mean()) for state in models]
+        close(module_state(trainer.module(client)), mean_state(list(zip(v, models, strict=True))), atol=1e-9, rtol=0)
+        best = models[int(weights[client].argmax())]
+        same(module_state(trainer.server.global_module(client)), best)
+
+
+def test_statistics_are_not_scaled_by_the_equation_as_printed():
+    torch.manual_seed(0)
+    module, data = NormNet(), toy_data([16, 16])
+    whole, printed = (
+        module_state(federate(module, data, [PIFL(monitor="val_acc", normalize=n)], max_rounds=1).module("0"))
+        for n in (True, False)
+    )
+    assert torch.equal(whole["net.1.running_var"], printed["net.1.running_var"])
+    assert not torch.allclose(whole["net.0.weight"], printed["net.0.weight"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 
 import pytest
 
@@ -57,10 +58,16 @@ def test_untruncated_samples_are_efficient_and_near_the_exact_values(seed):
 
 def test_guided_sampling_counts_every_leader_alike():
     """v rewards only the first who comes: values are 1/m only if all lead alike, also when the last block is cut."""
-    for budget in (10, 11, 12, 13):
+    for budget in (10, 13, *range(20, 30)):
         game = shapley_values(PLAYERS, max_evaluations=budget, truncate_walk=0.0, draw=generator(0, budget))
         found = play(game, lambda some: float(len(some) > 0))
         assert found.values == pytest.approx(dict.fromkeys(PLAYERS, 0.2), abs=1e-12)
+
+
+def test_a_walk_ends_where_nothing_is_left_to_gain():
+    game = shapley_values(PLAYERS, max_evaluations=20, draw=generator(0))
+    found = play(game, lambda some: float(len(some) > 0))
+    assert found.evaluations == 5 and not found.exact  # whoever leads is worth all
 
 
 def test_a_walk_that_is_cut_off_leaves_no_values_behind():
@@ -83,6 +90,17 @@ def test_a_budget_bounds_what_is_asked():
     game = shapley_values(players, max_evaluations=150, truncate_walk=0.0, draw=generator(0))
     found = play(game, lambda some: len(some) ** 0.5)
     assert 100 < found.evaluations <= 150 + 12
+
+
+def test_sampling_goes_on_until_the_means_have_settled():
+    players = [f"{number:02d}" for number in range(12)]
+    noise = lambda some: random.Random(" ".join(sorted(some))).random() - 0.5  # noqa: E731
+    steady, noisy = (
+        play(shapley_values(players, max_evaluations=4000, truncate_walk=0.0, draw=generator(0)), worth)
+        for worth in (len, noise)
+    )
+    assert steady.evaluations <= 30 * 11  # 30 walks, each through 11 coalitions at most
+    assert noisy.evaluations > 1000
 
 
 def test_a_round_without_progress_is_not_looked_at():

@@ -226,5 +226,5 @@ def test_public_samples_are_taken_from_the_clients_training_samples_alone(make):
             assert shared.indices(client, split).tolist() == plain.indices(client, split).tolist()
     assert public == taken
     assert sum(len(batch[-1]) for batch in shared.public_dataloader()) == len(public)
-    with pytest.raises(ValueError, match="public_fraction=1.0; use a share"):
+    with pytest.raises(ValueError, match=r"public_fraction=1\.0; use a share"):
         make(1.0)

@@ -76,15 +76,19 @@ def test_clients_that_could_never_be_scored_are_refused(tmp_path):
         federate(Toy(), toy_data(SIZES, val=0, test=0), root=tmp_path, held_out=["a"])
 
 
-def test_the_draw_depends_on_the_seed_and_grows():
+def test_the_draw_is_of_the_data_and_grows():
     drawn = {}
     for seed in range(4):
+        data = toy_data(SIZES)
+        data.seed = seed
         for share in (0.25, 0.5):
-            trainer = federate(Toy(), toy_data(SIZES), held_out=share, seed=seed, max_rounds=1)
+            trainer = federate(Toy(), data, held_out=share, seed=7 * seed, max_rounds=1)
             drawn[seed, share] = trainer.server.held_out
             assert sorted([*trainer.server.held_out, *trainer.client_ids]) == sorted(SIZES)
         assert set(drawn[seed, 0.25]) < set(drawn[seed, 0.5])
     assert len({tuple(drawn[seed, 0.5]) for seed in range(4)}) > 1
+    again = federate(Toy(), toy_data(SIZES), held_out=0.5, seed=1, max_rounds=1)
+    assert again.server.held_out == drawn[0, 0.5]
 
 
 # -- what they are scored on -----------------------------------------------------------------------------------------
@@ -142,7 +146,7 @@ class Watch(FederatedCallback):
 
 
 def test_callbacks_neither_see_their_scores_nor_keep_models_of_them(tmp_path):
-    trainer = checked(Watch(), CheckData(), tmp_path, held_out=["site3"], evaluate_every=1)
+    trainer = checked(Watch(), CheckData(), tmp_path, held_out=["site3"], evaluate_every=1, stages=["L1"])
     assert unseen(trainer) and "site3" not in trainer.store and set(trainer.store) == {"site0", "site1", "site2"}
     selected = federate(Toy(), toy_data(SIZES), [LocalCheckpoint()], tmp_path / "2", held_out=["b"])
     assert "b" not in selected.store

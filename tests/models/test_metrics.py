@@ -171,6 +171,6 @@ def test_clients_of_one_class_and_sure_predictions() -> None:
 
 
 def test_a_further_score_that_there_is_not_is_refused() -> None:
-    for given in (["mcc"], "kappa"):
+    for words in (["mcc"], "kappa"):
         with pytest.raises(ValueError, match=r"list some of \['kappa', 'pr_auc'\]"):
-            ClassificationMetrics(3, more=given)
+            ClassificationMetrics(3, more=words)

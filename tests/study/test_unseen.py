@@ -81,3 +81,12 @@ def test_without_held_out_clients_there_is_nothing(tmp_path):
     study = Study([plain])
     assert study.unseen() == [] and "unseen" not in write_comparison(study, tmp_path)
     assert "Clients that come later" not in render(make_page({"": study}))
+
+
+def test_a_client_has_the_mean_of_the_seeds_that_held_it_out(tmp_path):
+    one, two = (run(tmp_path, "fedavg", seed) for seed in (0, 1))
+    for row in two.summary["results"]:
+        if row["model"] == "unseen":
+            row["per_client"] = {"c": 0.9, "e": 0.3}
+    (line,) = Study([one, two]).unseen()
+    assert line["per_client"] == pytest.approx({"c": 0.7, "d": 0.1, "e": 0.3})
