@@ -131,7 +131,15 @@ def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
     assert (run / "clusters.csv").exists() == (name != "no_incentive")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("multimodal/*.yaml")), ids=ids)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, marks=pytest.mark.slow if path.stem in ("harmony_set1", "harmony_set2") else (), id=path.stem
+        )
+        for path in sorted(CONFIGS.glob("multimodal/*.yaml"))
+    ],
+)
 def test_several_modalities(path: Path, tmp_path: Path) -> None:
     """Few rounds and few samples of what the file says, both stages of Harmony among them."""
     words = ["fit", "--config", str(path), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_rounds=2"]

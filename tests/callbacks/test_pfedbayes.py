@@ -9,7 +9,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedAvg, FedPer, FedProx, Local, pFedBayes
+from fedlightning.callbacks import GPFL, FedAvg, FedPer, FedProx, Local, pFedBayes
 from fedlightning.callbacks.pfedbayes import gaussian_kl, kl_gradients, pairs
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
@@ -225,5 +225,7 @@ def test_wrong_use():
         federate(AdamWDecay(), data, [pFedBayes()])
     with pytest.raises(ValueError, match="FedProx corrects the training of the model that travels"):
         federate(Toy(), data, [FedProx(), pFedBayes()])
+    with pytest.raises(ValueError, match="pFedBayes adds a spread to every parameter of the module, and GPFL"):
+        federate(Toy(), data, [GPFL(), pFedBayes()])
     with pytest.warns(UserWarning, match="2 or more diverges. Use zeta below"):
         federate(Toy("sgd"), data, [pFedBayes(zeta=5.0)], max_rounds=1)
