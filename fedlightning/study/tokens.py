@@ -87,7 +87,7 @@ def ledgers(study: StudyData) -> Table:
         line: dict[str, Any] = {"method": method}
         line |= {name: mean_of([one[name] for one in accounts]) for name in ("paid", "refunded", "rewarded")}
         line |= {"missing": gap, "conserved": gap <= CONSERVED, "clients": len(rows)}
-        line |= {"earners": sum(row["balance"] > 0 for row in rows)}
+        line |= {"earners": sum(row["balance"] > CONSERVED for row in rows)}
         line |= {"gainers": sum(gain > 0 for gain in gains) if gains else None, "compared": len(gains)}
         for name, one, other in (
             ("contribution_gain", "contribution", "pma"),
@@ -173,7 +173,8 @@ def _contribution(each: Sequence[dict[str, float | None]]) -> dict[str, float | 
 
 
 def _rank_correlation(pairs: Iterable[tuple[float | None, float | None]]) -> float | None:
-    known = [(one, other) for one, other in pairs if one is not None and other is not None]
+    # Scores are numbers of single precision: what differs by rounding is a tie.
+    known = [(round(one, 6), round(other, 6)) for one, other in pairs if one is not None and other is not None]
     if len(known) < FEW or any(len(set(side)) < 2 for side in zip(*known, strict=True)):
         return None
     from scipy.stats import spearmanr
