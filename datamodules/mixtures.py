@@ -232,7 +232,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
     def planted_groups(self) -> dict[str, int]:
         """The group that most of a client's training samples come from; clients with two such groups have none."""
         self.setup()
-        return dict(self._planted)
+        return {client: self._planted[client] for client in self.client_ids if client in self._planted}
 
     @property
     def partition_name(self) -> str:

@@ -9,7 +9,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,6 @@ from fedlightning.run.files import UnreadableError
 from fedlightning.study.runs import Run
 
 CLUSTERS, LEDGER = "clusters.csv", "ledger.csv"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +62,9 @@ class Entry:
     error: float | None
 
 
+R = TypeVar("R", Membership, Entry)
+
+
 @dataclass(frozen=True)
 class RunTables:
     """The tables of one run.
@@ -90,25 +92,21 @@ def tables_of(run: Run) -> RunTables:
     return RunTables(tuple(memberships), tuple(entries), faults)
 
 
-def _rows(
-    run: Run, file: str, make: Callable[[dict[str, str], Run], Membership | Entry | T], faults: dict[str, str]
-) -> list[T]:
+def _rows(run: Run, file: str, make: Callable[[dict[str, str], Run], R], faults: dict[str, str]) -> list[R]:
     path = run.path / file
-    if run.path == Path() or not path.exists():  # a run of this session has no folder: nothing is read from the current one
+    if run.path == Path() or not path.exists():  # a run of this session has no folder, and the current one is not its own
         return []
-    found: dict[tuple[int, str, str], T] = {}
+    found: dict[tuple[int, str, str], R] = {}
     try:
         for number, line in _lines(path):
             try:
                 row = make(line, run)
             except ValueError as error:
                 raise UnreadableError(f"its row {number} is none of such a file: {error}") from None
-            key = (row.round, row.client, row.cluster)  # type: ignore[union-attr]
+            key = (row.round, row.client, row.cluster)
             if key in found:
-                raise UnreadableError(
-                    f"its row {number} gives round {key[0]}, client {key[1]} and {key[2]} a second time"
-                )
-            found[key] = row  # type: ignore[assignment]
+                raise UnreadableError(f"row {number} gives {row.cluster} of client {row.client} in round {row.round} again")
+            found[key] = row
     except (OSError, ValueError, csv.Error) as error:
         faults[file] = f"{path} is damaged: {error}. It is in no table or picture; restore it, or run the method again."
         return []
@@ -123,7 +121,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
         raise UnreadableError("it is no text") from None
     if not text.endswith("\n"):  # these files are replaced at once, so a last row without an end was cut
         raise UnreadableError("its end is missing")
-    wanted = [field for field in (Membership, Entry)[path.name == LEDGER].__annotations__]
+    wanted = [field.name for field in fields(Entry if path.name == LEDGER else Membership)]
     lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     missing = [name for name in wanted if name not in (lines.fieldnames or ())]
     if missing:
@@ -145,8 +143,8 @@ def _entry(line: dict[str, str], run: Run) -> Entry:
     tokens = [_number(line, name) for name in ("paid", "refunded", "rewarded")]
     if min(tokens) < 0:
         raise ValueError(f"an amount of {min(tokens):g} tokens")
-    known = [None if line[name] == "" else _number(line, name) for name in ("contribution", "error")]
-    return Entry(_round(line, run), line["cluster"], _client(line, run), *tokens, *known)
+    given, error = (None if line[name] == "" else _number(line, name) for name in ("contribution", "error"))
+    return Entry(_round(line, run), line["cluster"], _client(line, run), *tokens, contribution=given, error=error)
 
 
 def _number(line: dict[str, str], name: str) -> float:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from fedlightning.study.clusters import by_seed, planted_groups
-from fedlightning.study.report.cells import Column, number
+from fedlightning.study.report.cells import Column, counted, number
 from fedlightning.study.report.context import METHOD, Context, Row
 from fedlightning.study.report.figures.clients import MANY
 from fedlightning.study.report.figures.clusters import LEGEND, membership_map
@@ -25,11 +25,11 @@ def clusters(context: Context) -> Section | None:
         return None
     columns = [
         METHOD,
-        Column("clusters", "at the end", "amount", group="clusters with a client", help="after the last round"),
-        Column("most", "at most", "amount", group="clusters with a client", help="the most after any round"),
+        counted("clusters", "at the end", rows, group="clusters with a client", help="after the last round"),
+        counted("most", "at most", rows, group="clusters with a client", help="the most after any round"),
         Column("changes", "a client", decimals=2, group="changes", help="how often it is in another cluster than before"),
         Column("changed", "of clients", "percent", group="changes", help="clients that ever change"),
-        Column("last_change", "last in round", "amount", group="changes", help="0: none ever changes"),
+        counted("last_change", "last in round", rows, group="changes", help="0: none ever changes"),
         Column("share", "share", decimals=2, help="how much of a client belongs to its cluster, at the end"),
         Column("agreement", "agreement", radius="agreement_radius", better="high",
                help="adjusted Rand index with the planted groups: 1 the same, 0 as by chance"),
@@ -68,17 +68,18 @@ def _maps(context: Context, rows: list[dict[str, Any]]) -> Gallery | None:
             )
         )
     columns = [
-        METHOD,
+        *([METHOD] if len(rows) > 1 else []),
         Column("client", "client", "text"),
         Column("group", "planted group", "text"),
         Column("first", "first", "text", group="cluster"),
         Column("cluster", "last", "text", group="cluster"),
         Column("share", "share", decimals=2, group="cluster"),
-        Column("changes", "changes", "amount"),
+        counted("changes", "changes", lines),
     ]
     several = any(row["n_seeds"] > 1 for row in rows)
     first = "the first seed with a table; changes are means over seeds" if several else ""
-    caption = "Where each client began and ended" + (f" ({first})" if several else "")
+    whose = "" if len(rows) > 1 else f" with {rows[0]['method']}"
+    caption = f"Where each client began and ended{whose}" + (f" ({first})" if several else "")
     table = context.table("memberships", caption, columns, lines, missing=_silent)
     reading = "A row a client, a column a round, in the colour of its cluster; paler where less of it belongs there."
     if several:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from fedlightning.study.report.cells import Column, Missing, is_number, number
+from fedlightning.study.report.cells import Column, Missing, counted, is_number, number
 from fedlightning.study.report.context import METHOD, Context, Row
 from fedlightning.study.report.figures.clients import MANY
 from fedlightning.study.report.figures.partition import CLASSES
@@ -69,18 +69,19 @@ def _accounts(context: Context, totals: Sequence[Row], rows: Sequence[Row]) -> G
         of = [row for row in rows if row["method"] == total["method"]]
         pictures += [_balances(context, total, of), *_profits(context, total, of)]
     columns = [
-        METHOD,
+        *([METHOD] if len(totals) > 1 else []),
         Column("client", "client", "text"),
         *(Column(name, name, decimals=2, group="tokens") for name in ("paid", "refunded", "rewarded")),
         Column("balance", "balance", "difference", decimals=2, group="tokens", help="refunded + rewarded − paid"),
-        Column("rounds", "rounds", "amount", help="in which it trained"),
+        counted("rounds", "rounds", rows, help="in which it trained"),
         Column("contribution", "mean", "difference", decimals=4, radius="contribution_se", group="contribution",
                help="over the rounds and clusters in which it trained, ± standard error of this mean"),
         *_sampled(rows),
         Column("pma", "gain over FedAvg", "difference", help=f"{context.over('FedAvg')} (PMA), mean over seeds"),
     ]  # fmt: skip
     several = any(total["n_seeds"] > 1 for total in totals)
-    caption = "What each client paid, earned, contributed and gained" + (", means over seeds" if several else "")
+    whose = "" if len(totals) > 1 else f" with {totals[0]['method']}"
+    caption = f"What each client paid, earned, contributed and gained{whose}" + (", means over seeds" if several else "")
     notes = ["± is the standard error of a mean over rounds; the contributions of a round are those of who trained in it."]
     table = context.table("tokens", caption, columns, rows, notes, _missing(context))
     reading = "Balances are counted from the start of the run."
