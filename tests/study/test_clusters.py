@@ -7,8 +7,11 @@ import json
 import pytest
 
 from fedlightning.study.export import write_comparison
-from fedlightning.study.report.build import make_page
-from fedlightning.study.report.html import render
+from fedlightning.study.report.build import PARTS
+from fedlightning.study.report.context import Context
+from fedlightning.study.report.html import Page, render
+from fedlightning.study.report.sections.clusters import clusters
+from fedlightning.study.report.styles import styles
 from fedlightning.study.runs import Run, load_study
 from fedlightning.study.study import Study
 from tests.study.report.made_up import add_clusters, make_study
@@ -53,10 +56,12 @@ def test_page_and_files(folder, tmp_path):
     several = write_comparison({"one": study, "two": study}, tmp_path / "several")
     assert [line["dataset"] for line in several["clusters"]] == ["one", "two"]
     assert "clusters" not in several["datasets"]["one"]
-    reader = Reader(render(make_page({"": study})))
+    section = clusters(Context(study, styles(study.methods)))
+    reader = Reader(render(Page("clusters", "", {}, sections=[section])))
     assert reader.errors == [] and "figure-clusters-ifca" in reader.ids and "ifca, seed 0" in reader.text
     assert "Black lines part the planted groups." in reader.text and "first seed" in reader.text
     assert [row[0][0].strip() for row in reader.tables["table-clusters"]] == ["ifca"]
+    assert clusters in PARTS, "a report shows it"
 
 
 def test_without_groups_there_is_no_agreement(folder):
@@ -74,7 +79,7 @@ def test_without_the_file_nothing_is_there(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     study = Study(load_study([folder]))
     assert study.clusters() == [] == study.memberships() and "clusters" not in write_comparison(study, tmp_path)
-    assert "Who belongs to which cluster" not in render(make_page({"": study}))
+    assert clusters(Context(study, styles(study.methods))) is None
     here = [Run(run.name, run.seed, type(run.path)(), run.summary) for run in load_study([folder])]
     assert Study(here).clusters() == [], "a run without a folder does not read what lies in the current one"
 

@@ -7,8 +7,11 @@ import math
 import pytest
 
 from fedlightning.study.export import write_comparison
-from fedlightning.study.report.build import make_page
-from fedlightning.study.report.html import render
+from fedlightning.study.report.build import PARTS
+from fedlightning.study.report.context import Context
+from fedlightning.study.report.html import Page, render
+from fedlightning.study.report.sections.tokens import tokens
+from fedlightning.study.report.styles import styles
 from fedlightning.study.runs import load_study
 from fedlightning.study.study import Study
 from fedlightning.study.tokens import balances, by_seed
@@ -23,6 +26,11 @@ def made(path, methods=("fedavg", "pifl", "siloed"), lost=0.0):
     for seed in SEEDS:
         add_ledger(out / f"runs/run_1/seed_{seed}", lost if seed else 0.0)
     return out
+
+
+def page_of(study):
+    section = tokens(Context(study, styles(study.methods)))
+    return Reader(render(Page("tokens", "", {}, sections=[section])))
 
 
 @pytest.fixture
@@ -69,10 +77,11 @@ def test_balances_by_round_begin_at_0(study):
 def test_page_and_files(study, tmp_path):
     found = write_comparison(study, tmp_path / "out")
     assert len(found["tokens"]) == 4 and found["ledgers"][0]["conserved"] is True
-    reader = Reader(render(make_page({"": study})))
+    reader = page_of(study)
     assert reader.errors == [] and {"figure-balances-pifl", "figure-profits-pifl"} <= set(reader.ids)
     assert "in every round and cluster, paid = refunded + rewarded" in reader.text
     assert "pifl: tokens over rounds, seed 0" in reader.text and "Pictures of balances are of the first seed" in reader.text
+    assert tokens in PARTS, "a report shows it"
     shown = {row[0][0]: [value for _, value in row] for row in reader.tables["table-tokens"]}
     for row in study.tokens():
         for key in ("paid", "balance", "pma"):
@@ -83,7 +92,7 @@ def test_without_fedavg_there_are_accounts_and_no_gains(tmp_path):
     study = Study(load_study([made(tmp_path, methods=("other", "pifl"))]))
     (line,) = study.ledgers()
     assert line["gainers"] is None and line["contribution_gain"] is None and line["contribution_balance"] is not None
-    reader = Reader(render(make_page({"": study})))
+    reader = page_of(study)
     assert "Gains are empty: they need a FedAvg run" in reader.text and "figure-profits-pifl" not in reader.ids
 
 
