@@ -87,9 +87,7 @@ def comparison(study: StudyData | Mapping[str, StudyData]) -> dict[str, Any]:
         table: [{"dataset": name} | line for name, one in each.items() for line in one.get(table, ())]
         for table in (*TABLES, *(name for name in SOMETIMES if any(name in one for one in each.values())))
     }
-    about = {
-        name: {key: one[key] for key in one if key not in (*TABLES, *SOMETIMES)} for name, one in each.items()
-    }
+    about = {name: {key: one[key] for key in one if key not in (*TABLES, *SOMETIMES)} for name, one in each.items()}
     methods = list(dict.fromkeys(method for one in each.values() for method in one["methods"]))
     seeds = sorted({seed for one in each.values() for seed in one["seeds"]})
     try:

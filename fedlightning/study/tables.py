@@ -94,7 +94,9 @@ def tables_of(run: Run) -> RunTables:
 
 def _rows(run: Run, file: str, make: Callable[[dict[str, str], Run], R], faults: dict[str, str]) -> list[R]:
     path = run.path / file
-    if run.path == Path() or not path.exists():  # a run of this session has no folder, and the current one is not its own
+    if (
+        run.path == Path() or not path.exists()
+    ):  # a run of this session has no folder, and the current one is not its own
         return []
     found: dict[tuple[int, str, str], R] = {}
     try:
@@ -105,7 +107,9 @@ def _rows(run: Run, file: str, make: Callable[[dict[str, str], Run], R], faults:
                 raise UnreadableError(f"its row {number} is none of such a file: {error}") from None
             key = (row.round, row.client, row.cluster)
             if key in found:
-                raise UnreadableError(f"row {number} gives {row.cluster} of client {row.client} in round {row.round} again")
+                raise UnreadableError(
+                    f"row {number} gives {row.cluster} of client {row.client} in round {row.round} again"
+                )
             found[key] = row
     except (OSError, ValueError, csv.Error) as error:
         faults[file] = f"{path} is damaged: {error}. It is in no table or picture; restore it, or run the method again."

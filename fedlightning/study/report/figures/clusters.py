@@ -18,12 +18,14 @@ from fedlightning.study.report.styles import INK, short_names
 
 LEGEND = len(CLASSES)
 """Most clusters that the legend names."""
+UNKNOWN = "#e6e9ec"
+"""Colour of a client that has no cluster yet."""
 
 
 def membership_map(places: Places, groups: Mapping[str, str] | None = None) -> Figure:
     """Draw a row for each client and a column for each round, in the colour of the cluster that it belongs to most.
 
-    The smaller its share, the paler the colour; white where the client had no cluster yet. Clients stand by their planted
+    The smaller its share, the paler the colour; grey where the client had no cluster yet. Clients stand by their planted
     groups, with lines between these, then by their last clusters.
 
     Args:
@@ -34,7 +36,7 @@ def membership_map(places: Places, groups: Mapping[str, str] | None = None) -> F
     colours = {name: np.array(to_rgb(colour_of(index, len(names)))) for index, name in enumerate(names)}
     clients = _in_order(places, groups or {}, names)
     rounds = max(max(of) for of in places.values())
-    image = np.ones((len(clients), rounds, 3))
+    image = np.tile(np.array(to_rgb(UNKNOWN)), (len(clients), rounds, 1))
     for row, client in enumerate(clients):
         for number, (cluster, share) in places[client].items():
             image[row, number - 1] = 1 - share * (1 - colours[cluster])

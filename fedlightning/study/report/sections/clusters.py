@@ -38,7 +38,9 @@ def clusters(context: Context) -> Section | None:
     notes = ["A client is in the cluster that it belongs to most. A cluster that is divided counts as a change for all who "
              "are in one with a new name."]  # fmt: skip
     known = any(row["agreement"] is not None for row in rows)
-    notes += ["Agreement: adjusted Rand index of the last clusters and the groups that the data module planted."] * known
+    notes += [
+        "Agreement: adjusted Rand index of the last clusters and the groups that the data module planted."
+    ] * known
     table = context.table("clusters", "Clusters of each method, means over clients", columns, rows, notes, _silent)
     return context.section(
         "clusters",
@@ -51,7 +53,7 @@ def clusters(context: Context) -> Section | None:
 
 def _maps(context: Context, rows: list[dict[str, Any]]) -> Gallery | None:
     lines = context.study.memberships()
-    pictures, grouped, many = [], False, False
+    pictures, grouped, many, several = [], False, False, len(context.study.seeds) > 1
     for row in rows:
         method = row["method"]
         seed, places = next(iter(by_seed(context.study, method).items()))
@@ -62,7 +64,7 @@ def _maps(context: Context, rows: list[dict[str, Any]]) -> Gallery | None:
         pictures.append(
             context.picture(
                 f"clusters-{context.slugs[method]}",
-                method + (f", seed {seed}" if row["n_seeds"] > 1 else ""),
+                method + (f", seed {seed}" if several else ""),
                 f"Map: the cluster of each of {len(places)} clients over rounds; at the end {_sizes(of)}.",
                 partial(membership_map, places, groups),
             )
@@ -76,12 +78,11 @@ def _maps(context: Context, rows: list[dict[str, Any]]) -> Gallery | None:
         Column("share", "share", decimals=2, group="cluster"),
         counted("changes", "changes", lines),
     ]
-    several = any(row["n_seeds"] > 1 for row in rows)
-    first = "the first seed with a table; changes are means over seeds" if several else ""
+    first = "at the first seed; changes are means over seeds" if several else ""
     whose = "" if len(rows) > 1 else f" with {rows[0]['method']}"
     caption = f"Where each client began and ended{whose}" + (f" ({first})" if several else "")
     table = context.table("memberships", caption, columns, lines, missing=_silent)
-    reading = "A row a client, a column a round, in the colour of its cluster; paler where less of it belongs there."
+    reading = "A row a client, a column a round, in the colour of its cluster; paler where less of it belongs there; grey: none yet."
     if several:
         reading += " Pictures are of the first seed: clusters of two runs have only their names in common."
     if grouped:

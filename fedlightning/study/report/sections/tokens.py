@@ -79,10 +79,14 @@ def _accounts(context: Context, totals: Sequence[Row], rows: Sequence[Row]) -> G
         *_sampled(rows),
         Column("pma", "gain over FedAvg", "difference", help=f"{context.over('FedAvg')} (PMA), mean over seeds"),
     ]  # fmt: skip
-    several = any(total["n_seeds"] > 1 for total in totals)
+    several = len(context.study.seeds) > 1
     whose = "" if len(totals) > 1 else f" with {totals[0]['method']}"
-    caption = f"What each client paid, earned, contributed and gained{whose}" + (", means over seeds" if several else "")
-    notes = ["± is the standard error of a mean over rounds; the contributions of a round are those of who trained in it."]
+    caption = f"What each client paid, earned, contributed and gained{whose}" + (
+        ", means over seeds" if several else ""
+    )
+    notes = [
+        "± is the standard error of a mean over rounds; the contributions of a round are those of who trained in it."
+    ]
     table = context.table("tokens", caption, columns, rows, notes, _missing(context))
     reading = "Balances are counted from the start of the run."
     if any(len([row for row in rows if row["method"] == total["method"]]) > len(CLASSES) for total in totals):
@@ -100,7 +104,7 @@ def _balances(context: Context, total: Row, rows: Sequence[Row]) -> Picture:
     (most, winner), (least, loser) = ends[0], ends[-1]
     return context.picture(
         f"balances-{context.slugs[method]}",
-        f"{method}: tokens over rounds" + (f", seed {seed}" if total["n_seeds"] > 1 else ""),
+        f"{method}: tokens over rounds" + (f", seed {seed}" if len(context.study.seeds) > 1 else ""),
         f"Lines: tokens of each of {len(found)} clients since the start; at the end client {winner} has "
         f"{number(most, 2, sign=True)}, client {loser} {number(least, 2, sign=True)}.",
         partial(balance_lines, found, context.styles[method]),
