@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from fedlightning.study.data import StudyData, Table
@@ -151,7 +152,7 @@ def _measures(found: Places) -> dict[str, float]:
 def _changes(of: Mapping[int, tuple[str, float]]) -> list[int]:
     """Return the rounds after which a client is in another cluster than after the last one that is known before."""
     rounds = sorted(of)
-    return [now for before, now in zip(rounds, rounds[1:], strict=False) if of[before][0] != of[now][0]]
+    return [now for before, now in pairwise(rounds) if of[before][0] != of[now][0]]
 
 
 def _last(of: Mapping[int, tuple[str, float]]) -> tuple[str, float]:

@@ -180,8 +180,8 @@ def _tables(study: StudyData) -> Iterator[Problem]:
         lost = missing(tables.entries)
         if lost > CONSERVED:
             text = (
-                f"{name}, seed {seed}, made or lost tokens: in a round of a cluster, refunds and rewards differ from what was "
-                f"paid by {lost:.3g}. Its ledger.csv was changed, or the method does not keep its accounts."
+                f"{name}, seed {seed}, made or lost tokens: in a round of a cluster, refunds and rewards differ from what "
+                f"was paid by {lost:.3g}. Its ledger.csv was changed, or the method does not keep its accounts."
             )
             yield Problem("tokens_lost", name, seed, text)
 

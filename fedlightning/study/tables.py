@@ -144,11 +144,21 @@ def _membership(line: dict[str, str], run: Run) -> Membership:
 
 
 def _entry(line: dict[str, str], run: Run) -> Entry:
-    tokens = [_number(line, name) for name in ("paid", "refunded", "rewarded")]
-    if min(tokens) < 0:
-        raise ValueError(f"an amount of {min(tokens):g} tokens")
+    paid, refunded, rewarded = (_number(line, name) for name in ("paid", "refunded", "rewarded"))
+    least = min(paid, refunded, rewarded)
+    if least < 0:
+        raise ValueError(f"an amount of {least:g} tokens")
     given, error = (None if line[name] == "" else _number(line, name) for name in ("contribution", "error"))
-    return Entry(_round(line, run), line["cluster"], _client(line, run), *tokens, contribution=given, error=error)
+    return Entry(
+        _round(line, run),
+        line["cluster"],
+        _client(line, run),
+        paid,
+        refunded,
+        rewarded,
+        contribution=given,
+        error=error,
+    )
 
 
 def _number(line: dict[str, str], name: str) -> float:

@@ -82,7 +82,10 @@ def _maps(context: Context, rows: list[dict[str, Any]]) -> Gallery | None:
     whose = "" if len(rows) > 1 else f" with {rows[0]['method']}"
     caption = f"Where each client began and ended{whose}" + (f" ({first})" if several else "")
     table = context.table("memberships", caption, columns, lines, missing=_silent)
-    reading = "A row a client, a column a round, in the colour of its cluster; paler where less of it belongs there; grey: none yet."
+    reading = (
+        "A row a client, a column a round, in the colour of its cluster; paler where less of it belongs there; grey: none "
+        "yet."
+    )
     if several:
         reading += " Pictures are of the first seed: clusters of two runs have only their names in common."
     if grouped:

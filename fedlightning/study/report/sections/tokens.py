@@ -37,7 +37,7 @@ def tokens(context: Context) -> Section | None:
 
 def _totals(context: Context, totals: Sequence[Row]) -> Table:
     rows = [
-        row | {"won": f"{row['earners']} of {row['clients']}"}
+        dict(row) | {"won": f"{row['earners']} of {row['clients']}"}
         | ({"gained": f"{row['gainers']} of {row['compared']}"} if row["compared"] else {})
         for row in totals
     ]  # fmt: skip
@@ -54,7 +54,7 @@ def _totals(context: Context, totals: Sequence[Row]) -> Table:
     notes = [
         f"{row['method']}: in every round and cluster, paid = refunded + rewarded (to {_tiny(row['missing'])})."
         if row["conserved"]
-        else f"{row['method']}: tokens were made or lost, up to {row['missing']:.3g} in a round of a cluster; see the problems."
+        else f"{row['method']}: tokens were made or lost, up to {row['missing']:.3g} in a round of a cluster."
         for row in totals
     ]
     notes.append("Rank correlation: Spearman’s ρ over clients; +1: who contributes most profits most, −1: least.")
