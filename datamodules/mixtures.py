@@ -38,6 +38,10 @@ class MixtureDataModule(IndexedFederatedDataModule):
         shift: The test data of a client have the shares in reverse order (`1 - a_i`).
         label_space: `"joint"`: every group has labels of its own. `"shared"`: the n-th class of every group has label n.
 
+    Attributes:
+        client_shares: Share of every group in every client's training data, float64 of shape `(clients, groups)`, in the order
+            of `client_ids`; after `setup`.
+
     Raises:
         ValueError: If a value is out of its range; at `setup`, if a class is in two groups or in no data.
 
@@ -135,7 +139,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         rng = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator(self.seed, "mixture")).item()))
-        shares = self.shares(rng)
+        shares = self.client_shares = self.shares(rng)
         splits = {}
         limits = {"train": self.source.max_train, "test": self.source.max_test}
         for name, part in zip(("train", "test"), self.source.load(), strict=True):

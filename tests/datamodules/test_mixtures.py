@@ -42,6 +42,7 @@ def test_shares(mixture, expected):
     assert len(sizes) == 1 and sizes.pop() >= 60
     assert first_share(data) == pytest.approx(np.array(expected), abs=0.01)
     assert first_share(data, "test") == pytest.approx(np.array(expected), abs=0.04)
+    assert data.client_shares[:, 0] == pytest.approx(np.array(expected))
 
 
 def test_random_shares_are_uniform_for_two_groups():
@@ -52,6 +53,11 @@ def test_random_shares_are_uniform_for_two_groups():
     three = MixtureDataModule(DigitsDataModule(), 400, [[0], [1], [2]], "random").shares(np.random.default_rng(0))
     assert np.allclose(three.sum(1), 1) and (three >= 0).all()
     assert three.mean(0) == pytest.approx([1 / 3] * 3, abs=0.04)
+
+
+def test_shares_that_were_drawn_are_those_of_the_data():
+    data = mixed(mixture="random")
+    assert data.client_shares[:, 0] == pytest.approx(first_share(data), abs=0.01) and np.ptp(first_share(data)) > 0.3
 
 
 def test_no_sample_is_used_twice_and_classes_of_a_group_come_evenly():
