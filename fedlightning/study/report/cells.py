@@ -136,7 +136,7 @@ def counted(key: str, title: str, rows: Iterable[Mapping[str, Any]], **options: 
         >>> counted("rounds", "rounds", [{"rounds": 3.0}]).decimals, counted("n", "n", [{"n": 2.5}]).decimals
         (0, 1)
     """
-    whole = all(float(value).is_integer() for row in rows if is_number(value := row.get(key)))
+    whole = all(float(row[key]).is_integer() for row in rows if is_number(row.get(key)))
     return Column(key, title, decimals=0 if whole else 1, **options)
 
 

@@ -63,7 +63,7 @@ def membership_map(places: Places, groups: Mapping[str, str] | None = None) -> F
         shown = short_names(names, 18)
         columns = 3 if max(map(len, shown.values())) <= 12 else 2
         figure.set_figheight(figure.get_figheight() + 0.24 * -(-len(names) // columns))
-        handles = [Patch(color=to_hex(colours[name]), label=shown[name]) for name in names]
+        handles = [Patch(color=to_hex(colours[name].tolist()), label=shown[name]) for name in names]
         figure.legend(handles=handles, loc="outside lower left", ncols=columns, handlelength=1.1, columnspacing=1.2)
     return figure
 
