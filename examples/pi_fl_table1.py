@@ -124,7 +124,10 @@ def print_table(found: dict[str, list[Found]], chosen: dict[str, str]) -> None:
     for group in range(groups):
         values = (value for table in tables.values() for value in table[group])
         print(f"{f'theta_{group}':12}" + "".join(f"{100 * value:8.1f}  " for value in values))
-    print(f"{'gap':12}" + "".join(f"{100 * g:8.1f}  " for runs in found.values() for g in np.mean([r.gaps for r in runs], 0)))
+    print(
+        f"{'gap':12}"
+        + "".join(f"{100 * g:8.1f}  " for runs in found.values() for g in np.mean([r.gaps for r in runs], 0))
+    )
     most = np.array([run.gaps.mean() for run in found[REFERENCE]])
     for name, runs in found.items():
         gaps = np.array([run.gaps.mean() for run in runs])
@@ -141,7 +144,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", help="files, stacked")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/pi_fl_table1"), help="folder of the runs and of table1.csv")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/pi_fl_table1"), help="folder of the runs and of table1.csv"
+    )
     args, more = parser.parse_known_args()
     files = args.config or [str(CONFIGS / "pi_fl/table1_reduced.yaml")]
     shown = [f"--trainer.default_root_dir={args.out}", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
