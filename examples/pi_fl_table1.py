@@ -7,8 +7,8 @@ Khan et al., "PI-FL: personalized and incentivized federated learning", 2023. Th
 of a centre on its own group less that on the other group, mean of the two centres. The measure for it is the gap between two
 FedAvg models, each trained by the clients that have most of their data from one group.
 
-All train for the same rounds and epochs from the same seeds; where PI-FL has slots for some of the clients only, FedSoft draws
-as many for each centre, and FedAvg as many in each round. PI-FL and FedSoft have two settings each to choose from. The
+All train for the same rounds and epochs from the same seeds; where PI-FL has slots for some clients only, FedSoft draws as
+many for each centre, and FedAvg as many in each round. PI-FL and FedSoft have two settings each to choose from. The
 first seed's validation data choose, by the mean accuracy of every client's favourite centre; test data are not looked at.
 """
 
@@ -122,11 +122,11 @@ def reference(words: Sequence[str], data: Any, few: int | None) -> Found:
         few: Clients that take part in a round; `None` for all of the group.
     """
     groups = data.client_shares.argmax(1)
-    words = words if few is None else [*words, f"--trainer.participation={few}"]
     columns = []
     for group in range(data.num_groups):
         others = [client for client, own in zip(data.client_ids, groups, strict=True) if own != group]
-        trainer, _ = fit([*words, FEDAVG, f"--trainer.held_out={others}"], data)
+        part = [] if few is None else [f"--trainer.participation={min(few, len(groups) - len(others))}"]
+        trainer, _ = fit([*words, FEDAVG, *part, f"--trainer.held_out={others}"], data)
         columns.append([row["value"] for row in score_centres(trainer, data)])
     return Found(np.array(columns).T)
 
@@ -153,9 +153,10 @@ def print_table(found: dict[str, list[Found]], chosen: dict[str, str]) -> None:
     for name, runs in found.items():
         gaps = np.array([run.gaps.mean() for run in runs])
         if name != REFERENCE:
+            ratio = gaps.mean() / most.mean()
             print(
-                f"{name} ({chosen[name]}): gap {100 * gaps.mean():.1f}, {gaps.mean() / most.mean():.2f} of that of {REFERENCE} "
-                f"(seeds: {', '.join(f'{ratio:.2f}' for ratio in gaps / most)}); clients with the centre of their group: "
+                f"{name} ({chosen[name]}): gap {100 * gaps.mean():.1f}, {ratio:.2f} of that of {REFERENCE} "
+                f"(seeds: {', '.join(f'{each:.2f}' for each in gaps / most)}); clients with the centre of their group: "
                 f"{', '.join(f'{run.at_home:.0%}' for run in runs)}"
             )
 
