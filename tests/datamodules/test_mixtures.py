@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from fedlightning.datamodules import DigitsDataModule, MixtureDataModule
+from fedlightning.datamodules.held_out import without
+from fedlightning.federation.summary import describe_data
 
 HALVES = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
@@ -134,3 +136,15 @@ def test_disjoint_groups_share_no_class_and_no_client():
     assert [groups.index(sorted(classes)) for classes in held] == [0, 0, 0, 1, 1, 2, 2]
     with pytest.raises(ValueError, match="2 clients for 3 groups"):
         MixtureDataModule(DigitsDataModule(), 2, groups, mixture="disjoint")
+
+
+def test_planted_groups_are_those_of_most_training_samples():
+    groups = mixed(mixture="30:70", shift=True).planted_groups
+    assert groups == {str(client): int(client >= 5) for client in range(10)}
+    table = [[0.5, 0.5], [0.25, 0.75], [0.75, 0.25]]
+    data = mixed(num_clients=3, mixture=table)
+    assert data.planted_groups == {"1": 1, "2": 0}, "half and half is of neither group"
+    assert describe_data(without(data, ["2"]))["groups"] == {"1": 1}
+    plain = DigitsDataModule()
+    plain.setup()
+    assert "groups" not in describe_data(plain)
