@@ -1,14 +1,15 @@
 """Table 1 of PI-FL: every cluster's model on every group's hold-out data, beside FedSoft and FedAvg on the true groups.
 
-    python examples/pi_fl_table1.py [--config configs/pi_fl/table1_reduced.yaml ...] [--seeds 0 1 2] [--out runs/pi_fl_table1]
-        [--data.source.root=data] [--data.mixture=30:70] [any other option of `fedlightning fit`]
+    python examples/pi_fl_table1.py [--config configs/pi_fl/table1_reduced.yaml ...] [--seeds 0 1 2]
+        [--out runs/pi_fl_table1] [--data.source.root=data] [--data.mixture=30:70] [other options of `fedlightning fit`]
 
-Khan et al., "PI-FL: personalized and incentivized federated learning", 2023. The scale of the table is the gap: the accuracy of
-a centre on its own group less that on the other group, mean of the two centres. The most that clustering these clients can give is the gap
-between two FedAvg models, each trained by the clients that have most of their data from one group.
+Khan et al., "PI-FL: personalized and incentivized federated learning", 2023. The scale of the table is the gap: the accuracy
+of a centre on its own group less that on the other group, mean of the two centres. The measure for it is the gap between two
+FedAvg models, each trained by the clients that have most of their data from one group.
 
-All train for the same rounds and epochs from the same seeds. PI-FL and FedSoft have two settings each to choose from. The first seed's
-validation data choose, by the mean accuracy of every client's favourite centre; test data are not looked at.
+All train for the same rounds and epochs from the same seeds; where PI-FL has slots for some clients only, FedSoft draws as
+many for each centre, and FedAvg as many in each round. PI-FL and FedSoft have two settings each to choose from. The
+first seed's validation data choose, by the mean accuracy of every client's favourite centre; test data are not looked at.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fedlightning.commands.run import Commands  # first: fedlightning before lig
 # isort: split
 import numpy as np
 
+from fedlightning.callbacks import PIFL
 from fedlightning.callbacks.shared.memberships import Clusters
 from fedlightning.study.centres import score_centres
 
@@ -74,6 +76,18 @@ def fit(words: Sequence[str], data: Any = None) -> tuple[Any, Any]:
     return cli.trainer, data
 
 
+def clients_a_cluster(trainer: Any, data: Any) -> int | None:
+    """Return how many clients PI-FL chooses for a cluster in a round; `None` if these are all clients.
+
+    Args:
+        trainer: A trainer that has fitted PI-FL.
+        data: Its data.
+    """
+    method = next(callback for callback in trainer.server.callbacks if isinstance(callback, PIFL))
+    slots = len(data.client_ids) if method.performance_slots is None else method.performance_slots + method.random_slots
+    return slots if slots * method.num_clusters < len(data.client_ids) else None
+
+
 def centres(trainer: Any, data: Any) -> Found:
     """Score the centres of a method that makes clusters."""
     rows = score_centres(trainer, data)
@@ -99,13 +113,20 @@ def centres(trainer: Any, data: Any) -> Found:
     return Found(table, float(at_home), validation)
 
 
-def reference(words: Sequence[str], data: Any) -> Found:
-    """Train a FedAvg model for each group, by the clients that have most of their data from it."""
+def reference(words: Sequence[str], data: Any, few: int | None) -> Found:
+    """Train a FedAvg model for each group, by the clients that have most of their data from it.
+
+    Args:
+        words: Words of the command line.
+        data: The data.
+        few: Clients that take part in a round; `None` for all of the group.
+    """
     groups = data.client_shares.argmax(1)
     columns = []
     for group in range(data.num_groups):
         others = [client for client, own in zip(data.client_ids, groups, strict=True) if own != group]
-        trainer, _ = fit([*words, FEDAVG, f"--trainer.held_out={others}"], data)
+        part = [] if few is None else [f"--trainer.participation={min(few, len(groups) - len(others))}"]
+        trainer, _ = fit([*words, FEDAVG, *part, f"--trainer.held_out={others}"], data)
         columns.append([row["value"] for row in score_centres(trainer, data)])
     return Found(np.array(columns).T)
 
@@ -124,14 +145,18 @@ def print_table(found: dict[str, list[Found]], chosen: dict[str, str]) -> None:
     for group in range(groups):
         values = (value for table in tables.values() for value in table[group])
         print(f"{f'theta_{group}':12}" + "".join(f"{100 * value:8.1f}  " for value in values))
-    print(f"{'gap':12}" + "".join(f"{100 * g:8.1f}  " for runs in found.values() for g in np.mean([r.gaps for r in runs], 0)))
+    print(
+        f"{'gap':12}"
+        + "".join(f"{100 * g:8.1f}  " for runs in found.values() for g in np.mean([r.gaps for r in runs], 0))
+    )
     most = np.array([run.gaps.mean() for run in found[REFERENCE]])
     for name, runs in found.items():
         gaps = np.array([run.gaps.mean() for run in runs])
         if name != REFERENCE:
+            ratio = gaps.mean() / most.mean()
             print(
-                f"{name} ({chosen[name]}): gap {100 * gaps.mean():.1f}, {gaps.mean() / most.mean():.2f} of that of {REFERENCE} "
-                f"(seeds: {', '.join(f'{ratio:.2f}' for ratio in gaps / most)}); clients with the centre of their group: "
+                f"{name} ({chosen[name]}): gap {100 * gaps.mean():.1f}, {ratio:.2f} of that of {REFERENCE} "
+                f"(seeds: {', '.join(f'{each:.2f}' for each in gaps / most)}); clients with the centre of their group: "
                 f"{', '.join(f'{run.at_home:.0%}' for run in runs)}"
             )
 
@@ -141,31 +166,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", help="files, stacked")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/pi_fl_table1"), help="folder of the runs and of table1.csv")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/pi_fl_table1"), help="folder of the runs and of table1.csv"
+    )
     args, more = parser.parse_known_args()
     files = args.config or [str(CONFIGS / "pi_fl/table1_reduced.yaml")]
     shown = [f"--trainer.default_root_dir={args.out}", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
     base = [*(f"--config={file}" for file in files), *shown]
     chosen: dict[str, str] = {}
     found: dict[str, list[Found]] = {name: [] for name in (*CANDIDATES, REFERENCE)}
-    data = None
+    data, few = None, None
     for seed in args.seeds:
-        # last the user's words; the method's before them, so that they hold for every method
         last = [*more, f"--trainer.seed={seed}"]
         for method, settings in CANDIDATES.items():
             tried = {}
             for setting, words in settings.items():
                 if chosen.get(method, setting) == setting:
-                    trainer, data = fit([*base, *words, *last], data)
+                    draw = [f"--trainer.callbacks.selected={few}"] if method == "FedSoft" and few else []
+                    trainer, data = fit([*base, *words, *draw, *last], data)
+                    few = clients_a_cluster(trainer, data) if method == "PI-FL" else few
                     tried[setting] = centres(trainer, data)
-                    best = tried[setting]
-                    print(
-                        f"seed {seed}, {method}, {setting}: validation {best.validation:.3f}, gap {100 * best.gaps.mean():.1f}",
-                        flush=True,
-                    )
+                    score, gap = tried[setting].validation, 100 * tried[setting].gaps.mean()
+                    print(f"seed {seed}, {method}, {setting}: validation {score:.3f}, gap {gap:.1f}", flush=True)
             chosen.setdefault(method, max(tried, key=lambda setting: tried[setting].validation))
             found[method].append(tried[chosen[method]])
-        found[REFERENCE].append(reference([*base, *last], data))
+        found[REFERENCE].append(reference([*base, *last], data, few))
     print_table(found, chosen)
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "table1.csv").open("w", newline="") as file:
