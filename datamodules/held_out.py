@@ -115,5 +115,10 @@ class FewerClients(FederatedDataModule):
     def partition_name(self) -> str:
         return self.whole.partition_name
 
+    @property
+    def planted_groups(self) -> dict[str, int] | None:
+        known = self.whole.planted_groups
+        return None if known is None else {client: known[client] for client in self.client_ids if client in known}
+
     def public_dataloader(self) -> DataLoader[Any] | None:
         return self.whole.public_dataloader()

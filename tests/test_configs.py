@@ -185,8 +185,9 @@ def test_figures_of_pi_fl(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert sorted(label for group in groups for label in group) == list(range(10, 62)) and len(groups) == 13
 
 
-def test_pi_fl_on_cifar10_parses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", "--config", str(CONFIGS / "pi_fl/cifar10.yaml"), "--print_config"]) == 0
+@pytest.mark.parametrize("name", ["cifar10", "table1_reduced"])
+def test_pi_fl_on_cifar10_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", str(CONFIGS / f"pi_fl/{name}.yaml"), "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["data"]["class_path"].endswith("MixtureDataModule")
 
 
