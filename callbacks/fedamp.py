@@ -99,6 +99,8 @@ class FedAMP(ClientModels):
         {'a': 0.74, 'b': 0.26, 'c': 0.0}
     """
 
+    keeps = True
+
     def __init__(
         self,
         lam: float = 1.0,

@@ -62,8 +62,10 @@ class CallbackList:
         self.callbacks = sorted(self.callbacks, key=lambda callback: callback.rank)
         wishes = {callback.key: callback.weighting for callback in self.callbacks if callback.weighting is not None}
         if len(set(wishes.values())) > 1:
+            said = {key: "a function of its own" if callable(wish) else wish for key, wish in wishes.items()}
             raise ValueError(
-                f"Callbacks ask for different weightings: {wishes}. A mean has one: set the same `weighting` on them."
+                f"Callbacks ask for different weightings: {said}. A mean has one: set the same `weighting` on them, or none "
+                "beside one that weighs by a function of its own."
             )
         for key, wish in wishes.items():
             if not callable(wish) and wish not in WEIGHTINGS:
