@@ -70,6 +70,8 @@ class APFL(FederatedCallback):
         0.25
     """
 
+    keeps = True
+
     @renamed_arguments(personal="personal_model")
     def __init__(
         self,

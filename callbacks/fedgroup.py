@@ -28,7 +28,7 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import refuse_global_steps
+from fedlightning.callbacks.shared.server_models import refuse_global_steps, refuse_second_visits
 
 COLD_START = "cold start"
 """Key of the first model at the server while clients pre-train from it; their scores go under it too."""
@@ -109,7 +109,11 @@ class FedGroup(Clusters):
         refuse_global_steps(self, setup)
         share, count = setup.participation, len(setup.clients)
         late = share < count if isinstance(share, int) else share < 1.0
-        if setup.optimizer_state == "keep" and (late or self.alpha * self.num_clusters < count):
+        late = late or self.alpha * self.num_clusters < count
+        if late:
+            way_out = f"use participation=1.0 and an alpha of at least {math.ceil(count / self.num_clusters)}"
+            refuse_second_visits(self, setup, "lets a newcomer train twice in a round", way_out)
+        if setup.optimizer_state == "keep" and late:
             raise ValueError(
                 "FedGroup lets a newcomer train twice in a round, from the first model and from its group's, and with "
                 "optimizer_state='keep' the moments and clocks of one would go on in the other. Use optimizer_state='reset'."

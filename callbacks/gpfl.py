@@ -77,6 +77,8 @@ class GPFL(FederatedCallback):
         ['net.fc1.weight', 'net.fc1.bias', 'net.fc2.conditions.embeddings.weight']
     """
 
+    rank = 1  # the contexts are those of the embeddings that a client trains from, after others have merged them
+
     def __init__(
         self,
         lam: float = 0.01,

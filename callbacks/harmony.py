@@ -89,6 +89,10 @@ class Harmony(Clusters):
         [0, 0, 1]
     """
 
+    no_newcomers = (
+        "finds a client's fusion by the encoders that it has trained, and has none for one that never trained"
+    )
+
     def __init__(
         self,
         stage1: int | float = 2 / 3,

@@ -33,6 +33,8 @@ class AdaptsAtEnd(KeepsModel):
         lr_factor: Factor on the module's learning rate in fine-tuning.
     """
 
+    keeps = False  # the copy is made once, after the last round
+
     epochs: int
     part: Part
     head: str | list[str] | None

@@ -27,6 +27,7 @@ from fedlightning.algorithm import (
     select,
     warn,
 )
+from fedlightning.callbacks.shared.server_models import refuse_second_visits
 
 ALONE = "alone"
 """Tag of visits that only find a requirement, and key of the model that they begin from."""
@@ -99,7 +100,11 @@ class MaxFL(FederatedCallback):
             )
         share = setup.participation
         late = share < len(setup.clients) if isinstance(share, int) else share < 1.0
-        if setup.optimizer_state == "keep" and (late or self.alone is not None):
+        late = late or self.alone is not None
+        if late:
+            what = "lets a client train alone before it trains the global model"
+            refuse_second_visits(self, setup, what, "use participation=1.0 and alone=None")
+        if setup.optimizer_state == "keep" and late:
             raise ValueError(
                 "MaxFL lets a client train alone before it trains the global model, and with optimizer_state='keep' the "
                 "moments and clocks of one would go on in the other. Use optimizer_state='reset'."

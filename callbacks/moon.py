@@ -60,6 +60,8 @@ class MOON(FederatedCallback):
         (tensor(0.1269), tensor(2.1269))
     """
 
+    keeps = True
+
     def __init__(
         self,
         mu: float = 1.0,

@@ -30,6 +30,8 @@ class KeepsModel(FederatedCallback):
         {'w': 1.0}
     """
 
+    keeps: bool | None = True
+
     def kept(self, client: Client) -> State:
         """Return the client's own model; empty if it has none yet."""
         model: State = client.state.get(self.key, {}).get("model", {})

@@ -113,7 +113,7 @@ class pFedBayes(KeepsModel):
         return super().claims(role) and not (role == "server_step" and self.server_lr == 1.0)
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization, weight decay, and corrections of `w_i`; warn of a prior that overshoots.
+        """Refuse manual optimization, weight decay, corrections of `w_i` and other parts; warn of a prior that overshoots.
 
         Raises:
             ValueError: With a sentence.
@@ -126,6 +126,11 @@ class pFedBayes(KeepsModel):
                 raise ValueError(
                     f"{other.key} corrects the training of the model that travels; that of pFedBayes sees no data of its "
                     f"own. Remove {other.key} or pFedBayes."
+                )
+            if other is not self and other.claims("wrap_module"):
+                raise ValueError(
+                    f"pFedBayes adds a spread to every parameter of the module, and {other.key} adds or replaces parameters. "
+                    f"Remove {other.key} or pFedBayes."
                 )
         smallest = min((count for count in setup.num_samples.values() if count), default=1)
         for optimizer in setup.optimizers:

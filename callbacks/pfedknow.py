@@ -102,6 +102,12 @@ class pFedKnow(FederatedCallback):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
+        for other in setup.callbacks:
+            if other.sends_less:
+                raise ValueError(
+                    f"pFedKnow tells from its own pruning what each client holds, and {other.key} leaves out more, also of "
+                    f"the model that the server has trained. Remove {other.key} or pFedKnow."
+                )
         if self.server is not None and not setup.num_samples.get(self.server):
             raise ValueError(
                 f"pFedKnow got server={self.server!r}, and there is no such client with training data; the clients are "

@@ -71,6 +71,8 @@ class pFedMe(FederatedCallback):
 
     saved_as = "PFedMe"
 
+    keeps = True
+
     @renamed_arguments(server_rate="server_lr")
     def __init__(
         self,

@@ -42,6 +42,7 @@ from fedlightning.callbacks.shared.server_models import (
     combine,
     refuse_global_steps,
     refuse_parts_of_models,
+    refuse_second_visits,
 )
 from fedlightning.callbacks.shared.tokens import CLOSE, Ledger, write_ledger
 
@@ -188,6 +189,10 @@ class PIFL(PIFLRound):
                 f"{self.key} has {self.pretrain_rounds} rounds of pre-training and there are {setup.max_rounds} in all: "
                 "no cluster would ever train. Use pretrain_rounds below max_rounds."
             )
+        if self.num_clusters > 1:
+            refuse_second_visits(
+                self, setup, "lets a client train several clusters' models in one round", "use one cluster"
+            )
         if self.num_clusters > 1 and setup.optimizer_state == "keep":
             raise ValueError(
                 f"{self.key} lets a client train several clusters' models in one round, and with optimizer_state='keep' the "
@@ -203,7 +208,13 @@ class PIFL(PIFLRound):
     # -- server: the round ---------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:
         """Open the accounts; initialise the clusters' models unless a pre-training will give them."""
-        whole = len(server.returned_names()) == len(server.kinds)
+        whole, shared = len(server.returned_names()) == len(server.kinds), set(server.shared_names())
+        moved = [name for name, kind in server.kinds.items() if kind == "float_buffer" and name not in shared]
+        if moved and self.num_clusters > 1:
+            raise ValueError(
+                f"{self.key} lets a client train several clusters' models in one round, and '{moved[0]}', which stays with "
+                "the client, would follow one after the other. Leave float_buffers at 'average', or use one cluster."
+            )
         if not whole and (self.utility == "pooled" or self.pretrain_rounds):
             raise ValueError(
                 f"{self.key} scores whole models on everybody's data (utility='pooled', pretrain_rounds), and here some "

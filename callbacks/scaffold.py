@@ -78,6 +78,8 @@ class SCAFFOLD(FederatedCallback):
         tensor([12.])
     """
 
+    keeps = True
+
     def __init__(self, option: Literal[1, 2] = 2, server_lr: float = 1.0, weighting: WeightingName = "uniform") -> None:
         if option not in (1, 2):
             raise ValueError(

@@ -99,6 +99,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         """The way the data were divided, in a few words."""
         return "natural"
 
+    @property
+    def planted_groups(self) -> dict[str, int] | None:
+        """The group of each client that comes from one, where the clients were made so; `None` if nobody knows.
+
+        What a method that finds groups is measured by; no method sees it.
+        """
+        return None
+
     def fingerprint(self, split: str) -> str:
         """Return a short hash of which client holds which samples of `split`: equal for two runs on the same split.
 

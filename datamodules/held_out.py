@@ -27,9 +27,9 @@ def draw_held_out(clients: Iterable[str], how_many: int | float, seed: int) -> l
 
     Example:
         >>> draw_held_out(["a", "b", "c", "d", "e"], 0.4, seed=0)
-        ['d', 'e']
+        ['b', 'e']
         >>> draw_held_out(["a", "b", "c", "d", "e"], 1, seed=0)
-        ['e']
+        ['b']
     """
     ordered = in_order(clients)
     share = isinstance(how_many, float)
@@ -114,6 +114,11 @@ class FewerClients(FederatedDataModule):
     @property
     def partition_name(self) -> str:
         return self.whole.partition_name
+
+    @property
+    def planted_groups(self) -> dict[str, int] | None:
+        known = self.whole.planted_groups
+        return None if known is None else {client: known[client] for client in self.client_ids if client in known}
 
     def public_dataloader(self) -> DataLoader[Any] | None:
         return self.whole.public_dataloader()

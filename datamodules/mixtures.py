@@ -38,6 +38,10 @@ class MixtureDataModule(IndexedFederatedDataModule):
         shift: The test data of a client have the shares in reverse order (`1 - a_i`).
         label_space: `"joint"`: every group has labels of its own. `"shared"`: the n-th class of every group has label n.
 
+    Attributes:
+        client_shares: Share of every group in every client's training data, float64 of shape `(clients, groups)`, in the order
+            of `client_ids`; after `setup`.
+
     Raises:
         ValueError: If a value is out of its range; at `setup`, if a class is in two groups or in no data.
 
@@ -78,6 +82,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
         self.shift, self.label_space = shift, label_space
         self.shares(np.random.default_rng(0))  # refuses mixtures that are none
         self._held_out: dict[tuple[int, str], IndexView] = {}
+        self._planted: dict[str, int] = {}
 
     @property
     def num_groups(self) -> int:
@@ -134,7 +139,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         rng = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator(self.seed, "mixture")).item()))
-        shares = self.shares(rng)
+        shares = self.client_shares = self.shares(rng)
         splits = {}
         limits = {"train": self.source.max_train, "test": self.source.max_test}
         for name, part in zip(("train", "test"), self.source.load(), strict=True):
@@ -144,6 +149,9 @@ class MixtureDataModule(IndexedFederatedDataModule):
             splits[name] = Split(dataset, indices, dataset.y.numpy())
             self._held_out |= {(group, name): IndexView(dataset, held) for group, held in enumerate(members)}
         ids = [str(number) for number in range(self.num_clients)]
+        self._planted = {
+            client: int(row.argmax()) for client, row in zip(ids, shares, strict=True) if (row == row.max()).sum() == 1
+        }
         if self.source.val_fraction > 0:
             seed = self.seed if self.source.val_seed is None else self.source.val_seed
             train = splits["train"]
@@ -223,6 +231,12 @@ class MixtureDataModule(IndexedFederatedDataModule):
         return DataLoader(
             view, self.batch_size, collate_fn=collate_rows, generator=generator(self.seed, "workers", str(group), split)
         )
+
+    @property
+    def planted_groups(self) -> dict[str, int]:
+        """The group that most of a client's training samples come from; clients with two such groups have none."""
+        self.setup()
+        return {client: self._planted[client] for client in self.client_ids if client in self._planted}
 
     @property
     def partition_name(self) -> str:

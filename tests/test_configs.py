@@ -131,7 +131,15 @@ def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
     assert (run / "clusters.csv").exists() == (name != "no_incentive")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("multimodal/*.yaml")), ids=ids)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, marks=pytest.mark.slow if path.stem in ("harmony_set1", "harmony_set2") else (), id=path.stem
+        )
+        for path in sorted(CONFIGS.glob("multimodal/*.yaml"))
+    ],
+)
 def test_several_modalities(path: Path, tmp_path: Path) -> None:
     """Few rounds and few samples of what the file says, both stages of Harmony among them."""
     words = ["fit", "--config", str(path), f"--trainer.default_root_dir={tmp_path}", "--trainer.max_rounds=2"]
@@ -177,8 +185,9 @@ def test_figures_of_pi_fl(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert sorted(label for group in groups for label in group) == list(range(10, 62)) and len(groups) == 13
 
 
-def test_pi_fl_on_cifar10_parses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", "--config", str(CONFIGS / "pi_fl/cifar10.yaml"), "--print_config"]) == 0
+@pytest.mark.parametrize("name", ["cifar10", "table1_reduced"])
+def test_pi_fl_on_cifar10_parses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", str(CONFIGS / f"pi_fl/{name}.yaml"), "--print_config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["data"]["class_path"].endswith("MixtureDataModule")
 
 

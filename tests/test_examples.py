@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import importlib.util
 import os
 import re
@@ -10,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fedlightning.callbacks import FedAvg
+from fedlightning.study.centres import score_centres
 from fedlightning.testing import CHECKS, check_algorithm
 from fedlightning.testing.toys import ToyModule
 from tests.helpers import Quadratic, federate, global_state, quadratic_data, spied, toy_data
@@ -205,3 +208,44 @@ def test_the_error_of_a_cluster_is_its_simulation_for_unequal_clients():
     for tau in (0.3, 0.44, 0.46, 0.8):  # the border is sigma / sqrt(n_0) = 0.447, whatever the size
         for count in (2, 8, 50):
             assert (theory.cluster_error([5] * count, 0, 1.0, tau) < 1 / 5) == (tau**2 < 1 / 5)
+
+
+@pytest.fixture(scope="module")
+def table1():
+    spec = importlib.util.spec_from_file_location("pi_fl_table1", ROOT / "examples/pi_fl_table1.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_gap_is_down_a_column(table1):
+    assert table1.Found(np.array([[0.9, 0.3], [0.5, 0.8]])).gaps == pytest.approx([0.4, 0.5])
+    assert table1.Found(np.array([[0.9, 0, 0], [0.5, 1, 0], [0.3, 0, 1]])).gaps == pytest.approx([0.5, 1, 1])
+
+
+def test_table1_of_pi_fl(table1, tmp_path, monkeypatch, capsys):
+    """On turned digits: the numbers in the file are those in print, and FedAvg's are of models that one group trained."""
+    files = [f"--config={ROOT / 'configs' / name}" for name in ("clusters/digits.yaml", "algorithms/pifl.yaml")]
+    few = ["--data.num_clients=4", "--data.source.max_train=300", "--trainer.max_rounds=2", "--trainer.evaluate_every=2"]
+    slots = ["--trainer.default_root_dir", str(tmp_path / "own"), "--trainer.enable_progress_bar=false"]
+    monkeypatch.setattr("sys.argv", ["pi_fl_table1.py", *files, "--out", str(tmp_path), *few])
+    table1.main()
+    printed = capsys.readouterr().out
+    with (tmp_path / "table1.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * 4
+    gaps = {}
+    for name in ("PI-FL", "FedSoft", table1.REFERENCE):
+        table = np.array([float(row["accuracy"]) for row in rows if row["method"] == name]).reshape(2, 2)
+        gaps[name] = table1.Found(table).gaps.mean()
+    for name in ("PI-FL", "FedSoft"):
+        assert f"gap {100 * gaps[name]:.1f}, {gaps[name] / gaps[table1.REFERENCE]:.2f} of that" in printed
+    for method, settings in table1.CANDIDATES.items():
+        scores = [float(found) for found in re.findall(rf"{method}, .*: validation ([\d.]+)", printed)]
+        best = list(settings)[int(np.argmax(scores))]
+        assert len(scores) == len(settings) and f"{method} ({best})" in printed
+    words = [*files, f"--config={ROOT / 'configs/algorithms/fedavg.yaml'}", *few, *slots, "--trainer.held_out=['0', '1']"]
+    trainer, data = table1.fit(words)
+    (value,) = (row["accuracy"] for row in rows if row["method"] == table1.REFERENCE and row["group"] + row["centre"] == "11")
+    assert float(value) == pytest.approx(score_centres(trainer, data)[1]["value"])
+    assert gaps[table1.REFERENCE] > 0.2

@@ -106,6 +106,29 @@ def refuse_parts_of_models(callback: FederatedCallback, setup: Setup) -> None:
             )
 
 
+def refuse_second_visits(callback: FederatedCallback, setup: Setup, what: str, way_out: str) -> None:
+    """Refuse callbacks that keep something at a client, beside one that lets a client train twice in a round.
+
+    What a client keeps would take the steps of both visits, for two models in turn.
+
+    Args:
+        callback: The callback that lets a client train twice.
+        setup: The federation.
+        what: When it does so, as the end of a sentence after its key.
+        way_out: Another setting, as the end of a sentence.
+
+    Raises:
+        ValueError: If there is one. The sentence names the two callbacks.
+    """
+    for other in setup.callbacks:
+        keeps = other.merges or other.claims("shared_names") if other.keeps is None else other.keeps
+        if other is not callback and keeps:
+            raise ValueError(
+                f"{callback.key} {what}, and what {other.key} keeps at the client would train in both visits, for one model "
+                f"after the other. Remove {other.key}, or {way_out}."
+            )
+
+
 def refuse_without_a_model(callback: FederatedCallback, setup: Setup) -> None:
     """Refuse callbacks that work on the model that travels, beside one that lets none travel.
 

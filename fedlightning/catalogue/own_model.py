@@ -108,7 +108,7 @@ ROWS = (
         client_state="q_i (its own mu and rho)",
         deployed=beside_global("the means of q_i"),
         weights="uniform (paper) or samples",
-        composes="FedPer; server optimizers while server_lr is 1; not with FedProx, weight decay or manual optimization",
+        composes="FedPer; server optimizers while server_lr is 1; no weight decay, adapters or manual optimization",
     ),
 )
 # fmt: on

@@ -70,6 +70,7 @@ def describe_data(data: FederatedDataModule) -> dict[str, Any]:
         "partition": data.partition_name,
         "splits": {split: data.fingerprint(split) for split in SPLITS},
         "clients": describe_clients(data, data.client_ids),
+        **({} if data.planted_groups is None else {"groups": data.planted_groups}),
     }
 
 

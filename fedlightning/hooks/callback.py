@@ -44,6 +44,9 @@ class FederatedCallback(Callback):
             must see something before others change it, such as the model that came or the raw gradient.
         merges: True where `on_receive` makes the model that training starts from out of what came and what the client
             kept. Two such callbacks are refused: each would merge what the other has merged.
+        keeps: True where a client keeps something of its own that every visit trains or replaces, such as a personal model:
+            what lets a client train twice in a round refuses it. `None` (default): True for a callback that merges, or
+            chooses what travels (:meth:`shared_names`), so that the rest trains at the client.
         sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it.
         takes_part: False in a callback that only watches: a resumed run may go on with or without it.
         infinite_arguments: Arguments that may be infinite. No other number may, and none may be NaN.
@@ -68,6 +71,7 @@ class FederatedCallback(Callback):
     saved_as: str | None = None
     rank: int = 0
     merges: bool = False
+    keeps: bool | None = None
     sends_less: bool = False
     takes_part: bool = True
     infinite_arguments: tuple[str, ...] = ()

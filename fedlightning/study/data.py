@@ -12,6 +12,7 @@ from fedlightning.study.baselines import fingerprint, odd_splits, why_not
 from fedlightning.study.columns import GLOBAL, PERSONAL
 from fedlightning.study.measures import Estimate, RunScores, SeedScore, common_metric, estimate
 from fedlightning.study.runs import DEPLOYED, Run
+from fedlightning.study.tables import RunTables, tables_of
 
 Table = list[dict[str, Any]]
 """Lines of a table, each with the same keys and plain values, ready for JSON, CSV and a page."""
@@ -74,6 +75,11 @@ class StudyData:
                 f"No run has scores of a checkpoint '{self.checkpoint}' on {self.split} data; there is: {DEPLOYED}, "
                 f"{', '.join(known)}."
             )
+
+    @cached_property
+    def tables(self) -> dict[tuple[str, int], RunTables]:
+        """(method, seed) -> `clusters.csv` and `ledger.csv` of every run that has a result."""
+        return {key: tables_of(found.run) for key, found in self.finished.items()}
 
     # -- methods and seeds -----------------------------------------------------------------------------------------
     @property

@@ -6,20 +6,30 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedlightning.run.files import write_text_atomically
-from fedlightning.study.data import StudyData
+from fedlightning.study.clusters import clusters, memberships
+from fedlightning.study.data import StudyData, Table
 from fedlightning.study.overview import overview
 from fedlightning.study.problems import find_problems
 from fedlightning.study.ranks import ranks
 from fedlightning.study.scores import results
+from fedlightning.study.tokens import ledgers, tokens
 from fedlightning.study.unseen import unseen
 
 TABLES = ("results", "overview", "problems")
 """Keys of `comparison.json` that hold lines of a table; the others say what the lines are of."""
+SOMETIMES: dict[str, Callable[[StudyData], Table]] = {
+    "unseen": unseen,
+    "clusters": clusters,
+    "memberships": memberships,
+    "ledgers": ledgers,
+    "tokens": tokens,
+}
+"""Further tables, of runs that have what they are made from."""
 
 
 def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path) -> dict[str, Any]:
@@ -30,7 +40,8 @@ def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path
     `datasets` describes each of them, and `ranks` holds :func:`fedlightning.study.ranks.ranks` (`null` where there can
     be none).
 
-    Where runs held clients out, the JSON also has `unseen`, their scores; no other mean holds them.
+    Where runs held clients out, the JSON also has `unseen`, their scores; no other mean holds them. Where runs have a
+    `clusters.csv`, it has `clusters` and `memberships`; where they have a `ledger.csv`, `ledgers` and `tokens`.
 
     The CSV has `results` without nested columns: `ci95` becomes `ci95_low` and `ci95_high`, and `undefined` and
     `diverged` become text. Values by seed and by client are only in the JSON.
@@ -70,15 +81,15 @@ def comparison(study: StudyData | Mapping[str, StudyData]) -> dict[str, Any]:
                 "baselines": study.baselines,
             }
         )
-        held_out = plain(unseen(study))
-        return found | ({"unseen": held_out} if held_out else {})
+        return found | {name: plain(lines) for name, table in SOMETIMES.items() if (lines := table(study))}
     each = {name: comparison(one) for name, one in study.items()}
     tables: dict[str, Any] = {
-        table: [{"dataset": name} | line for name, one in each.items() for line in one[table]] for table in TABLES
+        table: [{"dataset": name} | line for name, one in each.items() for line in one.get(table, ())]
+        for table in (*TABLES, *(name for name in SOMETIMES if any(name in one for one in each.values())))
     }
-    held_out = [{"dataset": name} | line for name, one in each.items() for line in one.get("unseen", ())]
-    tables |= {"unseen": held_out} if held_out else {}
-    about = {name: {key: one[key] for key in one if key not in (*TABLES, "unseen")} for name, one in each.items()}
+    about = {
+        name: {key: one[key] for key in one if key not in (*TABLES, *SOMETIMES)} for name, one in each.items()
+    }
     methods = list(dict.fromkeys(method for one in each.values() for method in one["methods"]))
     seeds = sorted({seed for one in each.values() for seed in one["seeds"]})
     try:

@@ -14,6 +14,7 @@ from fedlightning.study.columns import LOCAL, UNSEEN
 from fedlightning.study.data import StudyData
 from fedlightning.study.roles import NEEDED
 from fedlightning.study.terms import unequal
+from fedlightning.study.tokens import CONSERVED, missing
 
 NOTES = ("single_seed", "different_budget", "unequal_terms", "undefined", "identical_seeds", "uncomparable_baseline")
 """Kinds of problems that leave every score as it is, and that a reader must know."""
@@ -27,7 +28,7 @@ class Problem:
 
     Attributes:
         kind: `failed`, `duplicate`, `missing_seed`, `missing_score`, `mixed_models`, `different_splits`,
-            `different_training_data`, `nan`, `no_baseline`, or one of :data:`NOTES`.
+            `different_training_data`, `nan`, `damaged_table`, `tokens_lost`, `no_baseline`, or one of :data:`NOTES`.
         run: Method that has the problem, or `None` for the whole study.
         seed: Seed that has the problem, or `None` for all seeds of the method.
         text: The problem and the way out, in a sentence or two.
@@ -56,6 +57,7 @@ def find_problems(study: StudyData) -> list[Problem]:
         *_broken(study),
         *_missing_scores(study),
         *_mixed_models(study),
+        *_tables(study),
         *_missing_baselines(study),
         *_other_than_baseline(study),
         *(Problem("unequal_terms", None, None, text) for text in unequal(study)),
@@ -168,6 +170,20 @@ def _mixed_models(study: StudyData) -> Iterator[Problem]:
                 "runs the same checkpoints, or compare with --checkpoint latest."
             )
             yield Problem("mixed_models", name, None, text)
+
+
+def _tables(study: StudyData) -> Iterator[Problem]:
+    """Find tables beside the scores that cannot be read, and ledgers in which tokens were made or lost."""
+    for (name, seed), tables in study.tables.items():
+        for fault in tables.faults.values():
+            yield Problem("damaged_table", name, seed, fault)
+        lost = missing(tables.entries)
+        if lost > CONSERVED:
+            text = (
+                f"{name}, seed {seed}, made or lost tokens: in a round of a cluster, refunds and rewards differ from what was "
+                f"paid by {lost:.3g}. Its ledger.csv was changed, or the method does not keep its accounts."
+            )
+            yield Problem("tokens_lost", name, seed, text)
 
 
 def _undefined(study: StudyData) -> Iterator[Problem]:

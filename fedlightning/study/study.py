@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from fedlightning.study import clients, costs, curves, differences, incentives, overview, scores, terms, unseen
+from fedlightning.study import (
+    clients,
+    clusters,
+    costs,
+    curves,
+    differences,
+    incentives,
+    overview,
+    scores,
+    terms,
+    tokens,
+    unseen,
+)
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.export import write_comparison
 from fedlightning.study.problems import Problem, find_problems
@@ -100,6 +112,22 @@ class Study(StudyData):
     def unseen(self) -> Table:
         """Return the scores of clients that took no part in training; see :func:`fedlightning.study.unseen.unseen`."""
         return unseen.unseen(self)
+
+    def clusters(self) -> Table:
+        """Return how methods divide the clients; see :func:`fedlightning.study.clusters.clusters`."""
+        return clusters.clusters(self)
+
+    def memberships(self) -> Table:
+        """Return each client's clusters; see :func:`fedlightning.study.clusters.memberships`."""
+        return clusters.memberships(self)
+
+    def tokens(self) -> Table:
+        """Return each client's tokens, contribution and gain; see :func:`fedlightning.study.tokens.tokens`."""
+        return tokens.tokens(self)
+
+    def ledgers(self) -> Table:
+        """Return the ledgers of methods that pay in tokens; see :func:`fedlightning.study.tokens.ledgers`."""
+        return tokens.ledgers(self)
 
     def fairness(self, thresholds: Sequence[float] | None = None) -> Table:
         """Return spread over clients and incentives; see :func:`fedlightning.study.incentives.fairness`."""

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from fedlightning.federation.failures import TooFewClientsError
+from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback
 from fedlightning.scoring.results import UNSEEN
-from fedlightning.tensors import entry_kinds, first_nonfinite, module_state
+from fedlightning.tensors import State, entry_kinds, first_nonfinite, module_state
 from fedlightning.testing.runs import (
     StopAfter,
     Stopped,
@@ -32,6 +33,7 @@ from fedlightning.testing.runs import (
     watching,
 )
 from fedlightning.testing.toys import ToyData, federate
+from fedlightning.visit.record import ClientRecord
 
 Check = Callable[..., None]
 """Function of an algorithm, a folder and arguments of the trainer that raises AssertionError."""
@@ -123,7 +125,7 @@ def check_absent_clients(algorithm: FederatedCallback, root: Path, **given: Any)
 
 
 def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
-    """Check that clients send only what was asked for, that all bytes are counted, and that nothing private is sent."""
+    """Check that clients send only what was asked for and nothing private, that all bytes are counted, and `keeps` is set."""
     with watching() as visits:
         trainer = federate(algorithm, ToyData(), root, **given | {"full": True})
     server = server_of(trainer)
@@ -147,6 +149,20 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
                 assert not leaked or name in message.state or bool((value == value.flatten()[0]).all()), (
                     f"{algorithm.key}: the private '{name}' of client '{message.client}' left it."
                 )
+
+    says = algorithm.merges or algorithm.claims("shared_names") if algorithm.keeps is None else algorithm.keeps
+    if not algorithm.claims("plan_round") and not says:  # else nobody lets its clients train twice in a round
+        trained = [(update.client, record) for _, update, record in visits.all if update.steps]
+        for client in server.clients:
+            kept = [(record.state, _trained(server, record)) for name, record in trained if name == client][:2]
+            assert same_tree(kept[0], kept[-1]), (
+                f"{algorithm.key} keeps something at client '{client}' that changed in its second visit. Set keeps = True."
+            )
+
+
+def _trained(server: Server, record: ClientRecord) -> State:
+    """Return the parameters that a client keeps to itself."""
+    return {name: value for name, value in record.personal.items() if server.kinds.get(name) == "trainable"}
 
 
 def check_every_kind_of_entry(algorithm: FederatedCallback, root: Path, **given: Any) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlightning.callbacks import FedAvg, FedGroup, FedLP, Local
+from fedlightning.callbacks import Ditto, FedAvg, FedGroup, FedLP, Local
 from fedlightning.callbacks.fedgroup import COLD_START, directions
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
@@ -156,6 +156,14 @@ def test_moments_do_not_go_on_from_pre_training(alpha, participation):
     options = {"optimizer_state": "keep", "participation": participation}
     with pytest.raises(ValueError, match="lets a newcomer train twice in a round"):
         federate(Toy("adam"), toy_data(), [FedGroup(alpha=alpha)], **options)
+
+
+def test_a_personal_model_takes_no_steps_in_pre_training_and_again_in_the_group():
+    with pytest.raises(ValueError, match=r"what Ditto keeps at .* use participation=1.0 and an alpha of at least 2"):
+        federate(Toy(), toy_data(), [FedGroup(), Ditto()], participation=2)
+    _, spy = spied(Toy(), toy_data(), [FedGroup(), Ditto()], max_rounds=2)
+    visits = [(update.round, update.client) for update in spy.updates]
+    assert len(visits) == len(set(visits)) == 6
 
 
 @pytest.mark.parametrize("options", [{"num_clusters": 0}, {"alpha": 0}, {"pretrain": 0}, {"mix": -0.1}])

@@ -151,7 +151,7 @@ def test_wrong_use():
 
 
 def test_copies_of_a_wrapped_module_are_independent():
-    module = GPFL().wrap_module(Toy(), "server")
+    module = GPFL(valve="random").wrap_module(Toy(), "server")
     again = copy.deepcopy(module)
     with torch.no_grad():
         again.get_submodule(f"{HEAD}.conditions").personal.fill_(9.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import FedAdam, FedAvg, FedBN, FedPer, FedProx, MaxFL
+from fedlightning.callbacks import Ditto, FedAdam, FedAvg, FedBN, FedPer, FedProx, MaxFL
 from fedlightning.callbacks.maxfl import ALONE, appeal_weight
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, spied, toy_data
@@ -150,6 +150,14 @@ def test_moments_do_not_go_on_from_the_visit_alone(given):
     options = {"optimizer_state": "keep", "participation": given.get("participation", 1.0)}
     with pytest.raises(ValueError, match="train alone before it trains the global model"):
         federate(Toy("adam"), toy_data(), [MaxFL(alone=given.get("alone"))], **options)
+
+
+@pytest.mark.parametrize("given", [{"alone": 2}, {"participation": 2}])
+def test_a_personal_model_takes_no_steps_in_the_visit_alone(given):
+    with pytest.raises(ValueError, match="what Ditto keeps at the client would train in both visits"):
+        federate(
+            Toy(), toy_data(), [MaxFL(alone=given.get("alone")), Ditto()], participation=given.get("participation", 1.0)
+        )
 
 
 def test_the_sum_of_updates_keeps_other_terms():

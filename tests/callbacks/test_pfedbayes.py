@@ -9,7 +9,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedAvg, FedPer, FedProx, Local, pFedBayes
+from fedlightning.callbacks import GPFL, FedAvg, FedPer, FedProx, Local, pFedBayes
 from fedlightning.callbacks.pfedbayes import gaussian_kl, kl_gradients, pairs
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
@@ -152,9 +152,10 @@ def test_a_strong_prior_holds_the_own_distribution():
     start = module_state(module)["net.0.weight"]
     moved = []
     for zeta in (0.0, 1.0, 10.0):
-        trainer = federate(module, data, [pFedBayes(zeta=zeta, server_lr=0.0, rho=-1.0)], max_rounds=3, local_epochs=5)
+        algorithm = pFedBayes(zeta=zeta, server_lr=0.0, rho=-1.0, global_lr=1e-3, personal_steps=5)
+        trainer = federate(module, data, [algorithm], max_rounds=2, local_epochs=3)
         moved.append(float((deployed(trainer, "1")["net.0.weight"] - start).norm()))
-    assert moved[0] > moved[1] > moved[2]
+    assert moved[0] > moved[1] > moved[2], moved
 
 
 def test_what_travels_is_twice_fedavgs_and_no_own_distribution():
@@ -225,5 +226,7 @@ def test_wrong_use():
         federate(AdamWDecay(), data, [pFedBayes()])
     with pytest.raises(ValueError, match="FedProx corrects the training of the model that travels"):
         federate(Toy(), data, [FedProx(), pFedBayes()])
+    with pytest.raises(ValueError, match="pFedBayes adds a spread to every parameter of the module, and GPFL"):
+        federate(Toy(), data, [GPFL(), pFedBayes()])
     with pytest.warns(UserWarning, match="2 or more diverges. Use zeta below"):
         federate(Toy("sgd"), data, [pFedBayes(zeta=5.0)], max_rounds=1)

@@ -10,7 +10,7 @@ from itertools import combinations, permutations
 import pytest
 import torch
 
-from fedlightning.callbacks import PIFL, FedAvg, FedPer
+from fedlightning.callbacks import FLIU, MOON, PIFL, Ditto, FedAvg, FedPer
 from fedlightning.callbacks.pi_fl_round import shares
 from fedlightning.tensors import module_state
 from tests.callbacks.common import cut_and_resumed
@@ -340,10 +340,21 @@ def test_stacks_of_clients_give_the_same():
 
 
 def test_personal_heads_stay_and_cannot_be_scored_in_one_place():
-    _, spy = spied(Toy(), toy_data(), [FedPer(), pifl()], max_rounds=2)
+    _, spy = spied(Toy(), toy_data(), [FedPer(), pifl(num_clusters=1)], max_rounds=2)
     assert all(set(update.state) <= {"net.0.weight", "net.0.bias"} for update in spy.updates)
     with pytest.raises(ValueError, match="some entries stay with the clients"):
-        federate(Toy(), toy_data(), [FedPer(), pifl(utility="pooled")])
+        federate(Toy(), toy_data(), [FedPer(), pifl(num_clusters=1, utility="pooled")])
+
+
+@pytest.mark.parametrize("other", [Ditto(), MOON(), FedPer(), FLIU()])
+def test_what_a_client_keeps_would_train_for_one_cluster_after_the_other(other):
+    with pytest.raises(ValueError, match=f"what {other.key} keeps at the client would train in both visits"):
+        federate(Toy(), toy_data(), [pifl(), other])
+
+
+def test_running_statistics_of_two_clusters_are_not_kept_in_one_place():
+    with pytest.raises(ValueError, match=r"'net.1.running_mean', which stays with the client, would follow one after"):
+        federate(NormNet(), toy_data(), [pifl()], float_buffers="local")
 
 
 def test_payment_without_validation_data_is_refused():

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from fedlightning.datamodules import DigitsDataModule, MixtureDataModule
+from fedlightning.datamodules.held_out import without
+from fedlightning.federation.summary import describe_data
 
 HALVES = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
@@ -40,6 +42,7 @@ def test_shares(mixture, expected):
     assert len(sizes) == 1 and sizes.pop() >= 60
     assert first_share(data) == pytest.approx(np.array(expected), abs=0.01)
     assert first_share(data, "test") == pytest.approx(np.array(expected), abs=0.04)
+    assert data.client_shares[:, 0] == pytest.approx(np.array(expected))
 
 
 def test_random_shares_are_uniform_for_two_groups():
@@ -50,6 +53,11 @@ def test_random_shares_are_uniform_for_two_groups():
     three = MixtureDataModule(DigitsDataModule(), 400, [[0], [1], [2]], "random").shares(np.random.default_rng(0))
     assert np.allclose(three.sum(1), 1) and (three >= 0).all()
     assert three.mean(0) == pytest.approx([1 / 3] * 3, abs=0.04)
+
+
+def test_shares_that_were_drawn_are_those_of_the_data():
+    data = mixed(mixture="random")
+    assert data.client_shares[:, 0] == pytest.approx(first_share(data), abs=0.01) and np.ptp(first_share(data)) > 0.3
 
 
 def test_no_sample_is_used_twice_and_classes_of_a_group_come_evenly():
@@ -128,3 +136,15 @@ def test_disjoint_groups_share_no_class_and_no_client():
     assert [groups.index(sorted(classes)) for classes in held] == [0, 0, 0, 1, 1, 2, 2]
     with pytest.raises(ValueError, match="2 clients for 3 groups"):
         MixtureDataModule(DigitsDataModule(), 2, groups, mixture="disjoint")
+
+
+def test_planted_groups_are_those_of_most_training_samples():
+    groups = mixed(mixture="30:70", shift=True).planted_groups
+    assert groups == {str(client): int(client >= 5) for client in range(10)}
+    table = [[0.5, 0.5], [0.25, 0.75], [0.75, 0.25]]
+    data = mixed(num_clients=3, mixture=table)
+    assert data.planted_groups == {"1": 1, "2": 0}, "half and half is of neither group"
+    assert describe_data(without(data, ["2"]))["groups"] == {"1": 1}
+    plain = DigitsDataModule()
+    plain.setup()
+    assert "groups" not in describe_data(plain)

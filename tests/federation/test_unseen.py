@@ -146,7 +146,7 @@ class Watch(FederatedCallback):
 
 
 def test_callbacks_neither_see_their_scores_nor_keep_models_of_them(tmp_path):
-    trainer = checked(Watch(), CheckData(), tmp_path, held_out=["site3"], evaluate_every=1)
+    trainer = checked(Watch(), CheckData(), tmp_path, held_out=["site3"], evaluate_every=1, stages=["L1"])
     assert unseen(trainer) and "site3" not in trainer.store and set(trainer.store) == {"site0", "site1", "site2"}
     selected = federate(Toy(), toy_data(SIZES), [LocalCheckpoint()], tmp_path / "2", held_out=["b"])
     assert "b" not in selected.store

@@ -13,6 +13,7 @@ from fedlightning.study.report.context import LABELS, Context
 from fedlightning.study.report.html import Page, Section, Trouble, render, slug
 from fedlightning.study.report.sections import (
     clients,
+    clusters,
     failures,
     fairness,
     layers,
@@ -20,6 +21,7 @@ from fedlightning.study.report.sections import (
     setting,
     statistics,
     terms,
+    tokens,
     training,
     unseen,
 )
@@ -115,8 +117,10 @@ PARTS = (
     scores.overview,
     statistics.differences,
     clients.clients,
+    clusters.clusters,
     unseen.unseen,
     fairness.fairness,
+    tokens.tokens,
     scores.measured,
     scores.stages,
     scores.checkpoints,

@@ -123,6 +123,23 @@ def p_value(p: float) -> str:
     return f"{p:.3f}" if p < 0.095 else f"{p:.2f}"
 
 
+def counted(key: str, title: str, rows: Iterable[Mapping[str, Any]], **options: Any) -> Column:
+    """Return a column of counts that are means over seeds: whole where all of them are, else with one decimal.
+
+    Args:
+        key: Key of the value in a row.
+        title: Title above the column.
+        rows: Rows of the table.
+        options: Further fields of :class:`Column`.
+
+    Example:
+        >>> counted("rounds", "rounds", [{"rounds": 3.0}]).decimals, counted("n", "n", [{"n": 2.5}]).decimals
+        (0, 1)
+    """
+    whole = all(float(value).is_integer() for row in rows if is_number(value := row.get(key)))
+    return Column(key, title, decimals=0 if whole else 1, **options)
+
+
 def pair(interval: Sequence[float], decimals: int = 3, sign: bool = False) -> str:
     """Write an interval as `[low, high]`."""
     return f"[{number(interval[0], decimals, sign)}, {number(interval[1], decimals, sign)}]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -146,3 +147,43 @@ def _write_run(
         "config_hash": "0",
     }
     (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def add_clusters(folder: Path, last: Sequence[str], change: int = 2, groups: Sequence[int] | None = None) -> None:
+    """A ``clusters.csv``: all clients in cluster 1 until round ``change``, then where ``last`` says; planted ``groups``."""
+    rows = [
+        (number, client, cluster, 1.0 if number == 1 else 0.75)
+        for number in (1, 2, 3)
+        for client, cluster in enumerate(last if number >= change else ["cluster 1"] * len(last))
+    ]
+    rows += [(number, client, "cluster 9", 0.25) for number, client, _, share in rows if share < 1]
+    write_table(folder / "clusters.csv", ("round", "client", "cluster", "share"), rows)
+    if groups is not None:
+        path = folder / "summary.json"
+        summary = json.loads(path.read_text())
+        summary["data"]["groups"] = {str(client): group for client, group in enumerate(groups)}
+        path.write_text(json.dumps(summary))
+
+
+LEDGER = ("round", "cluster", "client", "paid", "refunded", "rewarded", "contribution", "error")
+
+
+def add_ledger(folder: Path, lost: float = 0.0) -> None:
+    """A ``ledger.csv``: clients 0 to 2 pay 1 in two rounds, get 0.1 back each, and 0.9 goes to the last of them each time;
+    client 2 fails in round 2. Client 3 is never chosen."""
+    rows = [
+        (1, "cluster 1", 0, 1.0, 0.1, 0.0, -0.02, 0.0),
+        (1, "cluster 1", 1, 1.0, 0.1, 0.9, 0.01, 0.0),
+        (1, "cluster 1", 2, 1.0, 0.1, 1.8 - lost, 0.04, 0.0),
+        (2, "cluster 1", 0, 1.0, 0.1, 0.6, -0.04, 0.003),
+        (2, "cluster 1", 1, 1.0, 0.1, 1.2, 0.03, 0.003),
+        (2, "cluster 1", 2, 1.0, 1.0, 0.0, "", ""),
+    ]
+    write_table(folder / "ledger.csv", LEDGER, rows)
+
+
+def write_table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)

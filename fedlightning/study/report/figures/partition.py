@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -36,7 +37,7 @@ def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], clas
     bottom = np.zeros(len(clients))
     width = 1.0 if many else 0.8
     for index, name in enumerate(classes):
-        colour = MUTED if len(classes) == 1 else _colour(index, len(classes))
+        colour = MUTED if len(classes) == 1 else colour_of(index, len(classes))
         axes.bar(
             places, table[:, index], width, bottom, color=colour, label=name, edgecolor="white", lw=0 if many else 0.4,
             rasterized=table.size > 1200,
@@ -61,5 +62,6 @@ def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], clas
     return figure
 
 
-def _colour(index: int, count: int) -> object:
+def colour_of(index: int, count: int) -> Any:
+    """Return the colour of one of several classes, clusters or clients, which are no methods."""
     return CLASSES[index] if count <= len(CLASSES) else colormaps["viridis"](index / (count - 1))
