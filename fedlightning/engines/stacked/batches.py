@@ -21,7 +21,7 @@ from fedlightning.datamodules.in_memory import rows_of, tensors_of
 from fedlightning.datamodules.resident import WHOLE_ORDER, whole_order
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import ArrayDataset, collate_rows
-from fedlightning.engines.stacked.stack import join_tree, split_tree
+from fedlightning.engines.stacked.stack import NotATreeError, join_tree, skeleton_key, split_tree
 from fedlightning.seeding import address, seed_all
 
 Shape = tuple[Any, ...]
@@ -184,7 +184,11 @@ class LoaderSource:
     def peek(self) -> Shape:
         tensors, skeleton = split_tree(self._fetch())
         size = len(tensors[0]) if tensors and tensors[0].dim() else 1
-        return (size, tuple((tensor.shape, tensor.dtype) for tensor in tensors), repr(skeleton))
+        try:
+            other = skeleton_key(skeleton)
+        except NotATreeError:
+            other = id(self)  # what it is cannot be told: a step of its own
+        return (size, tuple((tensor.shape, tensor.dtype) for tensor in tensors), other)
 
     def ahead(self) -> int:
         return 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -150,3 +150,36 @@ def split_tree(tree: Any) -> tuple[list[Tensor], Any]:
 def join_tree(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
     """Return the tree that :func:`split_tree` took apart, with these tensors."""
     return apply_to_collection(skeleton, _Slot, lambda slot: tensors[slot.index])
+
+
+class NotATreeError(ValueError):
+    """A batch holds an object that may hide tensors: its text need not tell what they are.
+
+    Args:
+        kind: Class of the object.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__(f"a batch holds a {kind.__name__}, which is not made of dicts, lists and tuples of tensors")
+
+
+def skeleton_key(skeleton: Any) -> Hashable:
+    """Return a key that is equal for skeletons of :func:`split_tree` only if all they hold is equal.
+
+    Raises:
+        NotATreeError: If it holds anything but containers and plain values: a graph batch, an array.
+
+    Example:
+        >>> skeleton_key({"label": [1, "a"]}) == skeleton_key({"label": [1, "b"]})
+        False
+    """
+    kind = type(skeleton)
+    if kind in (_Slot, str, bytes, int, float, bool, type(None)):
+        return kind, skeleton
+    if isinstance(skeleton, Mapping):
+        return kind, tuple((key, skeleton_key(value)) for key, value in skeleton.items())
+    if isinstance(skeleton, list | tuple):
+        return kind, tuple(skeleton_key(value) for value in skeleton)
+    if is_dataclass(skeleton):
+        return kind, tuple(skeleton_key(getattr(skeleton, one.name)) for one in fields(skeleton))
+    raise NotATreeError(kind)

@@ -22,7 +22,7 @@ from fedlightning.engines.stacked import optimizers as stacked_optimizers
 from fedlightning.engines.stacked.hooks import stackable
 from fedlightning.engines.stacked.planning import Clock, quietly_attached, schedules_in
 from fedlightning.engines.stacked.random import ClientDraws
-from fedlightning.engines.stacked.stack import Stack, join_tree, split_tree
+from fedlightning.engines.stacked.stack import NotATreeError, Stack, join_tree, skeleton_key, split_tree
 from fedlightning.engines.stacked.step import NoLossError, Place, StackedStep, gradients
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import FederatedCallback
@@ -186,6 +186,11 @@ def _try_step(runner: LocalRunner, module: LightningModule, draws: ClientDraws |
     batch = runner.first_batch()
     found = Finding(draws=draws is not None)
     if batch is None:
+        return found
+    try:
+        skeleton_key(split_tree(batch)[1])
+    except NotATreeError as error:
+        found.reason = str(error)
         return found
     home = module.device
     module.to(runner.blueprint.device)

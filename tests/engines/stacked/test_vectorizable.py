@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 import fedlightning  # noqa: F401
 
 # isort: split
-from tests.helpers import Toy, close, federate, global_state, toy_data
+from fedlightning.engines.stacked.batches import LoaderSource
+from tests.helpers import Toy, close, federate, global_state, make_trainer, toy_data
 
 SIZES = (24, 40, 18, 11)
 
@@ -111,3 +113,42 @@ class Measuring(Toy):
 def test_a_metric_object_is_named() -> None:
     with pytest.raises(ValueError, match=r"self\.seen that it updates"):
         federate(Measuring(), toy_data(SIZES), engine="vectorized")
+
+
+class Graphs:
+    """A batch in an object of its own, whose text tells the sizes only, as that of PyTorch Geometric."""
+
+    def __init__(self, samples: Any) -> None:
+        self.x, self.y = torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    def __repr__(self) -> str:
+        return f"Graphs(x={list(self.x.shape)})"
+
+
+class OnGraphs(Toy):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch.x, batch.y) if isinstance(batch, Graphs) else batch, batch_idx)
+
+
+def test_batches_in_objects_are_refused() -> None:
+    samples = [list(zip(*tensors, strict=True)) for tensors in ((torch.randn(8, 6), torch.arange(8) % 3) for _ in "ab")]
+    data = {str(place): DataLoader(rows, batch_size=8, collate_fn=Graphs) for place, rows in enumerate(samples)}
+    with pytest.raises(ValueError, match="a batch holds a Graphs, which is not made of dicts, lists and tuples"):
+        make_trainer(None, engine="vectorized").fit(OnGraphs(), train_dataloaders=data)
+
+
+def test_batches_of_unknown_content_step_alone() -> None:
+    def shape(collate: Any, numbers: list[float]) -> Any:
+        source = LoaderSource(
+            DataLoader(numbers, batch_size=2, collate_fn=collate), lambda batch: batch, lambda e: (e,)
+        )
+        source.start_epoch(0)
+        return source.peek()
+
+    for collate, alike in (
+        (lambda values: [torch.tensor(values), np.array([0.0] * 1000 + values + [0.0] * 1000)], False),  # numpy's text leaves rows out
+        (lambda values: [torch.tensor(values), {"place": values[0]}], False),
+        (lambda values: [torch.tensor(values), {"place": "same"}], True),
+    ):
+        sources = [shape(collate, numbers) for numbers in ([1.0, 2.0], [3.0, 2.0])]
+        assert (sources[0] == sources[1]) is alike
