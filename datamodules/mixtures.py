@@ -39,8 +39,8 @@ class MixtureDataModule(IndexedFederatedDataModule):
         label_space: `"joint"`: every group has labels of its own. `"shared"`: the n-th class of every group has label n.
 
     Attributes:
-        client_shares: Share of every group in every client's training data, float64 of shape `(clients, groups)`, in the order
-            of `client_ids`; after `setup`.
+        client_shares: Share of every group in every client's training data, float64 of shape `(clients, groups)`, in the
+            order of `client_ids`; after `setup`.
 
     Raises:
         ValueError: If a value is out of its range; at `setup`, if a class is in two groups or in no data.

@@ -146,7 +146,10 @@ def test_batches_of_unknown_content_step_alone() -> None:
         return source.peek()
 
     for collate, alike in (
-        (lambda values: [torch.tensor(values), np.array([0.0] * 1000 + values + [0.0] * 1000)], False),  # numpy's text leaves rows out
+        (
+            lambda values: [torch.tensor(values), np.array([0.0] * 1000 + values + [0.0] * 1000)],
+            False,
+        ),  # numpy's text leaves rows out
         (lambda values: [torch.tensor(values), {"place": values[0]}], False),
         (lambda values: [torch.tensor(values), {"place": "same"}], True),
     ):
