@@ -62,7 +62,9 @@ def test_all_together(study):
     (line,) = study.ledgers()
     assert [line[name] for name in ("paid", "refunded", "rewarded")] == pytest.approx([6.0, 1.5, 4.5])
     assert line["conserved"] and line["missing"] < 1e-12 and (line["earners"], line["clients"]) == (2, 4)
-    assert line["contribution_balance"] == pytest.approx(1.0), "of the three that contributed: the more, the more tokens"
+    assert line["contribution_balance"] == pytest.approx(1.0), (
+        "of the three that contributed: the more, the more tokens"
+    )
     gains = [row["pma"] for row in study.tokens()]
     assert line["gainers"] == sum(gain > 0 for gain in gains) and line["compared"] == 4
 
@@ -80,7 +82,10 @@ def test_page_and_files(study, tmp_path):
     reader = page_of(study)
     assert reader.errors == [] and {"figure-balances-pifl", "figure-profits-pifl"} <= set(reader.ids)
     assert "in every round and cluster, paid = refunded + rewarded" in reader.text
-    assert "pifl: tokens over rounds, seed 0" in reader.text and "Pictures of balances are of the first seed" in reader.text
+    assert (
+        "pifl: tokens over rounds, seed 0" in reader.text
+        and "Pictures of balances are of the first seed" in reader.text
+    )
     assert tokens in PARTS, "a report shows it"
     shown = {row[0][0]: [value for _, value in row] for row in reader.tables["table-tokens"]}
     for row in study.tokens():
