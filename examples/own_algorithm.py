@@ -56,6 +56,7 @@ class FedDyn(FederatedCallback):
     """
 
     weighting = "uniform"  # the paper's mean counts every participant once
+    keeps = True  # g_k, which every visit changes
 
     def __init__(self, alpha: float = 0.1) -> None:
         if alpha <= 0:
