@@ -145,13 +145,16 @@ class MaxFL(FederatedCallback):
         known = set(server.state[self.key]["known"])
         new = [client for client in clients if client not in known]
         if new and (self.alone is not None or server.round > 0):
-            yield from self._find_requirements(server, new)
+            without = yield from self._find_requirements(server, new)
+            clients = [client for client in clients if client not in without]
         yield [Job(client) for client in clients]
 
-    def _find_requirements(self, server: Server, new: Sequence[str]) -> Generator[list[Job], list[Update], None]:
+    def _find_requirements(self, server: Server, new: Sequence[str]) -> Generator[list[Job], list[Update], set[str]]:
+        """Let clients train alone; return those that have failed, who would take their requirement from the model of all."""
         server.models[ALONE] = clone(module_state(server.module))
-        yield [Job(client, model=ALONE, work=self.alone, returns=(), tag=ALONE) for client in new]
+        answers = yield [Job(client, model=ALONE, work=self.alone, returns=(), tag=ALONE) for client in new]
         del server.models[ALONE]
+        return set(new) - {update.client for update in answers if update.error is None and update.steps}
 
     def on_update(self, server: Server, update: Update) -> None:
         """Note the answer, and that the client has a requirement."""

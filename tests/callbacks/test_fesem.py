@@ -10,7 +10,7 @@ import torch
 from fedlightning.callbacks import FedAvg, FedLP, FedPer, FeSEM
 from fedlightning.callbacks.fesem import first_groups, nearest
 from fedlightning.tensors import module_state
-from tests.callbacks.common import Breaks, Plain, fixed_data, mean_state, start_of
+from tests.callbacks.common import Breaks, Plain, best_partition, fixed_data, mean_state, start_of
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
 
@@ -147,17 +147,6 @@ def test_senseless_settings_are_refused(options):
 
 def row(state):
     return torch.cat([value.flatten() for value in state.values()])
-
-
-def best_partition(rows, count):
-    """The partition that k-means looks for, by trying all of them."""
-
-    def squares(labels):
-        groups = [rows[[i for i, label in enumerate(labels) if label == k]] for k in range(count)]
-        return sum(float((group - group.mean(0)).square().sum()) for group in groups)
-
-    partitions = [labels for labels in product(range(count), repeat=len(rows)) if len(set(labels)) == count]
-    return min((one for one in partitions if list(dict.fromkeys(one)) == list(range(count))), key=squares)
 
 
 @pytest.mark.parametrize(
