@@ -9,6 +9,7 @@ import torch
 from fedlightning.callbacks import Ditto, FedAvg, FedGroup, FedLP, Local
 from fedlightning.callbacks.fedgroup import COLD_START, directions
 from fedlightning.tensors import module_state
+from tests.callbacks.common import FailsOnce
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
 
@@ -164,6 +165,14 @@ def test_a_personal_model_takes_no_steps_in_pre_training_and_again_in_the_group(
     _, spy = spied(Toy(), toy_data(), [FedGroup(), Ditto()], max_rounds=2)
     visits = [(update.round, update.client) for update in spy.updates]
     assert len(visits) == len(set(visits)) == 6
+
+
+def test_who_fails_in_the_cold_start_does_not_train_what_it_keeps_twice_in_a_round():
+    with pytest.warns(UserWarning, match="'1' failed"):
+        trainer, spy = spied(Toy(), toy_data(), [FailsOnce("1", 0), FedGroup(), Ditto()], max_rounds=4)
+    group = trainer.server.state["FedGroup"]["clusters"]["1"]
+    visits = [(u.round, u.model) for u in spy.updates if u.client == "1" and u.steps]
+    assert visits == [(1, COLD_START), (2, group), (3, group)]
 
 
 @pytest.mark.parametrize("options", [{"num_clusters": 0}, {"alpha": 0}, {"pretrain": 0}, {"mix": -0.1}])

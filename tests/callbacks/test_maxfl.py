@@ -100,7 +100,9 @@ def test_late_clients_find_their_requirement_from_the_first_model():
     assert ALONE not in trainer.server.models
 
 
-@pytest.mark.parametrize(("options", "failing"), [({}, ("1", 0)), ({"alone": 3, "server_lr": 0.7, "eps": 0.1}, ("2", 2))])
+@pytest.mark.parametrize(
+    ("options", "failing"), [({}, ("1", 0)), ({"alone": 3, "server_lr": 0.7, "eps": 0.1}, ("2", 2))]
+)
 def test_a_federation_by_hand(options, failing):
     """Three of five clients take part in a round; some come late, one fails once."""
     data, start, callback = fixed_data([16, 24, 10, 8, 20], worlds=2), start_of(Toy), MaxFL(**options)
@@ -139,6 +141,14 @@ def test_who_fails_alone_does_not_take_its_requirement_from_the_model_of_all(alo
     assert {u.tag for u in spy.updates if u.client == who and u.round == 2} == {ALONE, ""}
     rho = loss(int(who), steps(int(who), np.zeros(3), alone or 1))
     assert trainer.store.get(who).state["MaxFL"]["requirement"] == pytest.approx(rho, abs=1e-12)
+
+
+def test_who_fails_in_round_1_does_not_train_what_it_keeps_twice_in_a_round():
+    """Where a client can come later, such callbacks are refused; a failure makes one come later all the same."""
+    with pytest.warns(UserWarning, match="'1' failed"):
+        _, spy = spied(Toy(), toy_data(), [FailsOnce("1", 0), MaxFL(), Ditto()], max_rounds=4)
+    visits = [(u.round, u.tag) for u in spy.updates if u.client == "1" and u.steps]
+    assert visits == [(1, ALONE), (2, ""), (3, "")]
 
 
 def test_the_appeal_of_each_round_is_written_once(tmp_path):
