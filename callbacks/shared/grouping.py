@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
 

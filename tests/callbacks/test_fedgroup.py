@@ -9,7 +9,7 @@ import torch
 from fedlightning.callbacks import Ditto, FedAvg, FedGroup, FedLP, Local
 from fedlightning.callbacks.fedgroup import COLD_START, directions
 from fedlightning.tensors import module_state
-from tests.callbacks.common import FailsOnce
+from tests.callbacks.common import FailsOnce, Plain, best_partition, fixed_data, flat, mean_state, start_of
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
 
@@ -179,3 +179,85 @@ def test_who_fails_in_the_cold_start_does_not_train_what_it_keeps_twice_in_a_rou
 def test_senseless_settings_are_refused(options):
     with pytest.raises(ValueError, match=f"FedGroup got {next(iter(options))}="):
         FedGroup(**options)
+
+
+# -- a whole federation by hand ----------------------------------------------------------------------------------------
+
+
+def edc_by_hand(moved, count, unit):
+    """Sheet B 1.5: the cosines of updates with the first singular vectors of all; by numpy, signs as they come."""
+    lengths = np.linalg.norm(moved, axis=1, keepdims=True)
+    _, _, v = np.linalg.svd(moved / lengths if unit else moved)
+    return torch.from_numpy(moved / lengths @ v[:count].T)
+
+
+@pytest.mark.parametrize(
+    ("options", "share", "failing"),
+    [
+        ({"weighting": "uniform"}, 1.0, ("3", 0)),
+        ({"alpha": 2, "pretrain": 2, "mix": 0.3, "mix_mean": True, "unit": False}, 5, ("5", 2, "")),
+        ({"alpha": 2, "num_clusters": 3, "mix": 0.2}, 5, ("0", 1)),
+    ],
+    ids=["all at once", "late, mixed by mean", "three groups, mixed"],
+)
+def test_a_federation_by_hand(options, share, failing):
+    """Cold start, newcomers, one failure, weights, mixing, from the sheet; who is visited is taken from the run."""
+    data, start, callback = fixed_data([16, 24, 16, 8, 20, 8, 16], worlds=2), start_of(Toy), FedGroup(**options)
+    with pytest.warns(UserWarning, match=f"'{failing[0]}' failed"):
+        trainer, spy = spied(start, data, [FailsOnce(*failing), callback], max_rounds=6, participation=share)
+    w0, m, rounds = module_state(start), callback.num_clusters, callback.pretrain or 1
+    keys = [f"cluster {k + 1}" for k in range(m)]
+    sizes = {client: len(splits["train"][0]) for client, splits in data.tensors.items()}
+    where, models, paths, joined = {}, [], [], set()
+
+    def pretrained(client):
+        own = Plain(w0)
+        for _ in range(rounds):
+            found = own.trained(*data.tensors[client]["train"])
+        return found
+
+    def moved(state):
+        return (flat(state) - flat(w0)).numpy()
+
+    for number in range(6):
+        came = dict.fromkeys(update.client for update in spy.updates if update.round == number)
+        failed = {failing[0]} if number == failing[1] else set()
+        came = [client for client in trainer.server.clients if client in came and client not in failed]
+        if number == 0:
+            assert len(came) + len(failed) == min(callback.alpha * m, 7)
+            trained = {client: pretrained(client) for client in came}
+            points = edc_by_hand(np.stack([moved(state) for state in trained.values()]), m, callback.unit)
+            where = dict(zip(came, best_partition(points, m), strict=True))
+            for k in range(m):
+                members = [trained[client] for client in came if where[client] == k]
+                models.append(mean_state([(1.0, state) for state in members]))
+                paths.append(np.mean([moved(state) for state in members], 0))
+        else:
+            new = [client for client in came if client not in where]
+            for client in new:
+                delta = moved(pretrained(client))
+                where[client] = int(np.argmax([delta @ path / np.linalg.norm(path) for path in paths]))
+                joined.add(client)
+            train = [client for client in came if client not in new or share != 1.0]
+            for k in range(m):
+                members = [client for client in train if where[client] == k]
+                weights = sizes if callback.weighting == "samples" else dict.fromkeys(sizes, 1)
+                parts = [(weights[c], Plain(models[k]).trained(*data.tensors[c]["train"])) for c in members]
+                models[k] = mean_state(parts) if parts else models[k]
+            if callback.mix:
+                rates = [callback.mix / float(flat(model).norm()) for model in models]
+                before = models
+                models = []
+                for k, own in enumerate(before):
+                    others = [(rates[h], model) for h, model in enumerate(before) if h != k]
+                    whole = 1 + sum(rate for rate, _ in others) if callback.mix_mean else 1
+                    models.append({n: (v + sum(r * o[n] for r, o in others)) / whole for n, v in own.items()})
+        assert spy.states[number]["FedGroup"]["clusters"] == {
+            c: keys[where[c]] for c in trainer.server.clients if c in where
+        }
+    assert len(set(where.values())) == m and joined
+    for key, model in zip(keys, models, strict=True):
+        close(trainer.server.models[key], model, atol=1e-9, rtol=0)
+    for client in trainer.server.clients:
+        deployed = trainer.server.models[keys[where[client]]] if client in where else w0
+        same(module_state(trainer.module(client)), deployed)
