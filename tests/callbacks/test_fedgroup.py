@@ -144,6 +144,41 @@ def test_layers_that_were_not_sent_have_not_moved():
         federate(Toy(), toy_data(), [Local(), FedGroup()])
 
 
+def test_a_layer_that_no_member_sent_is_the_first_models():
+    module = Toy()
+    trainer, spy = spied(module, toy_data(), [FedLP(0.2), FedGroup()], max_rounds=1)
+    first, sent, missing = module_state(module), spy.of_round(0), 0
+    for cluster, members in groups(trainer).items():
+        for name, value in first.items():
+            rows = [sent[client].state[name].double() for client in members if name in sent[client].state]
+            missing += not rows
+            mean = sum(rows) / len(rows) if rows else value.double()
+            close({name: trainer.server.models[cluster][name]}, {name: mean}, atol=1e-7)
+    assert missing
+
+
+def test_equal_clients_are_one_group_and_who_has_no_samples_is_not_drawn():
+    _, spy = spied(Quadratic(), quadratic_data(A[:1] * 3, B[:1] * 3), [FedGroup()], max_rounds=2)
+    assert spy.states[-1]["FedGroup"]["clusters"] == dict.fromkeys("012", "cluster 1")
+    trainer, spy = spied(Toy(), toy_data([16, 0, 16, 0, 16]), [FedGroup(alpha=1)], max_rounds=1)
+    assert len(spy.of_round(0)) == 2 and set(spy.of_round(0)) < set("024")
+    assert trainer.server.global_module(None) is None
+    assert FedGroup().memberships(trainer.server) == {
+        client: {cluster: 1.0} for cluster, members in groups(trainer).items() for client in sorted(members)
+    }
+
+
+def test_mixing_goes_by_the_length_of_the_parameters_alone():
+    module = NormNet("momentum")
+    trainer = federate(module, toy_data(), [FedGroup()], max_rounds=2)
+    mixed = federate(module, toy_data(), [FedGroup(mix=0.3)], max_rounds=2)
+    w, ours = ([t.server.models[f"cluster {k}"] for k in (1, 2)] for t in (trainer, mixed))
+    names = [name for name, _ in module.named_parameters()]
+    for own, other, found in ((w[0], w[1], ours[0]), (w[1], w[0], ours[1])):
+        a = 0.3 / float(sum(other[name].double().square().sum() for name in names)) ** 0.5
+        close(found, {n: v + a * other[n] if n in names else v for n, v in own.items()}, atol=1e-6)
+
+
 def test_a_client_that_fails_in_the_cold_start_is_a_newcomer_later():
     data = quadratic_data(A, [[float("nan")] * 3, *B[1:]])
     with pytest.warns(UserWarning, match="client '0'"):
