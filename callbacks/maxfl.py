@@ -159,6 +159,9 @@ class MaxFL(FederatedCallback):
         if clients:
             yield [Job(client) for client in clients]
 
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Need nothing: a client that is new finds its requirement in the round in which it comes."""
+
     def _find_requirements(self, server: Server, new: Sequence[str]) -> Generator[list[Job], list[Update], set[str]]:
         """Let clients train alone; return those that have a requirement now."""
         server.models[ALONE] = clone(module_state(server.module))
