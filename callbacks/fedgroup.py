@@ -207,6 +207,9 @@ class FedGroup(Clusters):
             raise ValueError("FedGroup groups clients by how the model moves, and no parameter that trains travels.")
         return names
 
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Need nothing: a client that is new is a newcomer, who pre-trains and joins the group of largest cosine."""
+
     def _mix(self, server: Server) -> None:
         """Add the other groups' models, each of length `mix`, to every group's."""
         names = self._names(server)

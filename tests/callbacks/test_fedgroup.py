@@ -11,7 +11,20 @@ from fedlightning.callbacks.fedgroup import COLD_START, directions
 from fedlightning.tensors import module_state
 from tests.callbacks.common import FailsOnce, Plain, best_partition, fixed_data, flat, mean_state, start_of
 from tests.conformance.case import Case, Kept
-from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
+from tests.helpers import (
+    NormNet,
+    Quadratic,
+    Spy,
+    Toy,
+    close,
+    federate,
+    global_state,
+    make_trainer,
+    quadratic_data,
+    same,
+    spied,
+    toy_data,
+)
 
 CASES = {
     "FedGroup": Case(FedGroup(), neutral=FedGroup(1)),
@@ -118,6 +131,22 @@ def test_newcomers_join_the_group_of_largest_cosine_and_train_with_it_at_once():
         known |= {client for client, _ in visits}
         np.testing.assert_equal(start[number], start[0])  # directions stay those of the cold start
     assert joined >= 2 and set(state["clusters"]) == known
+
+
+@pytest.mark.parametrize("alpha", [1, 20])
+def test_a_client_that_joins_a_resumed_run_is_placed_as_a_newcomer(tmp_path, alpha):
+    federate(Quadratic(), quadratic_data(A[:4], B[:4]), [Spy(), FedGroup(alpha=alpha)], tmp_path, max_rounds=2)
+    trainer = make_trainer(tmp_path, [spy := Spy(), FedGroup(alpha=alpha)], max_rounds=5)
+    trainer.fit(Quadratic(), datamodule=quadratic_data(A, B), resume="last", allow_new_clients=True)
+    paths = trainer.server.state["FedGroup"]["directions"]
+    for client in ("4", "5"):
+        moved = step(int(client), np.zeros(3))
+        cosines = {k: moved @ path["w"].numpy() / np.linalg.norm(path["w"]) for k, path in paths.items()}
+        group = trainer.server.state["FedGroup"]["clusters"][client]
+        assert group == max(cosines, key=cosines.get)
+        visits = [(u.round, u.model) for u in spy.updates if u.client == client]
+        assert visits == [(2, COLD_START), *[(2, group)][: alpha == 1], (3, group), (4, group)]
+        same(module_state(trainer.module(client)), trainer.server.models[group])
 
 
 def test_the_cold_start_has_work_of_its_own():

@@ -10,7 +10,20 @@ from fedlightning.callbacks.fesem import first_groups, nearest
 from fedlightning.tensors import module_state
 from tests.callbacks.common import Breaks, Plain, best_partition, fixed_data, mean_state, start_of
 from tests.conformance.case import Case, Kept
-from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
+from tests.helpers import (
+    NormNet,
+    Quadratic,
+    Spy,
+    Toy,
+    close,
+    federate,
+    global_state,
+    make_trainer,
+    quadratic_data,
+    same,
+    spied,
+    toy_data,
+)
 
 CASES = {
     "FeSEM": Case(FeSEM(), neutral=FeSEM(num_clusters=1)),
@@ -107,6 +120,19 @@ def test_a_late_client_is_looked_for_and_does_not_move_the_centre():
         assert new <= set(clusters)
         seen |= came
     assert clusters["0"] == clusters["2"] != clusters["1"] == clusters["3"]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_client_that_joins_a_resumed_run_finds_its_centre(tmp_path, stale):
+    federate(Quadratic(), quadratic_data(A[:2], B[:2]), [Spy(), FeSEM(stale=stale)], tmp_path, max_rounds=2)
+    trainer = make_trainer(tmp_path, [spy := Spy(), FeSEM(stale=stale)], max_rounds=4)
+    trainer.fit(Quadratic(), datamodule=quadratic_data(A, B), resume="last", allow_new_clients=True)
+    starts = {(m.round, m.client): m.state["w"] for m in reversed(spy.messages)}  # the first of each round: to train
+    assert all((starts[2, client] == 0).all() != (client in "01") for client in "0123")
+    old = spy.of_round(2)
+    for client, other in (("0", "2"), ("1", "3")):
+        clusters = spy.states[0]["FeSEM"]["clusters"]
+        assert clusters[client] == clusters[other] and (starts[3, other] == old[client].state["w"]).all()
 
 
 @pytest.mark.parametrize("stale", [False, True])
