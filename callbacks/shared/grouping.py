@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
+
+CLOSE = 1e-6
+"""Distance of two rows, by the length of the longest, up to which they are equal: what rounding in single precision makes."""
 
 
 def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
     """Return the rows of each group that k-means finds; where there are fewer different rows than groups, some repeat.
+
+    Rows that differ by rounding are equal: clients with the same data, trained one by one or stacked, are not taken apart.
 
     Args:
         rows: Models, `(clients, parameters)`.
@@ -19,8 +23,26 @@ def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
         >>> first_groups(torch.tensor([[0.0], [5.0], [0.2]]), 2, seed=0)
         [[0, 2], [1]]
     """
-    different = len(torch.unique(rows, dim=0))
-    labels = KMeans(min(count, different), n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy())
-    order = list(dict.fromkeys(labels.tolist()))
-    groups = [[place for place, label in enumerate(labels) if label == first] for first in order]
+    found = KMeans(different(rows, count), n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy())
+    labels: list[int] = found.tolist()
+    groups = [[place for place, label in enumerate(labels) if label == first] for first in dict.fromkeys(labels)]
     return [groups[k % len(groups)] for k in range(count)]
+
+
+def different(rows: Tensor, most: int) -> int:
+    """Return how many rows differ by more than rounding, and `most` if there are more.
+
+    Args:
+        rows: `(clients, parameters)`.
+        most: Where to stop counting.
+
+    Example:
+        >>> different(torch.tensor([[1.0], [1.0 + 1e-7], [2.0]]), most=5)
+        2
+    """
+    close = CLOSE * float(rows.norm(dim=1).max())
+    seen: list[Tensor] = []
+    for row in rows:
+        if len(seen) < most and all(float((row - other).norm()) > close for other in seen):
+            seen.append(row)
+    return len(seen)
