@@ -105,7 +105,7 @@ def _no_network() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _entry_points_once() -> Iterator[None]:
-    """Read the installed packages' entry points once: every Lightning Trainer asks, which was a seventh of all tests' time."""
+    """Read the installed packages' entry points once: each Trainer asks, a seventh of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning.fabric.utilities.registry.entry_points", cache(entry_points))
         yield
