@@ -26,7 +26,7 @@ from fedlightning.hooks import Setup
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
-from fedlightning.run.fingerprint import differences, with_present_names
+from fedlightning.run.fingerprint import check_held_out, differences, with_present_names
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import Row, not_scored
 from fedlightning.visit.requests import Evaluate
@@ -118,7 +118,8 @@ class Federation:
             trust_old: Read a state of an earlier version even if that runs the code in it.
 
         Raises:
-            ValueError: If the run would go on with another configuration than it was started with.
+            ValueError: If the run would go on with another configuration than it was started with, or be scored with other
+                held-out clients.
         """
         run = self.recorder.run
         assert run is not None
@@ -126,6 +127,8 @@ class Federation:
         self.rounds_saved = self.rounds_done
         before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
         changed = differences(before, self.lasting) if go_on else []
+        if not go_on:
+            check_held_out(run.path, before, self.lasting)
         others = [text for text in changed if text.startswith("held_out ")]
         if others:
             raise ValueError(
