@@ -8,7 +8,6 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -214,23 +213,3 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _text(value: Any) -> str:
     return repr(value) if isinstance(value, str) else str(value)
-
-
-def check_held_out(run: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to score a run with other held-out clients than it had; their data may be others than they were.
-
-    Args:
-        run: Folder of the run.
-        before: Its fingerprint.
-        now: The fingerprint of the trainer that scores it.
-
-    Raises:
-        ValueError: With a sentence, since clients that never trained would be scored among those that did.
-    """
-    was, present = (str(of.get("held_out", "")).rpartition("; ")[0] for of in (before, now))  # without their samples
-    if was != present:
-        was, present = (f"held_out: {text.partition('(')[2]}" if text else "no held_out" for text in (was, present))
-        raise ValueError(
-            f"The run in {run} had {was}; this trainer has {present}. Clients that never trained are scored apart from "
-            "those that did, so give the trainer the held_out of the run's config.yaml."
-        )
