@@ -229,7 +229,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         self._client_ids: list[str] | None = None
         self._places: dict[str, int] = {}
         self._splits: dict[str, Split] = {}
-        self._public: Indices | None = None
+        self._public: dict[str, Indices] = {}  # by client that they were taken from
         self._num_classes: int | None = None
 
     @abstractmethod
@@ -267,17 +267,18 @@ class IndexedFederatedDataModule(FederatedDataModule):
             )
             for client, held in zip(client_ids, train.indices, strict=True)
         ]
-        self._public = np.sort(np.concatenate([part for _, part in pairs]))
+        self._public = {client: part for client, (_, part) in zip(client_ids, pairs, strict=True)}
         return replace(train, indices=[rest for rest, _ in pairs])
 
     def public_dataloader(self) -> DataLoader[Any] | None:
         """Return a loader of the samples that `public_fraction` has taken from the clients; `None` if there are none."""
-        if self._public is None or not len(self._public):
+        given = [self._public[client] for client in self.client_ids if client in self._public]
+        if not sum(map(len, given)):
             return None
         source = self._splits["train"]
         options: dict[str, Any] = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source.loader
         options |= {"drop_last": False, "collate_fn": options["collate_fn"] or collate_rows}
-        view = IndexView(source.dataset, self._public)
+        view = IndexView(source.dataset, np.sort(np.concatenate(given)))
         return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
 
     @property

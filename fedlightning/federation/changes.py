@@ -95,6 +95,32 @@ def changes_since(
     return Changes(changed, joined)
 
 
+def check_scored(saved: Mapping[str, Any], server: Server, place: object) -> None:
+    """Refuse to score a run with clients that never trained among those that did, or the other way round.
+
+    Args:
+        saved: As in :func:`changes_since`; a state of an earlier version does not say who trained.
+        server: The present server.
+        place: The run's folder, for messages.
+
+    Raises:
+        ValueError: Naming the clients.
+    """
+    trained = set(saved.get("clients", server.clients))
+    strangers = [client for client in server.clients if client not in trained]
+    if strangers:
+        raise ValueError(
+            f"The run in {place} did not train {_named(strangers)}, whose scores would be among those of clients that did. "
+            "Score it with its own data and held_out (its config.yaml says which), or name them in held_out."
+        )
+    outside = [client for client in server.held_out if client in trained]
+    if outside:
+        raise ValueError(
+            f"The run in {place} trained {_named(outside)}, so held_out cannot have them scored as unseen clients. Score it "
+            "with its own held_out (its config.yaml says which)."
+        )
+
+
 def joined_since(saved: Mapping[str, Any], server: Server) -> list[str]:
     """Return the clients that take part now and did not when the state was saved; none where it does not say who did.
 
