@@ -26,10 +26,11 @@ from fedlightning.hooks import Setup
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
-from fedlightning.run.fingerprint import differences, with_present_names
+from fedlightning.run.fingerprint import differences, with_later_options, with_present_names
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import Row, not_scored
 from fedlightning.visit.requests import Evaluate
+from fedlightning.wrappers import user_class
 
 MARKS = ("metrics", "loggers")
 """What a saved state knows of the recorder."""
@@ -125,6 +126,7 @@ class Federation:
         self.rounds_done, extra = restore_state(run.last, self.server, self.store, trust_old)
         self.rounds_saved = self.rounds_done
         before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
+        before = with_later_options(before, self.lasting, self.server.callbacks, user_class(self.server.module))
         changed = differences(before, self.lasting) if go_on else []
         others = [text for text in changed if text.startswith("held_out ")]
         if others:
