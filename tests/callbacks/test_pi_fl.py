@@ -19,7 +19,8 @@ from tests.helpers import NormNet, Toy, ToyData, federate, global_state, same, s
 
 LOSS = {"monitor": "val_loss", "importance": "matching", "threshold": 0.2}
 CASES = {
-    "PIFL": Case(PIFL(**LOSS), neutral=PIFL(num_clusters=1, **LOSS)),
+    "PIFL": Case(PIFL(performance_slots=2, random_slots=1, **LOSS), neutral=PIFL(num_clusters=1, **LOSS)),
+    "PIFL all slots": Case(PIFL(**LOSS), neutral=PIFL(num_clusters=1, **LOSS)),
     "PIFL pooled": Case(PIFL(utility="pooled", **LOSS), skip=NO_PLAIN_FORM),
     "PIFL dealt": Case(PIFL(utility="gradient", incentive=False, **LOSS), skip=NO_PLAIN_FORM),
 }
