@@ -229,7 +229,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         self._client_ids: list[str] | None = None
         self._places: dict[str, int] = {}
         self._splits: dict[str, Split] = {}
-        self._public: dict[str, Indices] = {}
+        self._public: dict[str, Indices] = {}  # by client that they were taken from
         self._num_classes: int | None = None
 
     @abstractmethod
@@ -268,28 +268,32 @@ class IndexedFederatedDataModule(FederatedDataModule):
             draw = generator(self.seed, "partition", "public", client)
             rest, self._public[client] = cut(np.asarray(held), self.public_fraction, draw, train.labels)
             rests.append(rest)
-        public = np.concatenate(list(self._public.values())) if rests else np.zeros(0, np.int64)
+        taken = np.zeros(len(train.dataset), bool)  # type: ignore[arg-type]
+        for part in self._public.values():
+            taken[part] = True
         for name, split in splits.items():
+            if split.dataset is not train.dataset:
+                continue
             for client, held in zip(client_ids, rests if name == "train" else split.indices, strict=True):
-                both = np.intersect1d(held, public) if split.dataset is train.dataset else ()
+                places = np.asarray(held, np.int64)
+                both = places[taken[places]]
                 if len(both):
                     raise ValueError(
-                        f"{type(self).__name__}(public_fraction={self.public_fraction}) would make sample {both[0]} public, "
-                        f"which client {client!r} holds in its {name} data. Give every sample to one client and one split, "
-                        "or use public_fraction=0."
+                        f"{type(self).__name__}(public_fraction={self.public_fraction}) would make sample {both[0]} "
+                        f"public, which client {client!r} holds in its {name} data. Give every sample to one client and "
+                        "one split, or use public_fraction=0."
                     )
         return replace(train, indices=rests)
 
     def public_dataloader(self) -> DataLoader[Any] | None:
         """Return a loader of the samples that `public_fraction` has taken from the clients; `None` if there are none."""
-        held = [self._public[client] for client in self._client_ids or () if client in self._public]
-        public = np.sort(np.concatenate(held)) if held else np.zeros(0, np.int64)
-        if not len(public):
+        given = [self._public[client] for client in self.client_ids if client in self._public]
+        if not sum(map(len, given)):
             return None
         source = self._splits["train"]
         options: dict[str, Any] = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source.loader
         options |= {"drop_last": False, "collate_fn": options["collate_fn"] or collate_rows}
-        view = IndexView(source.dataset, public)
+        view = IndexView(source.dataset, np.sort(np.concatenate(given)))
         return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
 
     @property
