@@ -264,15 +264,16 @@ class IndexedFederatedDataModule(FederatedDataModule):
             ValueError: If another client, or another split, holds a public sample too.
         """
         train, rests = splits["train"], []
+        dataset: Any = train.dataset
         for client, held in zip(client_ids, train.indices, strict=True):
             draw = generator(self.seed, "partition", "public", client)
             rest, self._public[client] = cut(np.asarray(held), self.public_fraction, draw, train.labels)
             rests.append(rest)
-        taken = np.zeros(len(train.dataset), bool)  # type: ignore[arg-type]
+        taken = np.zeros(len(dataset), dtype=bool)
         for part in self._public.values():
             taken[part] = True
         for name, split in splits.items():
-            if split.dataset is not train.dataset:
+            if split.dataset is not dataset:
                 continue
             for client, held in zip(client_ids, rests if name == "train" else split.indices, strict=True):
                 places = np.asarray(held, np.int64)

@@ -10,7 +10,8 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from fedlightning.callbacks import GPFL, FedAvg, FedPer, FedProx, Local, pFedBayes
-from fedlightning.callbacks.pfedbayes import gaussian_kl, kl_gradients, pairs
+from fedlightning.callbacks.pfedbayes import pairs
+from fedlightning.callbacks.shared.gaussians import gaussian_kl, kl_gradients
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import unmix
