@@ -8,6 +8,7 @@ import torch
 from fedlightning.callbacks import FedAdam, FedAvg, FedProx, Harmony
 from fedlightning.callbacks.shared.grouping import clusters_of
 from fedlightning.callbacks.shared.modalities import bias
+from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, close, differs, federate, global_state, mean_of, same, spied, toy_data
@@ -118,6 +119,19 @@ def test_clusters_are_found_on_columns_of_one_scale():
     biases = torch.tensor([[1e-3, 0.9], [1e-3, 1.0], [0.0, 1.0], [0.0, 0.9]], dtype=torch.float64)
     assert clusters_of(biases, 2, seed=0) == [0, 0, 1, 1]
     assert clusters_of(torch.zeros(3, 2, dtype=torch.float64), 3, seed=0) == [0, 0, 0]
+
+
+class TookNoStep(FederatedCallback):
+    def on_send(self, client, update):
+        if client.id == "1" and client.message.tag == "fusion":
+            update.steps = 0
+
+
+def test_a_client_without_a_step_has_no_part_in_its_cluster():
+    options = {"max_rounds": 3, "participation": 1.0}
+    trainer, _ = spied(network(unimodal_heads=True), senses(4, sensors=SENSORS), [Harmony(2), TookNoStep()], **options)
+    own = trainer.server.state["Harmony"]
+    assert set(own["classifiers"]) == set(own["bias"]) == {"2", "3"}
 
 
 def test_only_one_modality_has_a_model_for_all():
