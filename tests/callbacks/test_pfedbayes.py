@@ -143,6 +143,7 @@ def test_without_prior_the_own_distribution_ignores_the_common_one():
 
 def test_a_server_rate_of_0_leaves_the_common_one():
     module, data = Toy("sgd"), toy_data(SIZES)
+    assert all(pFedBayes(server_lr=b).claims("server_step") == (b != 1.0) for b in (0.0, 0.5, 1.0, 2.0))
     trainer, spy = spied(module, data, [pFedBayes(server_lr=0.0)], max_rounds=2)
     same(global_state(trainer), spy.messages[0].state)
     assert all(differs(update.state, spy.messages[0].state) for update in spy.updates)
