@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, Stage, clone, module_state
+from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, Stage, clone, module_state, warn
 
 
 class LocalCheckpoint(FederatedCallback):
@@ -111,6 +111,11 @@ class GlobalCheckpoint(FederatedCallback):
             ValueError: If the method has no global model.
         """
         self._module(server)
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Select anew: scores of a model on other clients cannot be compared with those before."""
+        if server.checkpoints.pop(self.key, None) is not None:
+            warn("GlobalCheckpoint selects anew: its best score so far is of other clients than the next ones will be.")
 
     def _module(self, server: Server) -> LightningModule:
         """Return the global model, or raise `ValueError` if the method has none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedlightning.algorithm import FederatedCallback, Server, State, WeightingName
 
 
@@ -58,6 +60,9 @@ class FedAvgM(FederatedCallback):
     def claims(self, role: str) -> bool:
         """Decline the server step where ``beta = 0, eta_s = 1``, which is FedAvg."""
         return super().claims(role) and not (role == "server_step" and self.beta == 0.0 and self.server_lr == 1.0)
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Need nothing: the momentum is the server's."""
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Take a heavy-ball step on trainable parameters; every other entry is the clients' mean."""

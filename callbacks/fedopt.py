@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -82,6 +84,9 @@ class FedOpt(FederatedCallback):
             delta: The pseudo-gradient ``Delta``, of the same shape.
         """
         raise NotImplementedError
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Need nothing: the moments are the server's."""
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Take one adaptive step on trainable parameters; every other entry is the clients' mean."""

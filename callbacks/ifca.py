@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from lightning.pytorch import LightningModule
@@ -209,6 +210,9 @@ class IFCA(Clusters):
     def models_in_use(self, server: Server) -> list[str]:
         """Return the keys of all centres; the first one is the global model."""
         return [centre(j) for j in range(self.num_clusters)]
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Need nothing: a client that is new chooses a centre in the round in which it comes."""
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the centre that ``client`` chose last; ``None`` for all, and for a client that never took part."""

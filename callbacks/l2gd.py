@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -131,6 +133,9 @@ class L2GD(FederatedCallback):
             m += 1
         yield [Job(client, work=k) for client in server.participants()]
         server.state[self.key] = {"m": m}
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Need nothing: a client that is new begins at the mean."""
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send m. Before the first round there is nothing to aggregate, so it is 0."""

@@ -148,6 +148,9 @@ class MaxFL(FederatedCallback):
             yield from self._find_requirements(server, new)
         yield [Job(client) for client in clients]
 
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Need nothing: a client that is new finds its requirement in the round in which it comes."""
+
     def _find_requirements(self, server: Server, new: Sequence[str]) -> Generator[list[Job], list[Update], None]:
         server.models[ALONE] = clone(module_state(server.module))
         yield [Job(client, model=ALONE, work=self.alone, returns=(), tag=ALONE) for client in new]

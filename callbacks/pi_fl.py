@@ -236,6 +236,11 @@ class PIFL(PIFLRound):
             start = another_start(server.module, self.init, server.blueprint.settings.seed, self.key, number)
             server.models[cluster] = dict(server.model) if number == 1 else start
 
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Give new clients the tokens that the others began with."""
+        own = server.state[self.key]
+        self._note(server, balances={**own["balances"], **dict.fromkeys(clients, own["tokens"])})
+
     def plan_round(self, server: Server) -> Plan:
         """Bid, pay, train, settle."""
         available = [client for client in server.participants() if server.num_samples[client]]

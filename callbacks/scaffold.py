@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -159,6 +159,15 @@ class SCAFFOLD(FederatedCallback):
         """Return ``c`` of the server, zeros at first."""
         stored: State = server.state.get(self.key, {}).get("c", {})
         return stored or zeros_like(server.model, server.trainable)
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Set `c <- c sum_old p_i / sum_all p_i`: it stays the mean of all `c_i`, and those of new clients are 0."""
+        own = server.state.get(self.key)
+        if own:
+            weights = _weights(server)
+            before = sum(weight for client, weight in weights.items() if client not in clients)
+            share = before / sum(weights.values())
+            server.state[self.key] = {**own, "c": {name: share * value for name, value in own["c"].items()}}
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send ``c`` of the entries that travel."""

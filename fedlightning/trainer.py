@@ -251,6 +251,7 @@ class FederatedTrainer(Fitted):
         test_dataloaders: Mapping[str, Any] | None = None,
         resume: str | Path | None = None,
         allow_config_change: bool = False,
+        allow_new_clients: bool = False,
         trust_old_state: bool = False,
     ) -> None:
         """Run the federation.
@@ -264,6 +265,8 @@ class FederatedTrainer(Fitted):
             resume: `"last"` (the run of this name that was saved last) or a run's folder: go on at the round boundary,
                 bit for bit. `"auto"`: go on if there is something to go on from, else start.
             allow_config_change: Resume although the configuration has changed; the summary lists what has.
+            allow_new_clients: Resume although the data have clients that the run did not train, or `held_out` no longer
+                holds some out: they take part from the next round on, and the summary lists them.
             trust_old_state: Resume a run of an earlier version although its state can only be read with pickle, which runs
                 what the files hold: for your own files, once. It is then saved in the present form.
 
@@ -293,7 +296,7 @@ class FederatedTrainer(Fitted):
                 if federation.save_every > 0 and self.recorder.writes:
                     self.recorder.logs.begin()
             else:
-                federation.restore(True, allow_config_change, trust_old_state)
+                federation.restore(True, allow_config_change, trust_old_state, allow_new_clients)
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:
                 self.recorder.run.write_config(self.config)
             if is_new:
@@ -461,8 +464,8 @@ class FederatedTrainer(Fitted):
             evaluate_every=a["evaluate_every"],
             save_every=a["save_state"],
             sanity_check=bool(a["sanity_check"]),
-            fingerprint=lambda: fingerprint(
-                a, self.callbacks.callbacks, self.ordinary_callbacks, model, data, held_out
+            fingerprint=lambda joined, held_out: fingerprint(
+                a, self.callbacks.callbacks, self.ordinary_callbacks, model, without(data, joined), held_out
             ),
         )
         return self.federation

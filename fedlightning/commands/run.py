@@ -50,6 +50,7 @@ class Commands(FederatedCLI):
         resume: str | None = None,
         test_after_fit: bool = True,
         allow_config_change: bool = False,
+        allow_new_clients: bool = False,
         dry_run: bool | Literal["json"] = False,
         trust_old_state: bool = False,
     ) -> None:
@@ -64,6 +65,8 @@ class Commands(FederatedCLI):
                 config.yaml is then read unless --config is given.
             test_after_fit: Score all models on test data at the end, if there are any.
             allow_config_change: Resume although the configuration has changed; summary.json lists the changes.
+            allow_new_clients: Resume although the data have clients that the run did not train, or held_out no longer holds
+                some out: they take part from the next round on; summary.json lists them.
             dry_run: Train nothing: check everything, try one batch of every step, and print what the run would do. Also
                 --dry-run and --dry-run=json.
             trust_old_state: Resume a run of an earlier version although reading its state runs what its files hold; only
@@ -79,6 +82,7 @@ class Commands(FederatedCLI):
                 self.datamodule,
                 resume=to_resume(resume),
                 allow_config_change=allow_config_change,
+                allow_new_clients=allow_new_clients,
                 trust_old_state=trust_old_state,
             )
         except Exception as error:

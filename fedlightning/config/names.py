@@ -64,6 +64,7 @@ def option_names() -> list[str]:
         "resume",
         "test_after_fit",
         "allow_config_change",
+        "allow_new_clients",
         "dry_run",
         "run",
         "checkpoint",

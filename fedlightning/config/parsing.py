@@ -35,6 +35,17 @@ TITLES = {
     "data": "data (a federated data module; Partitioned splits any other)",
 }
 """Section -> title of its options in the help."""
+THIS_COMMAND = (
+    "resume",
+    "run",
+    "out",
+    "split",
+    "test_after_fit",
+    "allow_config_change",
+    "allow_new_clients",
+    "dry_run",
+)
+"""Options of commands that stand apart in the help."""
 USAGE = dict.fromkeys(("validate", "test", "predict", "onboard"), "--run FOLDER")
 HOW = """
 
@@ -208,7 +219,7 @@ def tidy_help(parser: LightningArgumentParser) -> None:
             key = action.dest.partition(".")[0]
             if key in TITLES:
                 group.title = TITLES[key]
-            elif action.dest in ("resume", "run", "out", "split", "test_after_fit", "allow_config_change", "dry_run"):
+            elif action.dest in THIS_COMMAND:
                 group.title = "this command"
             name = action.dest.removeprefix("trainer.")
             if name in REPLACED:

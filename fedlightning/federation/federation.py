@@ -11,6 +11,7 @@ from typing import Any
 from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
+from fedlightning.federation.changes import Changes, Fingerprint, changes_since
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
@@ -26,11 +27,9 @@ from fedlightning.hooks import Setup
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
-from fedlightning.run.fingerprint import differences, with_later_options, with_present_names
 from fedlightning.run.recorder import Recorder
 from fedlightning.scoring.results import Row, not_scored
 from fedlightning.visit.requests import Evaluate
-from fedlightning.wrappers import user_class
 
 MARKS = ("metrics", "loggers")
 """What a saved state knows of the recorder."""
@@ -69,7 +68,7 @@ class Federation:
     test_data: tuple[str, ...]
     evaluate_every: int
     save_every: int
-    fingerprint: Callable[[], dict[str, Any]] = dict
+    fingerprint: Fingerprint = lambda joined, held_out: {}
     sanity_check: bool = True
     changes: list[str] = field(default_factory=list)
     rounds_done: int = 0
@@ -108,42 +107,41 @@ class Federation:
     @cached_property
     def lasting(self) -> dict[str, Any]:
         """The fingerprint as JSON can hold it."""
-        return plain(self.fingerprint())
+        return plain(self.fingerprint((), self.server.held_out))
 
-    def restore(self, go_on: bool, allow_changes: bool = False, trust_old: bool = False) -> None:
+    def restore(
+        self, go_on: bool, allow_changes: bool = False, trust_old: bool = False, allow_new_clients: bool = False
+    ) -> None:
         """Load the state that the run's folder holds.
 
         Args:
             go_on: The run will be trained further, so scores of rounds that are not in the state are cut off.
             allow_changes: Go on although the configuration has changed; the summary lists what has.
             trust_old: Read a state of an earlier version even if that runs the code in it.
+            allow_new_clients: Go on although there are clients that the run did not have; the summary lists them.
 
         Raises:
-            ValueError: If the run would go on with another configuration than it was started with.
+            ValueError: If the run would go on with another configuration than it was started with, or with clients that
+                it may not have or that a callback has no place for.
         """
         run = self.recorder.run
         assert run is not None
         self.rounds_done, extra = restore_state(run.last, self.server, self.store, trust_old)
         self.rounds_saved = self.rounds_done
-        before = with_present_names(extra.get("lasting", {}), self.server.callbacks)
-        before = with_later_options(before, self.lasting, self.server.callbacks, user_class(self.server.module))
-        changed = differences(before, self.lasting) if go_on else []
-        others = [text for text in changed if text.startswith("held_out ")]
-        if others:
-            raise ValueError(
-                f"The run in {run.path} cannot go on with other held-out clients: {others[0]}. Who trains is fixed when a "
-                "run starts, since methods keep state for each client. Resume with the held_out of its config.yaml, let new "
-                "clients join by trainer.onboard or `fedlightning onboard`, or start a new run."
+        changes = Changes()
+        if go_on:
+            changes = changes_since(
+                extra,
+                self.server,
+                self.fingerprint,
+                run.path,
+                allow_changes=allow_changes,
+                allow_new_clients=allow_new_clients,
             )
-        if changed and not allow_changes:
-            raise ValueError(
-                f"The run in {run.path} cannot go on with another configuration: {_some(changed)}. Resume it as it was "
-                "started (its config.yaml says how), start a new run without resume, or allow the change with "
-                "allow_config_change (then summary.json lists it)."
-            )
-        self.changes = [*extra.get("changes", []), *(f"from round {self.rounds_done + 1}: {text}" for text in changed)]
-        if changed:
-            warn(f"The run goes on with another configuration: {_some(changed)}.")
+        self.changes = [*extra.get("changes", []), *changes.told(self.rounds_done + 1)]
+        if changes.joined:
+            self.server.round = self.rounds_done
+            self.server.callbacks.event("on_clients_join", self.server, changes.joined)
         self.seconds = float(extra.get("seconds", 0.0))
         self.history = list(extra.get("history", []))
         self.server.spent, self._spent_of_rounds = (spent_of(extra.get(key)) for key in ("spent", "spent_of_rounds"))
@@ -163,12 +161,14 @@ class Federation:
             rows = run.keep_rounds(scored, mark)
             self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
             more = bool(extra.get("final", False)) and not self.final_done
-            self.recorder.reopen_logs(marks, scored, differs=more or bool(changed))
+            self.recorder.reopen_logs(marks, scored, differs=more or changes != Changes())
         else:
             self.recorder.start_with(run.read_rows(scored, mark))
         self.server.round = self.last_round
         if go_on:
             self.remember_decisions()
+        if changes.joined:
+            self.check()
 
     def _forget_final_visits(self, extra: Mapping[str, Any]) -> None:
         """Take the visits after what was the last round out of the costs: a longer run does not make them there."""
@@ -294,6 +294,8 @@ class Federation:
                 "final": self.final_done,
                 "history": self.history,
                 "lasting": self.lasting,
+                "clients": self.server.clients,
+                "held_out": self.server.held_out,
                 **self.recorder.mark(),
                 **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
                 "spent": self.server.spent,
@@ -405,11 +407,6 @@ class Federation:
             rows += self.unseen.checkpoint_rows((split,), checkpoint)
         self.recorder.record(rows)
         return rows
-
-
-def _some(texts: list[str], most: int = 5) -> str:
-    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
-    return "; ".join(texts[:most]) + more
 
 
 def _explain(server: Server, updates: list[Update], policy: FailurePolicy) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -168,6 +168,25 @@ class FederatedCallback(Callback):
 
     def on_federation_start(self, server: Server) -> None:
         """Run before the first round of a new federation (not when one is resumed)."""
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Make room for clients that take part from now on, when a run is resumed with them.
+
+        By default a callback without state at the server needs nothing: they are as clients that were never drawn.
+
+        Args:
+            server: The server, which knows them already. Nothing has trained since it was restored.
+            clients: Their ids.
+
+        Raises:
+            ValueError: If the callback has state at the server and no method of its own that says what joining does to it.
+        """
+        if server.state.get(self.key):
+            names = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
+            raise ValueError(
+                f"{self.key} keeps state at the server and does not say what becomes of it when clients join ({names}). "
+                "Start a new run with them, or serve them by trainer.onboard or `fedlightning onboard`."
+            )
 
     def on_federation_end(self, server: Server) -> None:
         """Run after the last round."""

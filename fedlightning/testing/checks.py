@@ -271,6 +271,31 @@ def check_unseen_clients(algorithm: FederatedCallback, root: Path, **given: Any)
     assert all(math.isfinite(row.value) for row in unseen), f"{algorithm.key}: an unseen client's score is not finite."
 
 
+def check_joining_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
+    """Check that a resumed run trains a client that joins, or that the algorithm says in a sentence why it does not."""
+    again, settings = copy.deepcopy(algorithm), given | {"save_state": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        federate(algorithm, ToyData(sizes=(12, 7, 10)), root, **settings | {"max_rounds": 2})
+        try:
+            with watching() as visits:
+                trainer = federate(again, ToyData(), root, resume="join", **settings | {"max_rounds": 3})
+        except ValueError as error:
+            assert f"{again.key} keeps state at the server" in str(error), (
+                f"{again.key} breaks when clients join: {error}"
+            )
+            return
+    known = {"site0", "site1", "site2"}  # an algorithm that trains on pooled data visits none of them
+    assert "site3" in visits.records or not known & set(visits.records), (
+        f"{again.key}: a client that has joined was not visited."
+    )
+    assert not server_of(trainer).failures, f"{again.key}: {server_of(trainer).failures[0]['reason']}"
+    for label, module in deployed(trainer):
+        assert first_nonfinite(module_state(module)) is None, (
+            f"{again.key}, {label}: not finite after a client has joined."
+        )
+
+
 def check_one_client(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that with one client the deployed model is that of plain training (for the neutral form of the algorithm)."""
     alone = federate(None, ToyData(sizes=(12,)), root / "plain", **given)

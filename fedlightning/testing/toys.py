@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -163,7 +163,7 @@ def federate(
     *,
     full: bool = False,
     lr: float = 0.1,
-    resume: bool = False,
+    resume: bool | Literal["join"] = False,
     others: Sequence[Callback] = (),
     batch_size: int | None = None,
     **arguments: Any,
@@ -176,7 +176,7 @@ def federate(
         root: Folder of the run.
         full: Use the module with every kind of entry.
         lr: Learning rate of the module.
-        resume: Resume the run in the folder.
+        resume: Resume the run in the folder; `"join"`: also if the data have more clients.
         others: More callbacks.
         batch_size: Batch size of toy data. `None` leaves it at 5.
         arguments: Arguments of the trainer.
@@ -196,5 +196,5 @@ def federate(
         accelerator="cpu",
         **defaults | arguments,
     )
-    trainer.fit(module, data, resume="last" if resume else None)
+    trainer.fit(module, data, resume="last" if resume else None, allow_new_clients=resume == "join")
     return trainer

@@ -1,0 +1,132 @@
+"""What may have changed when a run is resumed: its configuration, if that is allowed, and clients that join."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedlightning.errors import warn
+from fedlightning.federation.server import Server
+from fedlightning.run.environment import plain
+from fedlightning.run.fingerprint import differences, with_later_options, with_present_names
+from fedlightning.wrappers import user_class
+
+Fingerprint = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
+"""Returns a run's fingerprint as it would be without the clients that joined, from their ids and the held-out ones'."""
+MOST = 5
+"""Changes and clients that a sentence names."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a resumed run has that it was not started with.
+
+    Attributes:
+        configuration: Changes of the configuration, a sentence each.
+        joined: Clients that it did not train before.
+    """
+
+    configuration: list[str] = field(default_factory=list)
+    joined: list[str] = field(default_factory=list)
+
+    def told(self, next_round: int) -> list[str]:
+        """Return the lines for the summary, and warn of each kind.
+
+        Args:
+            next_round: The round from which on they hold, from 1.
+        """
+        lines = [f"from round {next_round}: {text}" for text in self.configuration]
+        if self.configuration:
+            warn(f"The run goes on with another configuration: {_some(self.configuration)}.")
+        if self.joined:
+            lines.append(f"from round {next_round}: {_named(self.joined, len(self.joined))} take part")
+            warn(f"From round {next_round} on {_named(self.joined)} take part, which the run did not train before.")
+        return lines
+
+
+def changes_since(
+    saved: Mapping[str, Any],
+    server: Server,
+    fingerprint: Fingerprint,
+    place: object,
+    *,
+    allow_changes: bool = False,
+    allow_new_clients: bool = False,
+) -> Changes:
+    """Compare a run with its saved state.
+
+    Args:
+        saved: What was saved beside the server's state: `lasting`, `clients`, `held_out`.
+        server: The present server, of which the callbacks and the clients are compared.
+        fingerprint: Returns the present fingerprint.
+        place: The run's folder, for messages.
+        allow_changes: Accept another configuration.
+        allow_new_clients: Accept clients that the run did not train before.
+
+    Returns:
+        What has changed, all of which is allowed.
+
+    Raises:
+        ValueError: If something has changed that is not allowed, or never is: a client is gone, or held out now.
+    """
+    joined = joined_since(saved, server)
+    if joined and not allow_new_clients:
+        raise ValueError(
+            f"The data have {_named(joined)}, which the run in {place} did not train. Resume with the run's own data and "
+            "held_out, or let new clients take part from the next round on with allow_new_clients (then summary.json lists "
+            "them)."
+        )
+    now = plain(fingerprint(joined, saved["held_out"] if joined else server.held_out))
+    before = with_present_names(saved.get("lasting", {}), server.callbacks)
+    before = with_later_options(before, now, server.callbacks, user_class(server.module))
+    changed = differences(before, now)
+    others = [text for text in changed if text.startswith("held_out ")]
+    if others:
+        raise ValueError(
+            f"The run in {place} cannot go on with other held-out clients: {others[0]}. Resume with the held_out of its "
+            "config.yaml, let held-out clients take part with allow_new_clients, serve new clients by trainer.onboard or "
+            "`fedlightning onboard`, or start a new run."
+        )
+    if changed and not allow_changes:
+        raise ValueError(
+            f"The run in {place} cannot go on with another configuration: {_some(changed)}. Resume it as it was "
+            "started (its config.yaml says how), start a new run without resume, or allow the change with "
+            "allow_config_change (then summary.json lists it)."
+        )
+    return Changes(changed, joined)
+
+
+def joined_since(saved: Mapping[str, Any], server: Server) -> list[str]:
+    """Return the clients that take part now and did not when the state was saved; none where it does not say who did.
+
+    Args:
+        saved: As in :func:`changes_since`.
+        server: The present server.
+
+    Raises:
+        ValueError: If clients join although one of those that the run has is gone, or held out now.
+    """
+    clients: Sequence[str] | None = saved.get("clients")
+    joined = [] if clients is None else [client for client in server.clients if client not in set(clients)]
+    if joined and clients is not None:
+        known = {*clients, *saved.get("held_out", ())}
+        gone = [client for client in clients if client not in server.num_samples]
+        lost = [client for client in known if client not in {*server.clients, *server.held_out}]
+        if gone or lost:
+            raise ValueError(
+                f"The data have clients that the run did not train, {_named(joined)}, but not {_named(gone or sorted(lost))} "
+                "of its own. Clients may join a run; nobody may leave it. Start a new run."
+            )
+    return joined
+
+
+def _named(clients: Sequence[str], most: int = MOST) -> str:
+    more = f" and {len(clients) - most} more" if len(clients) > most else ""
+    one = "client" if len(clients) == 1 else "clients"
+    return f"{one} {', '.join(repr(client) for client in clients[:most])}{more}"
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - MOST} more" if len(texts) > MOST else ""
+    return "; ".join(texts[:MOST]) + more
