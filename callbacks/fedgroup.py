@@ -46,7 +46,8 @@ class FedGroup(Clusters):
       its direction the mean of their `Delta_i`. No more is trained in this round.
     * Then each group is a FedAvg of its own.
     * A newcomer, whose first visit is later, pre-trains from `w^0` and joins the group with the direction of largest
-      cosine with its `Delta_i`; then it trains with that group, in the same round.
+      cosine with its `Delta_i`; then it trains with that group, in the same round. Where everybody is in the cold start,
+      only who failed there comes later; it pre-trains in one round and trains with its group from the next.
     * With `mix`, groups learn from each other after a round: `w_g <- w_g + mix sum_{h != g} w_h / ||w_h||`.
 
     Nobody changes its group. (FlexCFL's migration of clients whose data have changed is not here.) Down and up: one model;
@@ -107,17 +108,23 @@ class FedGroup(Clusters):
             ValueError: With a sentence.
         """
         refuse_global_steps(self, setup)
-        share, count = setup.participation, len(setup.clients)
-        late = share < count if isinstance(share, int) else share < 1.0
-        late = late or self.alpha * self.num_clusters < count
-        if late:
+        count, twice = len(setup.clients), self._twice(setup.participation, len(setup.clients))
+        if twice:
             way_out = f"use participation=1.0 and an alpha of at least {math.ceil(count / self.num_clusters)}"
             refuse_second_visits(self, setup, "lets a newcomer train twice in a round", way_out)
-        if setup.optimizer_state == "keep" and late:
+        if setup.optimizer_state == "keep" and twice:
             raise ValueError(
                 "FedGroup lets a newcomer train twice in a round, from the first model and from its group's, and with "
                 "optimizer_state='keep' the moments and clocks of one would go on in the other. Use optimizer_state='reset'."
             )
+
+    def _twice(self, participation: float, clients: int) -> bool:
+        """Return whether a newcomer may pre-train and train with its group in one round.
+
+        Not where all are in the cold start: then nothing is refused that clients keep, and it would train in both visits.
+        """
+        share = participation < clients if isinstance(participation, int) else participation < 1.0
+        return share or self.alpha * self.num_clusters < clients
 
     # -- server --------------------------------------------------------------------------------------------------------
     def cluster_of(self, server: Server, client: str) -> str:
@@ -134,6 +141,8 @@ class FedGroup(Clusters):
         new = [client for client in participants if self.cluster_of(server, client) == GLOBAL]
         if new:
             yield from self._join(server, new)
+        if not self._twice(server.participation, len(server.clients)):
+            participants = [client for client in participants if client not in new]
         placed = [(client, self.cluster_of(server, client)) for client in participants]
         jobs = [Job(client, tag=cluster) for client, cluster in placed if cluster != GLOBAL]
         if jobs:
@@ -197,6 +206,9 @@ class FedGroup(Clusters):
         if not names:
             raise ValueError("FedGroup groups clients by how the model moves, and no parameter that trains travels.")
         return names
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Need nothing: a client that is new is a newcomer, who pre-trains and joins the group of largest cosine."""
 
     def _mix(self, server: Server) -> None:
         """Add the other groups' models, each of length `mix`, to every group's."""

@@ -119,6 +119,9 @@ class FeSEM(Clusters):
         if answers:
             self._cluster(server, answers)
 
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Need nothing: a client that is new trains from the first model, and then its cluster is looked for."""
+
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Average nothing: the M-step does."""
         return {}

@@ -52,7 +52,9 @@ class MaxFL(FederatedCallback):
     * Server: `w <- w + server_lr / (sum_i q_i + eps) sum_i q_i Delta_i`. Clients near their requirement count most: those
       that are satisfied already, or cannot be, least.
     * `rho_i` is found once, from the model that the federation began with. In round 1 the client's own training gives it.
-      Who comes later, or everybody if `alone` is set, first trains alone, in a visit of which nothing is sent.
+      Who comes later, or everybody if `alone` is set, first trains alone, in a visit of which nothing is sent. Who fails
+      in that visit is left out of the round. With `participation=1.0` and `alone=None` only who failed in round 1 comes
+      later; it trains alone in one round, and with the others from the next.
 
     Down: `w`. Up: `w_i`, `q_i` and whether the client is satisfied. State of a client: `rho_i`. State at the server: who has
     one. Deployed: the global model.
@@ -98,13 +100,11 @@ class MaxFL(FederatedCallback):
                 f"MaxFL compares losses that training_step returns, but {type(setup.template).__name__} optimizes manually. "
                 "Use automatic optimization."
             )
-        share = setup.participation
-        late = share < len(setup.clients) if isinstance(share, int) else share < 1.0
-        late = late or self.alone is not None
-        if late:
+        twice = self._twice(setup.participation, len(setup.clients))
+        if twice:
             what = "lets a client train alone before it trains the global model"
             refuse_second_visits(self, setup, what, "use participation=1.0 and alone=None")
-        if setup.optimizer_state == "keep" and late:
+        if setup.optimizer_state == "keep" and twice:
             raise ValueError(
                 "MaxFL lets a client train alone before it trains the global model, and with optimizer_state='keep' the "
                 "moments and clocks of one would go on in the other. Use optimizer_state='reset'."
@@ -115,6 +115,14 @@ class MaxFL(FederatedCallback):
                 raise ValueError(
                     f"MaxFL weighs the changes that clients make to one model, and {other.key} {why}. Remove one of them."
                 )
+
+    def _twice(self, participation: float, clients: int) -> bool:
+        """Return whether a client may train alone and with the others in one round.
+
+        Not where all begin in round 1: then nothing is refused that clients keep, and it would train in both visits.
+        """
+        share = participation < clients if isinstance(participation, int) else participation < 1.0
+        return share or self.alone is not None
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the weight and whether the client is satisfied, up."""
@@ -145,16 +153,25 @@ class MaxFL(FederatedCallback):
         known = set(server.state[self.key]["known"])
         new = [client for client in clients if client not in known]
         if new and (self.alone is not None or server.round > 0):
-            yield from self._find_requirements(server, new)
-        yield [Job(client) for client in clients]
+            found = yield from self._find_requirements(server, new)
+            twice = self._twice(server.participation, len(server.clients))
+            clients = [client for client in clients if client in known or (twice and client in found)]
+        if clients:
+            yield [Job(client) for client in clients]
 
     def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
         """Need nothing: a client that is new finds its requirement in the round in which it comes."""
 
-    def _find_requirements(self, server: Server, new: Sequence[str]) -> Generator[list[Job], list[Update], None]:
+    def _find_requirements(self, server: Server, new: Sequence[str]) -> Generator[list[Job], list[Update], set[str]]:
+        """Let clients train alone; return those that have a requirement now."""
         server.models[ALONE] = clone(module_state(server.module))
-        yield [Job(client, model=ALONE, work=self.alone, returns=(), tag=ALONE) for client in new]
+        answers = yield [Job(client, model=ALONE, work=self.alone, returns=(), tag=ALONE) for client in new]
         del server.models[ALONE]
+        found = {update.client for update in answers if update.error is None and update.steps}
+        own = server.state[self.key]
+        known = found.union(own["known"])
+        server.state[self.key] = {**own, "known": [client for client in server.clients if client in known]}
+        return found
 
     def on_update(self, server: Server, update: Update) -> None:
         """Note the answer, and that the client has a requirement."""

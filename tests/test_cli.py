@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -496,6 +497,13 @@ def test_modules_in_the_current_folder_are_found_last(
     assert sys.path[-1] == str(here)
     assert "Nothing was written" in capsys.readouterr().out
     assert not (here / "runs").exists()
+
+
+def test_the_package_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["fedlightning", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("fedlightning", run_name="__main__")
+    assert not ended.value.code and capsys.readouterr().out.startswith("fedlightning ")
 
 
 def test_a_dry_run_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ ORDER = (
     ("experiments",),
     ("commands",),
     ("cli",),
+    ("__main__",),
 )
 """A room imports rooms of the lines above it, and itself."""
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}

@@ -6,9 +6,14 @@ import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
 
+CLOSE = 1e-6
+"""Distance of two rows, by the length of the longest, up to which they are equal: what rounding in single precision makes."""
+
 
 def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
     """Return the rows of each group that k-means finds; where there are fewer different rows than groups, some repeat.
+
+    Rows that differ by rounding are equal: clients with the same data, trained one by one or stacked, are not taken apart.
 
     Args:
         rows: Models, `(clients, parameters)`.
@@ -19,8 +24,8 @@ def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
         >>> first_groups(torch.tensor([[0.0], [5.0], [0.2]]), 2, seed=0)
         [[0, 2], [1]]
     """
-    labels = labels_of_rows(rows, count, seed)
-    groups = [[place for place, label in enumerate(labels) if label == k] for k in range(max(labels) + 1)]
+    labels = _by_k_means(rows, different(rows, count), seed)
+    groups = [[place for place, label in enumerate(labels) if label == first] for first in dict.fromkeys(labels)]
     return [groups[k % len(groups)] for k in range(count)]
 
 
@@ -33,18 +38,31 @@ def clusters_of(biases: Tensor, count: int, seed: int) -> list[int]:
         seed: Seed of the starts.
     """
     top = biases.max(0).values
-    return labels_of_rows(biases / torch.where(top > 0, top, torch.ones_like(top)), count, seed)
-
-
-def labels_of_rows(rows: Tensor, count: int, seed: int) -> list[int]:
-    """Return the group of each row by k-means, numbered as they first occur.
-
-    Args:
-        rows: `(clients, numbers)`.
-        count: Number of groups; fewer where there are fewer different rows.
-        seed: Seed of the starts.
-    """
-    different = len(torch.unique(rows, dim=0))
-    labels = KMeans(min(count, different), n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy()).tolist()
+    rows = biases / torch.where(top > 0, top, torch.ones_like(top))
+    labels = _by_k_means(rows, min(count, len(torch.unique(rows, dim=0))), seed)
     order = list(dict.fromkeys(labels))
     return [order.index(label) for label in labels]
+
+
+def _by_k_means(rows: Tensor, count: int, seed: int) -> list[int]:
+    found: list[int] = KMeans(count, n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy()).tolist()
+    return found
+
+
+def different(rows: Tensor, most: int) -> int:
+    """Return how many rows differ by more than rounding, and `most` if there are more.
+
+    Args:
+        rows: `(clients, parameters)`.
+        most: Where to stop counting.
+
+    Example:
+        >>> different(torch.tensor([[1.0], [1.0 + 1e-7], [2.0]]), most=5)
+        2
+    """
+    close = CLOSE * float(rows.norm(dim=1).max())
+    seen: list[Tensor] = []
+    for row in rows:
+        if len(seen) < most and all(float((row - other).norm()) > close for other in seen):
+            seen.append(row)
+    return len(seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from fedlightning import FederatedTrainer
 from fedlightning.hooks import FederatedCallback
 from fedlightning.seeding import address
 from fedlightning.tensors import State, module_state
+from fedlightning.visit.client import Client
 from tests.helpers import CLASSES, NormNet, Spy, Toy, ToyData, federate, make_trainer, toy_data
 
 SIZES = {"0": 24, "1": 40, "2": 16}
@@ -129,6 +131,22 @@ class Breaks(Toy):
         return super().training_step(batch, batch_idx)
 
 
+class FailsOnce(FederatedCallback):
+    """A client's visits of one round end with an error.
+
+    Args:
+        who: The client; when: the round, counted from 0.
+        tag: Only visits with this tag. `None`: all.
+    """
+
+    def __init__(self, who: str, when: int, tag: str | None = None) -> None:
+        self.who, self.when, self.tag = who, when, tag
+
+    def on_visit_start(self, client: Client) -> None:
+        if (client.id, client.round) == (self.who, self.when) and self.tag in (None, client.message.tag):
+            raise RuntimeError("the line is cut")
+
+
 def start_of(kind: type[Toy]) -> Toy:
     """A small module in double precision, always the same one."""
     torch.manual_seed(3)
@@ -154,6 +172,22 @@ class Plain:
                 pairs = enumerate(zip(self.leaves, gradients, strict=True))
                 self.leaves = [w - 0.1 * (g + pull(place, w)) for place, (w, g) in pairs]
         return dict(zip(NAMES, self.leaves, strict=True))
+
+
+def best_partition(rows: Tensor, count: int) -> tuple[int, ...]:
+    """Return the partition that k-means looks for, by trying all of them; groups in the order of their first rows."""
+
+    def squares(labels: tuple[int, ...]) -> float:
+        groups = [rows[[i for i, label in enumerate(labels) if label == k]] for k in range(count)]
+        return sum(float((group - group.mean(0)).square().sum()) for group in groups)
+
+    partitions = [labels for labels in product(range(count), repeat=len(rows)) if len(set(labels)) == count]
+    return min((one for one in partitions if list(dict.fromkeys(one)) == list(range(count))), key=squares)
+
+
+def flat(state: State) -> Tensor:
+    """Return all entries of a state as one row."""
+    return torch.cat([value.flatten() for value in state.values()])
 
 
 def mean_state(parts: Sequence[tuple[float, State]]) -> State:

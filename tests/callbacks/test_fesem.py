@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 
 from fedlightning.callbacks import FedAvg, FedLP, FedPer, FeSEM
 from fedlightning.callbacks.fesem import first_groups, nearest
 from fedlightning.tensors import module_state
-from tests.callbacks.common import Breaks, Plain, fixed_data, mean_state, start_of
+from tests.callbacks.common import Breaks, Plain, best_partition, fixed_data, mean_state, start_of
 from tests.conformance.case import Case, Kept
-from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
+from tests.helpers import (
+    NormNet,
+    Quadratic,
+    Spy,
+    Toy,
+    close,
+    federate,
+    global_state,
+    make_trainer,
+    quadratic_data,
+    same,
+    spied,
+    toy_data,
+)
 
 CASES = {
     "FeSEM": Case(FeSEM(), neutral=FeSEM(num_clusters=1)),
@@ -112,6 +123,19 @@ def test_a_late_client_is_looked_for_and_does_not_move_the_centre():
 
 
 @pytest.mark.parametrize("stale", [False, True])
+def test_a_client_that_joins_a_resumed_run_finds_its_centre(tmp_path, stale):
+    federate(Quadratic(), quadratic_data(A[:2], B[:2]), [Spy(), FeSEM(stale=stale)], tmp_path, max_rounds=2)
+    trainer = make_trainer(tmp_path, [spy := Spy(), FeSEM(stale=stale)], max_rounds=4)
+    trainer.fit(Quadratic(), datamodule=quadratic_data(A, B), resume="last", allow_new_clients=True)
+    starts = {(m.round, m.client): m.state["w"] for m in reversed(spy.messages)}  # the first of each round: to train
+    assert all((starts[2, client] == 0).all() != (client in "01") for client in "0123")
+    old = spy.of_round(2)
+    for client, other in (("0", "2"), ("1", "3")):
+        clusters = spy.states[0]["FeSEM"]["clusters"]
+        assert clusters[client] == clusters[other] and (starts[3, other] == old[client].state["w"]).all()
+
+
+@pytest.mark.parametrize("stale", [False, True])
 def test_absent_clients_count_with_their_last_models_if_asked(stale):
     trainer, spy = spied(
         Quadratic(), quadratic_data(A[:3], B[:1] * 3), [FeSEM(1, stale=stale)], max_rounds=4, participation=2
@@ -147,17 +171,6 @@ def test_senseless_settings_are_refused(options):
 
 def row(state):
     return torch.cat([value.flatten() for value in state.values()])
-
-
-def best_partition(rows, count):
-    """The partition that k-means looks for, by trying all of them."""
-
-    def squares(labels):
-        groups = [rows[[i for i, label in enumerate(labels) if label == k]] for k in range(count)]
-        return sum(float((group - group.mean(0)).square().sum()) for group in groups)
-
-    partitions = [labels for labels in product(range(count), repeat=len(rows)) if len(set(labels)) == count]
-    return min((one for one in partitions if list(dict.fromkeys(one)) == list(range(count))), key=squares)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +215,19 @@ def test_a_federation_by_hand(options):
 
 
 def test_a_layer_that_was_not_sent_keeps_out_of_the_mean():
-    module = Toy()
-    before = federate(module, toy_data(), [FedLP(0.4), FeSEM(1)], max_rounds=2).server.models["centre 1"]
-    trainer, spy = spied(module, toy_data(), [FedLP(0.4), FeSEM(1)], max_rounds=3)
-    sent = spy.of_round(2)
-    assert any(len(update.state) < len(before) for update in sent.values())
-    for name, value in before.items():
-        senders = [update.state[name].double() for update in sent.values() if name in update.state]
-        mean = sum(senders) / len(senders) if senders else value.double()
-        close({name: trainer.server.models["centre 1"][name]}, {name: mean}, atol=1e-7)
+    """FedLP leaves a layer out of some answers; its mean is that of those who sent it, and without any it stays."""
+    module, seen, data = Toy(), set(), toy_data()
+    trainer, spy = spied(module, data, [FedLP(0.4), FeSEM(1, weighting="samples")], max_rounds=6)
+    expected = module_state(module)
+    for number in range(6):
+        sent = spy.of_round(number)
+        for name in list(expected):
+            parts = [(u.num_samples, u.state[name].double()) for u in sent.values() if name in u.state]
+            seen.add(len(parts))
+            if parts:
+                expected = {**expected, name: sum(n * v for n, v in parts) / sum(n for n, _ in parts)}
+            for message in spy.messages:
+                if message.round == number + 1 and name in message.state:
+                    close({name: message.state[name]}, {name: expected[name]}, atol=1e-6)
+    assert seen == {0, 1, 2, 3}
+    close(trainer.server.models["centre 1"], expected, atol=1e-6)

@@ -13,6 +13,7 @@ from fedlightning.callbacks import FedBN, FedPer, FeSEM, FeSEMMA
 from fedlightning.callbacks.shared.matching import hidden_units, matched, permuted
 from fedlightning.models import MLP, CifarCNN, DigitsCNN
 from fedlightning.tensors import clone, load_state, module_state
+from tests.callbacks.common import FailsOnce, Plain, best_partition, fixed_data, flat, mean_state, start_of
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, quadratic_data, same, spied, toy_data
 
@@ -155,3 +156,60 @@ class Recurrent(Toy):
 def test_what_cannot_be_sorted_is_refused(module, others, match):
     with pytest.raises(ValueError, match=match):
         federate(module, toy_data(), [FeSEMMA(), *others])
+
+
+def reordered(state, order):
+    """The net of ``Plain`` with its hidden units in another order, by hand."""
+    w, a, v, b = state.values()
+    return dict(zip(state, (w[order], a[order], v[:, order], b), strict=True))
+
+
+def by_permutations(state, centre):
+    """The order of least cost of incoming weights and biases, of all there are; the old one where that is as near."""
+
+    def cost(order):
+        found = [*reordered(state, list(order)).values()]
+        return sum(float((x - y).square().sum()) for x, y in zip(found[:2], [*centre.values()][:2], strict=True))
+
+    best = reordered(state, list(min(itertools.permutations(range(4)), key=cost)))
+    gap = [float((flat(one) - flat(centre)).square().sum()) for one in (best, state)]
+    return best if gap[0] < gap[1] else state
+
+
+@pytest.mark.parametrize("options", [{"weighting": "samples"}, {"stale": True, "steps": 2}], ids=["samples", "stale"])
+def test_a_federation_by_hand(options):
+    """Five of six clients take part, units come in another order each time; who comes later does not move a centre."""
+    data, start, algorithm = fixed_data([16, 24, 16, 8, 20, 8], worlds=2), start_of(Toy), FeSEMMA(**options)
+    with pytest.warns(UserWarning, match="'4' failed"):
+        trainer, spy = spied(start, data, [FailsOnce("4", 0), algorithm, Shuffle()], max_rounds=5, participation=5)
+    first, centres, where, last = module_state(start), [], {}, {}
+    sizes = {client: len(splits["train"][0]) for client, splits in data.tensors.items()}
+    weights = sizes if algorithm.weighting == "samples" else dict.fromkeys(sizes, 1)
+    for number in range(5):
+        trained = {}
+        for client in (c for c in spy.of_round(number) if spy.of_round(number)[c].error is None):
+            own = centres[where[client]] if client in where else first
+            order = torch.randperm(4, generator=torch.Generator().manual_seed(int(client) + 10 * number)).tolist()
+            trained[client] = reordered(Plain(own).trained(*data.tensors[client]["train"]), order)
+        models = {**last, **trained} if algorithm.stale else trained
+        order, known = [client for client in trainer.server.clients if client in models], set(where)
+
+        def mean(members, centre, models=models):
+            return mean_state([(weights[c], by_permutations(models[c], centre)) for c in members])
+
+        if not centres:
+            known = set(order)
+            labels = best_partition(torch.stack([flat(by_permutations(models[c], first)) for c in order]), 2)
+            centres = [mean([c for c, k in zip(order, labels, strict=True) if k == j], first) for j in range(2)]
+        for _ in range(algorithm.steps):
+            gaps = [[(flat(by_permutations(models[c], m)) - flat(m)).norm() for m in centres] for c in order]
+            found = torch.tensor(gaps).argmin(1).tolist()
+            for j in range(2):
+                members = [c for c, k in zip(order, found, strict=True) if k == j and c in known]
+                centres[j] = mean(members, centres[j]) if members else centres[j]
+            where |= dict(zip(order, found, strict=True))
+        last |= {client: state for client, state in trained.items() if client in known}
+        assert spy.states[number]["FeSEMMA"]["clusters"] == {c: f"centre {k + 1}" for c, k in where.items()}
+    assert len(where) == 6 and len(set(where.values())) == 2
+    for j, centre in enumerate(centres, start=1):
+        close(trainer.server.models[f"centre {j}"], centre, atol=1e-9, rtol=0)

@@ -8,10 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import Ditto, FedAdam, FedAvg, FedBN, FedPer, FedProx, MaxFL
 from fedlightning.callbacks.maxfl import ALONE, appeal_weight
+from fedlightning.tensors import module_state
+from tests.callbacks.common import FailsOnce, Plain, fixed_data, start_of
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, spied, toy_data
 
@@ -95,6 +98,57 @@ def test_late_clients_find_their_requirement_from_the_first_model():
         rho = loss(int(client), steps(int(client), np.zeros(3)))
         assert own.state["MaxFL"]["requirement"] == pytest.approx(rho, abs=1e-12)
     assert ALONE not in trainer.server.models
+
+
+@pytest.mark.parametrize(
+    ("options", "failing"), [({}, ("1", 0)), ({"alone": 3, "server_lr": 0.7, "eps": 0.1}, ("2", 2))]
+)
+def test_a_federation_by_hand(options, failing):
+    """Three of five clients take part in a round; some come late, one fails once."""
+    data, start, callback = fixed_data([16, 24, 10, 8, 20], worlds=2), start_of(Toy), MaxFL(**options)
+    with pytest.warns(UserWarning, match=f"'{failing[0]}' failed"):
+        _, spy = spied(start, data, [callback, FailsOnce(*failing)], max_rounds=4, participation=3)
+    first = w = module_state(start)
+    rho: dict[str, float] = {}
+    for number in range(4):
+        q, trained = {}, {}
+        for client in dict.fromkeys(update.client for update in spy.updates if update.round == number):
+            x, y = data.tensors[client]["train"]
+            if client not in rho:
+                own = Plain(first)
+                for _ in range(callback.alone or 1):
+                    own.trained(x, y)
+                rho[client] = float(F.cross_entropy(own(x), y))
+            s = sigmoid(float(F.cross_entropy(Plain(w)(x), y)) - rho[client])
+            q[client], trained[client] = s * (1 - s), Plain(w).trained(x, y)
+        share = callback.server_lr / (sum(q.values()) + callback.eps)
+        w = {name: v + sum(share * q[c] * (trained[c][name] - v) for c in q) for name, v in w.items()}
+        close(spy.rounds[number], w, atol=1e-9, rtol=0)
+        found = {c: weight for c, weight, _ in spy.states[number]["MaxFL"]["rows"]}
+        assert found == pytest.approx(q, abs=1e-9)
+    assert set(rho) == set(spy.states[-1]["MaxFL"]["known"]) and len(rho) > 3
+
+
+@pytest.mark.parametrize("alone", [None, 2])
+def test_who_fails_alone_does_not_take_its_requirement_from_the_model_of_all(alone):
+    clients, options = quadratic_data(A, B), {"max_rounds": 3, "participation": 2}
+    _, plain = spied(Quadratic(), clients, [MaxFL(alone=alone)], **options)
+    late = {u.client: u.round for u in reversed(plain.updates) if u.tag == ALONE}
+    who, when = next((c, r) for c, r in late.items() if r == 1)
+    with pytest.warns(UserWarning, match=f"'{who}' failed"):
+        trainer, spy = spied(Quadratic(), clients, [FailsOnce(who, when, ALONE), MaxFL(alone=alone)], **options)
+    assert who not in {u.client for u in spy.updates if u.round == when}
+    assert {u.tag for u in spy.updates if u.client == who and u.round == 2} == {ALONE, ""}
+    rho = loss(int(who), steps(int(who), np.zeros(3), alone or 1))
+    assert trainer.store.get(who).state["MaxFL"]["requirement"] == pytest.approx(rho, abs=1e-12)
+
+
+def test_who_fails_in_round_1_does_not_train_what_it_keeps_twice_in_a_round():
+    """Where a client can come later, such callbacks are refused; a failure makes one come later all the same."""
+    with pytest.warns(UserWarning, match="'1' failed"):
+        _, spy = spied(Toy(), toy_data(), [FailsOnce("1", 0), MaxFL(), Ditto()], max_rounds=4)
+    visits = [(u.round, u.tag) for u in spy.updates if u.client == "1" and u.steps]
+    assert visits == [(1, ALONE), (2, ""), (3, "")]
 
 
 def test_the_appeal_of_each_round_is_written_once(tmp_path):

@@ -11,9 +11,10 @@ import torch
 from fedlightning.callbacks import TIFF, FedAvg, FedPer, GlobalCheckpoint
 from fedlightning.hooks import POOLED
 from fedlightning.tensors import load_state, module_state
+from tests.callbacks.common import FailsOnce, Plain, fixed_data, mean_state, start_of
 from tests.callbacks.test_pi_fl import STATE
 from tests.conformance.case import Case, Kept
-from tests.helpers import Toy, federate, global_state, make_trainer, same, spied, toy_data
+from tests.helpers import Toy, close, federate, global_state, make_trainer, same, spied, toy_data
 
 LOSS = {"monitor": "val_loss"}
 CASES = {"TIFF": Case(TIFF(**LOSS)), "TIFF gradient": Case(TIFF(utility="gradient", **LOSS))}
@@ -102,3 +103,55 @@ def test_refusals():
         TIFF(eta=2.0)
     with pytest.raises(ValueError, match="TIFF pays by what validation data say"):
         federate(Toy(), toy_data(val=0), [tiff()])
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_a_federation_by_hand(weighting):
+    """Slots by contribution, payments, mean, utility, refunds and rewards, from sheet B 1.8.4; one client fails once."""
+    data, start = fixed_data([16, 24, 16, 8, 20], worlds=2), start_of(Toy)
+    options = {"performance_slots": 2, "random_slots": 1, "tokens": 1.2, "gamma": 0.5, "weighting": weighting}
+    _, free = spied(start, data, [tiff(**options)], max_rounds=1)
+    failing = next(iter(dict.fromkeys(u.client for u in free.updates if u.state)))
+    with pytest.warns(UserWarning, match=f"'{failing}' failed"):
+        trainer, spy = spied(start, data, [FailsOnce(failing, 0, ""), tiff(**options)], max_rounds=6)
+    clients = trainer.server.clients
+    x, y = (torch.cat([data.tensors[c]["val"][k] for c in clients]) for k in (0, 1))
+    worth = lambda state: float((Plain(state)(x).argmax(-1) == y).double().mean())  # noqa: E731
+    weights = {c: len(data.tensors[c]["train"][0]) if weighting == "samples" else 1 for c in clients}
+    w, tokens, best = module_state(start), dict.fromkeys(clients, 1.2), None
+    psi, times, broke = {c: [] for c in clients}, dict.fromkeys(clients, 0), False
+    for number in range(6):
+        entries = {e["client"]: e for e in spy.states[number]["TIFF"]["ledger"] if e["round"] == number + 1}
+        able = [c for c in clients if tokens[c] >= 1]
+        broke = broke or len(able) < len(clients)
+        mean = {c: sum(psi[c]) / len(psi[c]) if psi[c] else 0.0 for c in clients}
+        order = sorted(able, key=lambda c: (-round(mean[c], 6), times[c], clients.index(c)))
+        assert set(order[:2]) <= set(entries) and len(entries) == min(3, len(able)) and set(entries) <= set(able)
+        came = [c for c in clients if c in entries and (c, number) != (failing, 0)]
+        trained = {c: Plain(w).trained(*data.tensors[c]["train"]) for c in came}
+
+        def of(some, w=w, trained=trained):
+            return worth(mean_state([(weights[c], trained[c]) for c in some]) if some else w)
+
+        best = worth(w) if best is None else best
+        reached = of(came)
+        theta = 0.5 * (0.5 - min(0.5, max(0.0, (reached - best) / best))) / 0.5
+        best = max(best, reached)
+        w = mean_state([(weights[c], trained[c]) for c in came])
+        orders = list(itertools.permutations(came))
+        gain = {c: sum(of(o[: o.index(c) + 1]) - of(o[: o.index(c)]) for o in orders) / len(orders) for c in came}
+        for c in came:
+            psi[c].append(gain[c])
+            times[c] += 1
+        key = {c: (round(gain[c], 6), times[c]) for c in came}
+        rank = {c: sum(key[o] < key[c] for o in came) + (1 + sum(key[o] == key[c] for o in came)) / 2 for c in came}
+        pool = len(came) * (1 - theta)
+        for c in came:
+            tokens[c] += theta - 1 + pool * rank[c] / sum(rank.values())
+        assert spy.states[number]["TIFF"]["balances"] == pytest.approx(tokens, abs=1e-6)
+        found = spy.states[number]["TIFF"]["contribution"]["cluster 1"]
+        assert {c: v for c, (v, _) in found.items()} == pytest.approx(
+            {c: sum(v) / len(v) for c, v in psi.items() if v}, abs=1e-6
+        )
+    assert broke
+    close(trainer.server.models["cluster 1"], w, atol=1e-9, rtol=0)
