@@ -9,7 +9,8 @@ from typing import Any
 from fedlightning.errors import warn
 from fedlightning.federation.server import Server
 from fedlightning.run.environment import plain
-from fedlightning.run.fingerprint import differences, with_present_names
+from fedlightning.run.fingerprint import differences, with_later_options, with_present_names
+from fedlightning.wrappers import user_class
 
 Fingerprint = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
 """Returns a run's fingerprint as it would be without the clients that joined, from their ids and the held-out ones'."""
@@ -76,9 +77,10 @@ def changes_since(
             "held_out, or let new clients take part from the next round on with allow_new_clients (then summary.json lists "
             "them)."
         )
+    now = plain(fingerprint(joined, saved["held_out"] if joined else server.held_out))
     before = with_present_names(saved.get("lasting", {}), server.callbacks)
-    held_out = saved["held_out"] if joined else server.held_out
-    changed = differences(before, plain(fingerprint(joined, held_out)))
+    before = with_later_options(before, now, server.callbacks, user_class(server.module))
+    changed = differences(before, now)
     others = [text for text in changed if text.startswith("held_out ")]
     if others:
         raise ValueError(
