@@ -23,6 +23,7 @@ from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
 from fedlightning.callbacks.fedcovid import FedCovid
+from fedlightning.callbacks.federateddropout import FederatedDropout
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedlama import FedLAMA
@@ -33,10 +34,12 @@ from fedlightning.callbacks.fedopt import FedAdagrad, FedAdam, FedYogi
 from fedlightning.callbacks.fedproto import FedProto
 from fedlightning.callbacks.fedprox import FedProx
 from fedlightning.callbacks.fedrep import FedRep
+from fedlightning.callbacks.fedrolex import FedRolex
 from fedlightning.callbacks.fedsoft import FedSoft
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA
+from fedlightning.callbacks.fjord import FjORD
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.harmony import Harmony
@@ -79,6 +82,7 @@ __all__ = [
     "FedBABU",
     "FedBN",
     "FedCovid",
+    "FederatedDropout",
     "FederationSensitivity",
     "FedFomo",
     "FedGroup",
@@ -91,6 +95,7 @@ __all__ = [
     "FedProto",
     "FedProx",
     "FedRep",
+    "FedRolex",
     "FedSGD",
     "FedSoft",
     "FedYogi",
@@ -98,6 +103,7 @@ __all__ = [
     "FeSEM",
     "FeSEMMA",
     "FFALoRA",
+    "FjORD",
     "FLIU",
     "GlobalCheckpoint",
     "GPFL",

@@ -133,6 +133,36 @@ ROWS = (
         weights="uniform (default) or samples, per element",
         composes="FedProx, MOON, FedPer, server optimizers; not SCAFFOLD; needs a chain of Linear, Conv and norm layers",
     ),
+    Algorithm(
+        "FedRolex", "global",
+        "Clients train a window of units that moves on in every round, so that all units are trained alike.",
+        'Alam et al., "FedRolex: model-heterogeneous federated learning with rolling sub-model extraction", NeurIPS 2022',
+        down="the round's window of w", up="that window",
+        deployed="the full model; GlobalCheckpoint",
+        weights="uniform (default) or samples, per element",
+        composes="FedProx, server optimizers; not SCAFFOLD, nor what keeps a part of the model at a client; needs a chain of "
+        "Linear, Conv and norm layers",
+    ),
+    Algorithm(
+        "FederatedDropout", "global",
+        "Each client trains a random choice of the units, drawn anew in every round: a small dense network.",
+        'Caldas et al., "Expanding the reach of federated learning by reducing client resource requirements", 2018',
+        down="some units of w", up="those units",
+        deployed="the full model; GlobalCheckpoint",
+        weights="samples (default) or uniform, per element",
+        composes="as FedRolex",
+    ),
+    Algorithm(
+        "FjORD", "global",
+        "Every local step trains the network at a random width, so that it can be deployed at any.",
+        'Horvath et al., "FjORD: fair and accurate federated learning under heterogeneous targets with ordered dropout", '
+        "NeurIPS 2021",
+        down="the first units of w", up="those units",
+        deployed="each client its largest width; LocalCheckpoint. The full model: GlobalCheckpoint",
+        weights="samples (default) or uniform, per element",
+        composes="FedProx, FedPer, server optimizers; not SCAFFOLD, nor other terms in the loss; needs a chain of Linear, "
+        "Conv and norm layers",
+    ),
     _FEDIT,
     _FEDIT.variant(
         "FFALoRA", "FedIT with the first factor of every adapter frozen: half the traffic, and the mean is exact.",

@@ -106,6 +106,11 @@ class Server:
         """The global model's state."""
         return self.models[GLOBAL]
 
+    @property
+    def seed(self) -> int:
+        """The run's seed, for addresses of randomness that server and client share."""
+        return self.blueprint.settings.seed
+
     def rng(self, purpose: str) -> torch.Generator:
         """Return a generator addressed by (seed, round, server, purpose)."""
         return generator(self.blueprint.settings.seed, self.round, "server", purpose)

@@ -167,6 +167,11 @@ class Client:
         """Device of the run. Outside a fit the module itself is on the CPU."""
         return self._blueprint.device
 
+    @property
+    def seed(self) -> int:
+        """The run's seed, for addresses of randomness that server and client share."""
+        return self._blueprint.settings.seed
+
     def rng(self, purpose: str) -> torch.Generator:
         """Return a generator addressed by (seed, visit, client, purpose)."""
         return generator(self._blueprint.settings.seed, self.visit, self.id, purpose)

@@ -95,17 +95,23 @@ class ElementMean:
             total[at] += value.double() * weight
             weights[at] += weight
 
-    def result(self, old: Mapping[str, Tensor]) -> State:
+    def result(self, old: Mapping[str, Tensor], total: float | None = None) -> State:
         """Return the mean.
 
         Args:
             old: Full state with the values of elements that no added state holds.
+            total: Sum of the weights of all states. What is missing to it in an element counts as its old value: a state
+                without the element leaves it where it was. `None`: the mean is over the holders alone.
 
         Returns:
             A full state. Integer entries are those of the first state added.
         """
         mean: State = dict(self._integers)
-        for name, (total, weights, first, same) in self._sums.items():
+        for name, (sums, weights, first, same) in self._sums.items():
             kept = torch.where(weights > 0, first, old[name])
-            mean[name] = torch.where(same | (weights == 0), kept, (total / weights).to(kept.dtype))
+            if total is not None:
+                absent = (total - weights).clamp_min(0.0)
+                same = same & ((absent == 0) | (first == old[name]))
+                sums, weights = sums + absent * old[name].double(), weights + absent
+            mean[name] = torch.where(same | (weights == 0), kept, (sums / weights).to(kept.dtype))
         return mean

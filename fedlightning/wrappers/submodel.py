@@ -2,8 +2,7 @@
 
 A *cut* names, for one layer, the layers whose units arrive at it and leave it. The cuts and a choice of units per layer
 determine the kept indices of every state entry (`entry_slices`) and the smaller module (`shrink`); `slices` holds the
-arithmetic on their states. The caller chooses the units: `first_units` (HeteroFL), or another function of the same form
-(a rolling window, a random choice).
+arithmetic on their states. The caller chooses the units: `first_units`, or one of `units` (a rolling window, a random set).
 
 This works for plain chains of linear and convolutional layers with normalisation, and residual sums of them.
 `submodel_check.verify` tests that a module is one.
@@ -192,15 +191,38 @@ def shrink(module: LightningModule, slices: Slices) -> LightningModule:
     """
     made: dict[int, Tensor] = {}  # by id, so that tied parameters stay tied
     for name, index in slices.items():
-        path, _, attribute = name.rpartition(".")
-        layer = module.get_submodule(path)
-        old = getattr(layer, attribute)
-        if id(old) not in made:
-            new = old.detach()[mesh(index, old.shape)].clone()
-            made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-        setattr(layer, attribute, made[id(old)])
-        _tell_sizes(layer, index)
+        path, _, entry = name.rpartition(".")
+        shrink_layer(module.get_submodule(path), entry, index, made)
     return mix(module, SubmodelMixin) if slices else module
+
+
+def shrink_layer(
+    layer: nn.Module, entry: str, index: tuple[Tensor | None, ...], made: dict[int, Tensor] | None = None
+) -> None:
+    """Cut one entry of a layer in place, and tell the layer its new size.
+
+    Args:
+        layer: The layer.
+        entry: Name of the entry in it.
+        index: The indices to keep, for each dimension.
+        made: Entries that were cut before, by the id of what they were: a tied one is put in its place.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from fedlightning.wrappers.submodel import shrink_layer
+        >>> layer = nn.Linear(4, 2)
+        >>> shrink_layer(layer, "weight", (None, torch.arange(3)))
+        >>> layer
+        Linear(in_features=3, out_features=2, bias=True)
+    """
+    made = {} if made is None else made
+    old = getattr(layer, entry)
+    if id(old) not in made:
+        new = old.detach()[mesh(index, old.shape)].clone()
+        made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    setattr(layer, entry, made[id(old)])
+    _tell_sizes(layer, index)
 
 
 def _source(widths: dict[str, int], inputs: int, flattens: bool = False) -> tuple[str | None, int]:

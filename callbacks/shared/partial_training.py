@@ -1,0 +1,337 @@
+"""Base of the methods that train sub-models of one network. The way of the model through a round, and where each step is:
+
+1. The server cuts the client's part out of the model (`on_broadcast`). The method says which units a client has in a round
+   (`units`); `wrappers.submodel` finds which units of which layers belong together (`plan_cuts`) and from both the kept
+   indices of every entry (`entry_slices`); `wrappers.slices.take` indexes.
+2. The client shrinks its module to the same indices (`on_build`, `wrappers.submodel.shrink`) and puts the scaler and the
+   masked loss on it (`shared.submodels`), if the method has them. It trains and sends its part (`on_send`).
+3. The server averages each element over the clients that hold it (`reduce`, `wrappers.slices.ElementMean`). It works out the
+   parts again from the round and the client that the update names, so an update may be late.
+4. With static batch normalisation it then asks for the new model's statistics (`plan_round`, `personal_module`).
+
+Before round 1 `wrappers.submodel_check.verify` tries that the module has sub-models at all (`check`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from fedlightning.algorithm import (
+    GLOBAL,
+    NEWCOMER,
+    POOLED,
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    Stage,
+    State,
+    Update,
+    WeightingName,
+    Wire,
+    as_names,
+    generator,
+    load_state,
+    training_loss,
+)
+from fedlightning.callbacks.checkpoints import LocalCheckpoint
+from fedlightning.callbacks.shared.representations import head_path
+from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
+from fedlightning.wrappers.slices import ElementMean, Slices, take
+from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink
+from fedlightning.wrappers.submodel_check import verify
+
+STATISTICS = "statistics"
+"""Tag of the jobs in which clients run the new global model over their data."""
+
+
+class PartialTraining(FederatedCallback):
+    """Base of methods in which each client trains some units of every hidden layer of one network.
+
+    A subclass gives :meth:`units`. Where they change from round to round, it sets :attr:`rolls`.
+
+    Args:
+        rates: Widths in (0, 1]: a list dealt to the clients in turn, or one for each client by id.
+        dynamic: Every client draws a width from the list in every round.
+        scaler: Outputs of hidden layers are divided by the rate in training.
+        masked_loss: Leaves out absent classes in training and in the head's mean.
+        static_bn: BatchNorm statistics are those of the new global model over the participants' training data.
+        head: Path of the layer that gives the logits. `None` takes the last layer.
+        weighting: Weights of the clients.
+
+    Attributes:
+        rolls: True where a client has other units in every round. Nothing that a client keeps would fit the next ones.
+        deploys_all: True where clients deploy the full model, whatever part they train.
+
+    Raises:
+        ValueError: If a rate is outside (0, 1], rates to draw from are a table, or `head` names several layers.
+    """
+
+    rolls: bool = False
+    deploys_all: bool = False
+
+    def __init__(
+        self,
+        rates: Sequence[float] | dict[str, float],
+        dynamic: bool = False,
+        scaler: bool = False,
+        masked_loss: bool = False,
+        static_bn: bool = True,
+        head: str | list[str] | None = None,
+        weighting: WeightingName = "uniform",
+    ) -> None:
+        name = type(self).__name__
+        values = list(rates.values()) if isinstance(rates, dict) else list(rates)
+        if not values or not all(0.0 < rate <= 1.0 for rate in values):
+            raise ValueError(f"{name} got rates={rates}; widths are shares of the full model in (0, 1].")
+        if dynamic and isinstance(rates, dict):
+            raise ValueError(f"{name}(dynamic=True) draws widths from a list, but rates is a table by client.")
+        if len(as_names(head)) > 1:
+            raise ValueError(f"{name} got head={head}, but one layer gives the logits. Name that one.")
+        self.rates = rates
+        self.dynamic = dynamic
+        self.scaler = scaler
+        self.masked_loss = masked_loss
+        self.static_bn = static_bn
+        self.head = head
+        self.weighting = weighting
+
+    def units(self, rate: float, round: int, client: str, seed: int) -> Units:
+        """Return the units that a client has in a round: the same for the same arguments, wherever it is asked.
+
+        Args:
+            rate: The client's width, in (0, 1].
+            round: The round of the message or update, from 0.
+            client: The client's id.
+            seed: The run's seed, for random draws.
+        """
+        raise NotImplementedError
+
+    def claims(self, role: str) -> bool:
+        """Return True if this callback answers `role`: without `static_bn` no plan and no other deployed model."""
+        return super().claims(role) and not (role in ("plan_round", "personal_module") and not self.static_bn)
+
+    # -- before round 1 ------------------------------------------------------------------------------------------------
+    def check(self, setup: Setup) -> None:
+        """Refuse modules without sub-models, and callbacks that need all clients' models to have one shape.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
+        if not setup.module.automatic_optimization:
+            raise ValueError(
+                f"{self.key} tries a training step of every sub-model, but {type(setup.template).__name__} optimizes "
+                "manually. Use automatic optimization, or FedAvg."
+            )
+        missing = [c for c in setup.clients if isinstance(self.rates, dict) and c not in self.rates]
+        if missing:
+            raise ValueError(f"{self.key} got no rate for client '{missing[0]}'. Give a list, or one for each client.")
+        try:
+            cuts, batch = plan_cuts(setup.module, self._head(setup.module)), setup.first_batch()
+        except ValueError as error:
+            wrapping = [other.key for other in setup.callbacks if other.claims("wrap_module")]
+            if not wrapping:
+                raise
+            raise ValueError(
+                f"{self.key} cannot cut what {wrapping[0]} made of the module: {error} Remove one of them."
+            ) from error
+        for rate in sorted(set(self.rates.values() if isinstance(self.rates, dict) else self.rates)):
+            if batch is not None and rate < 1.0:
+                units = self.units(rate, 0, setup.clients[0], 0)
+                verify(setup.module, cuts, units, lambda module: training_loss(module, batch))
+        if self._changing and setup.optimizer_state == "keep":
+            raise ValueError(
+                f"{self._changing} changes what a client trains, so its optimizers cannot be kept. Use "
+                "optimizer_state='reset'."
+            )
+        for other in setup.callbacks:
+            if other is not self:
+                self._refuse(other, setup)
+
+    @property
+    def _changing(self) -> str:
+        """How the method is called where a client's sub-model changes from round to round; else empty."""
+        return self.key if self.rolls else f"{self.key}(dynamic=True)" if self.dynamic else ""
+
+    def _refuse(self, other: FederatedCallback, setup: Setup) -> None:
+        """Refuse another callback that would take a part of the model for the whole, or for the part of another round."""
+        wire = other.wire(setup.module)
+        whole = {"parameters", "state", "states"}.intersection(
+            spec for spec in (*wire.down.values(), *wire.up.values()) if isinstance(spec, str)
+        )
+        if whole or other.claims("plan_round"):
+            why = "sends values shaped as the full model" if whole else "plans rounds of its own"
+            raise ValueError(f"{other.key} {why}, but {self.key}'s clients hold parts of it. Remove one of them.")
+        if other.takes_part and other.claims("on_reduced"):
+            raise ValueError(
+                f"{other.key} corrects the mean of whole models, but {self.key} has a mean of its own for every element. "
+                "Remove one of them."
+            )
+        if not self._changing:
+            return
+        if isinstance(other, LocalCheckpoint):
+            what = "units change from round to round" if self.rolls else "width changes"
+            way_out = "Use GlobalCheckpoint" + ("." if self.rolls else ", or dynamic=False.")
+            raise ValueError(
+                f"LocalCheckpoint keeps a client's best model, but under {self._changing} its {what}. {way_out}"
+            )
+        keeps = other.merges or other.claims("shared_names") if other.keeps is None else other.keeps
+        if keeps or other.claims("final_jobs"):
+            raise ValueError(
+                f"{other.key} keeps a part of the model at each client from round to round, but under {self._changing} the "
+                f"next round's units are others. Remove {other.key}, or use HeteroFL with fixed rates."
+            )
+
+    def on_federation_start(self, server: Server) -> None:
+        """Refuse running statistics that stay at a client whose units change.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
+        if self._changing and server.float_buffers == "local" and "float_buffer" in server.kinds.values():
+            raise ValueError(
+                f"float_buffers='local' keeps running statistics at each client, but under {self._changing} the next "
+                "round's units are others. Use float_buffers='average'."
+            )
+
+    def wire(self, module: Any) -> Wire:
+        """Declare the rate down; the classes of a client and, for static batch normalisation, statistics up."""
+        return Wire(down={"rate": "scalar"}, up={"classes": (-1,), "statistics": "state", "batches": "scalar"})
+
+    # -- 1. the server cuts --------------------------------------------------------------------------------------------
+    def rate_of(self, server: Server, client: str, round: int | None = None) -> float:
+        """Return the client's width in a round; default: the server's present one."""
+        if isinstance(self.rates, dict):
+            return self.rates[client]
+        number = server.clients.index(client)
+        if not self.dynamic:
+            return float(self.rates[number % len(self.rates)])
+        address = (server.seed, server.round if round is None else round, "server", "rates")
+        drawn = torch.randint(len(self.rates), (len(server.clients),), generator=generator(*address))
+        return float(self.rates[int(drawn[number])])
+
+    def slices(self, module: LightningModule, rate: float, round: int = 0, client: str = "", seed: int = 0) -> Slices:
+        """Return the indices that a client holds in a round, for every entry of `module` that is cut.
+
+        Args:
+            module: The full module.
+            rate: The client's width, in (0, 1].
+            round: The round of the message or update.
+            client: The client's id.
+            seed: The run's seed.
+        """
+        if rate == 1.0:
+            return {}
+        return entry_slices(module, plan_cuts(module, self._head(module)), self.units(rate, round, client, seed))
+
+    def submodel(
+        self, module: LightningModule, rate: float, round: int = 0, client: str = "", seed: int = 0
+    ) -> LightningModule:
+        """Return a smaller copy of a trained module: the part of a width, to deploy or to score.
+
+        BatchNorm statistics are those of the full module, which do not fit a part of it: estimate them anew.
+
+        Args:
+            module: The full module, such as `trainer.module()`.
+            rate: Its width, in (0, 1].
+            round: Round of the choice of units, where they change.
+            client: The client whose units they are, where they differ.
+            seed: The run's seed.
+        """
+        return shrink(copy.deepcopy(module), self.slices(module, rate, round, client, seed))
+
+    def _head(self, module: LightningModule) -> str:
+        return head_path(module, next(iter(as_names(self.head)), None))
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Cut the client's part out of the message's state; who takes no part in training and has no rate gets all."""
+        listed = isinstance(self.rates, dict) and job.client in self.rates
+        whole = job.tag == STATISTICS or job.client == POOLED or (job.tag == NEWCOMER and not listed)
+        whole = whole or (self.deploys_all and job.work == 0)
+        rate = 1.0 if whole else self.rate_of(server, job.client, message.round)
+        message.extras[self.key] = {"rate": rate}
+        message.state = take(message.state, self.slices(server.module, rate, message.round, job.client, server.seed))
+
+    # -- 2. the client shrinks, trains and sends -----------------------------------------------------------------------
+    def on_build(self, client: Client, message: Message) -> None:
+        """Shrink the module to the client's part; put the scaler and the mask on it, which act in training only."""
+        rate = message.extras[self.key]["rate"]
+        head = self._head(client.module)
+        slices = self.slices(client.module, rate, message.round, client.id, client.seed)
+        shrink(client.module, slices)
+        if self.scaler and slices:
+            scale_in_training(client.module, head, rate)
+        counts = client.class_counts if self.masked_loss and client.id != POOLED else None
+        owned = None if counts is None else limit_labels(client.module, head, counts)
+        if owned is not None:
+            client.scratch[f"{self.key} classes"] = owned
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send the classes of the client, or the statistics if the server asked for them."""
+        if client.message.tag == STATISTICS:
+            statistics, batches = client.normalisation_statistics()
+            update.extras[self.key] = {"statistics": statistics, "batches": batches}
+        elif client.steps and f"{self.key} classes" in client.scratch:
+            update.extras[self.key] = {"classes": client.scratch[f"{self.key} classes"]}
+
+    # -- 3. the server averages ----------------------------------------------------------------------------------------
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Return the mean of every element over its holders; of rows of the head, over those who have the class."""
+        mean, model = ElementMean(), server.models[updates[0].model]
+        for update in updates:
+            rate = self.rate_of(server, update.client, update.round)
+            slices = self.slices(server.module, rate, update.round, update.client, server.seed)
+            state, classes = update.state, update.extras.get(self.key, {}).get("classes")
+            if classes is not None:
+                state, slices = narrow_to_labels(state, slices, self._head(server.module), classes)
+            mean.add(state, model, slices, server.weight(update))
+        return self.result(mean, model, sum(map(server.weight, updates)))
+
+    def result(self, mean: ElementMean, old: State, total: float) -> State:
+        """Return the new entries.
+
+        Args:
+            mean: The mean over the holders of each element.
+            old: The present model, for elements that nobody holds.
+            total: Sum of the weights of all clients, whether they hold an element or not.
+        """
+        return mean.result(old)
+
+    # -- 4. static batch normalisation ---------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Train, make the new model, and collect the statistics of its BatchNorm layers."""
+        clients = server.participants()
+        yield [Job(client) for client in clients]
+        whole = len(server.shared_names()) == len(server.kinds)  # else there is no full model to run
+        if not whole or not any(name.endswith("running_mean") for name in server.kinds):
+            return
+        yield []
+        sums: State = {}
+        batches = 0
+        for update in (yield [Job(client, work=0, returns=(), tag=STATISTICS) for client in clients]):
+            extras = update.extras.get(self.key, {})
+            batches += extras.get("batches", 0)
+            for name, value in extras.get("statistics", {}).items():
+                sums[name] = sums.get(name, torch.zeros_like(value).double()) + extras["batches"] * value.double()
+        if batches:
+            means = {name: (total / batches).to(server.model[name].dtype) for name, total in sums.items()}
+            server.models[GLOBAL] = {**server.model, **means}
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """Return the client's part with the statistics of its own training data: those of the full model differ."""
+        if client.message.extras[self.key]["rate"] == 1.0:
+            return client.module
+        statistics, batches = client.normalisation_statistics()
+        if batches == 0:
+            return client.module
+        module = client.copy_module()
+        load_state(module, statistics)
+        return module
