@@ -104,9 +104,7 @@ def test_where_models_are_chosen_by_scores_the_same_rounds_are_scored(tmp_path, 
     for callback in (LocalCheckpoint, GlobalCheckpoint):
         root = tmp_path / callback.__name__
         start(root, [callback()], evaluate_every=1)
-        with pytest.raises(
-            ValueError, match=r"scored rounds and stages was 'evaluate_every=1, stages=G, L1, L2' and"
-        ):
+        with pytest.raises(ValueError, match=r"scored rounds and stages was 'evaluate_every=1, stages=G, L1, L2' and"):
             go_on(root, callbacks=[callback()], **{"evaluate_every": 1} | changed)
         go_on(root, callbacks=[callback()], evaluate_every=1, stages=["L2", "G", "L1"])
     start(tmp_path / "plain", evaluate_every=1)
