@@ -19,8 +19,8 @@ class FederatedDropout(PartialTraining):
     Caldas, Konecny, McMahan, Talwalkar, "Expanding the reach of federated learning by reducing client resource
     requirements", 2018.
 
-    Down and up: `max(1, floor(r C_l))` of the `C_l` units of every hidden layer, drawn by (seed, round, client, layer).
-    Inputs and classes are never dropped. No state.
+    Down and up: `max(1, floor(r C_l))` of the `C_l` units of every hidden layer, drawn by (seed, round, client, `C_l`):
+    layers of equal width keep the same units, as residual sums ask for. Inputs and classes are never dropped. No state.
 
     * *Client*: trains the small network as it is; nothing is rescaled.
     * *Server*: every entry is the mean over the clients that hold it; held by nobody, it keeps its value. Or, with

@@ -70,7 +70,9 @@ class FedRolex(PartialTraining):
     ) -> None:
         super().__init__(rates, dynamic, scaler, masked_loss, static_bn, head, weighting)
         if stride < 0:
-            raise ValueError(f"FedRolex got stride={stride}; the window moves on by 0 units or more in a round (paper: 1).")
+            raise ValueError(
+                f"FedRolex got stride={stride}; the window moves on by 0 units or more in a round (paper: 1)."
+            )
         self.stride = stride
 
     def units(self, rate: float, round: int, client: str, seed: int) -> Units:

@@ -145,7 +145,7 @@ class PartialTraining(FederatedCallback):
             ) from error
         for rate in sorted(set(self.rates.values() if isinstance(self.rates, dict) else self.rates)):
             if batch is not None and rate < 1.0:
-                units = self.units(rate, 0, setup.clients[0], 0)
+                units = self.units(rate, 1, setup.clients[0], 0)
                 verify(setup.module, cuts, units, lambda module: training_loss(module, batch))
         if self._changing and setup.optimizer_state == "keep":
             raise ValueError(

@@ -57,9 +57,11 @@ def rolling_units(rate: float, start: int) -> Units:
 def random_units(rate: float, *seed: object) -> Units:
     """Return the choice of `num_units` random units of every layer, in ascending order.
 
+    Layers of equal width keep the same units, so that residual sums and tied weights of theirs fit together.
+
     Args:
         rate: Share of the units to keep, in (0, 1].
-        *seed: Address of the draw; each layer has its own below it.
+        *seed: Address of the draw; each width has its own below it.
 
     Example:
         >>> from fedlightning.wrappers.units import random_units
@@ -69,7 +71,7 @@ def random_units(rate: float, *seed: object) -> Units:
     """
 
     def choose(path: str, width: int) -> torch.Tensor:
-        order = torch.randperm(width, generator=generator(*seed, "units", path))
+        order = torch.randperm(width, generator=generator(*seed, "units", width))
         return order[: num_units(rate, width)].sort().values
 
     return choose

@@ -31,7 +31,9 @@ class NarrowedMixin(Mixin):
         small, sizes = widths.layers[widths.now][vars(self)["ordered_path"]]
         small.train(self.training)
         entries = dict(self.named_parameters()) | dict(self.named_buffers())
-        return functional_call(small, {entry: prefix(entries[entry], size) for entry, size in sizes.items()}, args, kwargs)
+        return functional_call(
+            small, {entry: prefix(entries[entry], size) for entry, size in sizes.items()}, args, kwargs
+        )
 
 
 class Widths:

@@ -1,0 +1,199 @@
+"""What the four sub-model methods share: algorithms-2, entries 2.1 to 2.4. The cutting is tested in tests/wrappers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedlightning.callbacks import (
+    APFL,
+    MOON,
+    SCAFFOLD,
+    FedAdam,
+    FedAvg,
+    FederatedDropout,
+    FedNova,
+    FedPer,
+    FedProx,
+    FedRolex,
+    FjORD,
+    HeteroFL,
+    LocalAdaptation,
+    LocalCheckpoint,
+    PLayerFL,
+)
+from fedlightning.messages import Update
+from fedlightning.tensors import clone, module_state
+from fedlightning.wrappers.slices import ElementMean, take
+from tests.helpers import NormNet, Toy, close, federate, global_state, make_trainer, same, spied, toy_data
+
+SIZES = {"0": 24, "1": 40, "2": 16}
+METHODS = {
+    "HeteroFL": HeteroFL(masked_loss=False),
+    "FedRolex": FedRolex(),
+    "FederatedDropout": FederatedDropout(rates=[0.75, 0.5]),
+    "FjORD": FjORD(rates=[0.6, 0.4], distillation=False),
+}
+ROLLING = {name: METHODS[name] for name in ("FedRolex", "FederatedDropout")}
+each_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+each_rolling = pytest.mark.parametrize("method", ROLLING.values(), ids=ROLLING)
+
+
+def parts(method, server, number):
+    """The slices of all clients in a round."""
+    rates = {client: method.rate_of(server, client, number) for client in server.clients}
+    return {c: method.slices(server.module, rate, number, c, server.seed) for c, rate in rates.items()}
+
+
+@each_method
+def test_what_is_sent_is_what_is_merged(method):
+    """Each element is the mean over who was sent it, two of three clients in a round; others stay, bit for bit."""
+    trainer, spy = spied(Toy("adam"), toy_data(SIZES), [method], max_rounds=3, participation=2)
+    server, models = trainer.server, [module_state(trainer.server.blueprint.build("server")), *spy.rounds]
+    for number in range(3):
+        held = parts(method, server, number)
+        updates, (old, new) = spy.of_round(number), models[number : number + 2]
+        assert len(updates) == 2
+        for message in spy.messages:
+            if message.round == number:
+                same(message.state, take(old, held[message.client]))
+        for name in old:
+            sums, weights = (torch.zeros(old[name].shape, dtype=torch.float64) for _ in range(2))
+            for client, update in updates.items():
+                at = torch.zeros(old[name].shape, dtype=torch.bool)
+                index = held[client].get(name, (None,) * at.ndim)
+                rows = [torch.arange(n) if kept is None else kept for kept, n in zip(index, at.shape, strict=True)]
+                at[torch.meshgrid(*rows, indexing="ij")] = True
+                weight = SIZES[client] if method.weighting == "samples" else 1
+                sums[at] += weight * update.state[name].double().flatten()
+                weights[at] += weight
+            nobody = weights == 0
+            assert torch.equal(new[name][nobody], old[name][nobody])
+            close({name: new[name][~nobody]}, {name: (sums / weights)[~nobody].float()})
+        assert all(u.num_bytes == sum(v.numel() * 4 for v in u.state.values()) for u in updates.values())
+    sent = {update.num_bytes for update in spy.updates}
+    assert len(sent) > 1 or method.rates == [0.75]
+
+
+@each_method
+def test_extracting_and_combining_gives_the_model_back(method):
+    module = Toy()
+    state = module_state(module)
+    for number in range(9):
+        mean = ElementMean()
+        for client, rate in {"0": 0.3, "1": 0.5, "2": 1.0}.items():
+            slices = method.slices(module, rate, number, client, seed=3)
+            mean.add(take(state, slices), state, slices, weight=1.0 + rate)
+        same(mean.result(state), state)
+        same(mean.result(state, total=9.0), state)
+
+
+@each_method
+def test_a_late_update_is_merged_where_it_was_cut(method):
+    """An update of round 1 that arrives in round 5 changes the elements that its message had, and no other."""
+    trainer = federate(Toy(), toy_data(SIZES), [method], max_rounds=1)
+    server = trainer.server
+    server.round = 1
+    slices = parts(method, server, 1)["1"]
+    assert slices
+    old = clone(server.model)
+    state = {name: value + 1.0 for name, value in take(old, slices).items()}
+    update = Update(round=1, client="1", state=state, num_samples=40, steps=1)
+    server.round = 5
+    new = method.reduce(server, [update])
+    same(take(new, slices), state)
+    assert all(int((new[name] != old[name]).sum()) == value.numel() for name, value in state.items())
+
+
+def test_dynamic_widths_are_those_of_the_updates_round():
+    trainer = federate(Toy(), toy_data(SIZES), [FedRolex(dynamic=True)], max_rounds=1)
+    server, method = trainer.server, FedRolex(dynamic=True)
+    drawn = {}
+    for server.round in range(6):
+        drawn[server.round] = [method.rate_of(server, client) for client in server.clients]
+    assert [[method.rate_of(server, c, number) for c in server.clients] for number in range(6)] == list(drawn.values())
+    assert len({tuple(rates) for rates in drawn.values()}) > 2
+
+
+@each_method
+def test_without_training_the_model_stands_still(method):
+    trainer = federate(Toy(lr=0.0), toy_data(SIZES), [method], max_rounds=2)
+    same(global_state(trainer), module_state(trainer.server.blueprint.build("server")))
+
+
+@pytest.mark.slow
+@each_method
+def test_workers_and_one_process_train_the_same(method):
+    module = NormNet()
+    runs = [federate(module, toy_data(SIZES), [method], engine=e) for e in ("sequential", "processes")]
+    same(*map(global_state, runs))
+
+
+@pytest.mark.slow
+@each_method
+def test_it_composes_with_terms_in_the_gradient_and_a_server_optimizer(method):
+    trainer, spy = spied(
+        NormNet("adam"), toy_data(SIZES), [method, FedProx(), FedAdam()], max_rounds=2, evaluate_every=1
+    )
+    assert len(spy.updates) == 6 and "failures" not in trainer.summary
+    assert (global_state(trainer)["net.1.running_var"] > 0).all()
+
+
+REFUSED = [
+    *(
+        (method, SCAFFOLD(), r"SCAFFOLD sends values shaped as the full model.*Remove one")
+        for method in METHODS.values()
+    ),
+    *((method, FedNova(), r"FedNova corrects the mean of whole models.*Remove one") for method in METHODS.values()),
+    *((method, PLayerFL(), r"PLayerFL .*Remove one|claim 'plan_round'") for method in METHODS.values()),
+    *((method, MOON(), r"MOON keeps a part of the model at each client.*Remove MOON") for method in ROLLING.values()),
+    *((method, FedPer(), r"FedPer keeps a part of the model.*Remove FedPer") for method in ROLLING.values()),
+    *((method, LocalAdaptation(), r"LocalAdaptation keeps a part") for method in ROLLING.values()),
+    *(
+        (method, LocalCheckpoint(), r"LocalCheckpoint keeps .* units change .*GlobalCheckpoint")
+        for method in ROLLING.values()
+    ),
+    (HeteroFL(dynamic=True), FedPer(), r"FedPer keeps a part of the model .*under HeteroFL\(dynamic=True\)"),
+    (FjORD(), MOON(), r"MOON adds a term to the loss of a step, but FjORD trains another width"),
+    (FjORD(distillation=False), APFL(), r"APFL .*FjORD trains another width"),
+]
+
+
+@pytest.mark.parametrize(("method", "other", "words"), REFUSED, ids=[f"{m.key}-{o.key}" for m, o, _ in REFUSED])
+def test_what_takes_a_part_for_the_whole_is_refused(method, other, words):
+    with pytest.raises(ValueError, match=words):
+        federate(Toy(), toy_data(), [method, other])
+
+
+@each_rolling
+def test_what_stays_at_a_client_is_refused_where_units_change(method):
+    with pytest.raises(ValueError, match=r"optimizers cannot be kept. Use optimizer_state='reset'"):
+        federate(Toy("adam"), toy_data(), [method], optimizer_state="keep")
+    with pytest.raises(ValueError, match=r"float_buffers='local' keeps running statistics"):
+        federate(NormNet(), toy_data(), [method], float_buffers="local")
+
+
+@each_rolling
+def test_clients_deploy_the_full_model(method):
+    trainer = federate(Toy(), toy_data(), [method])
+    for client in trainer.server.clients:
+        same(module_state(trainer.module(client)), global_state(trainer))
+
+
+@each_method
+def test_full_widths_are_fedavg_bit_for_bit(method):
+    full = {"widths": [1.0]} if isinstance(method, FjORD) else {}
+    ours = type(method)(rates=[1.0], **full, **({"masked_loss": False} if isinstance(method, HeteroFL) else {}))
+    module = Toy("adam", dropout=0.2)
+    runs = [federate(module, toy_data(), [cb]) for cb in (FedAvg(ours.weighting), ours)]
+    same(*map(global_state, runs))
+
+
+@each_method
+def test_a_resumed_run_is_the_uninterrupted_one(method, tmp_path):
+    module, data, options = Toy("adam"), toy_data(SIZES), {"participation": 2, "save_state": 1, "evaluate_every": 1}
+    whole = federate(module, data, [method], tmp_path / "whole", max_rounds=4, **options)
+    federate(module, data, [method], tmp_path / "parts", max_rounds=2, **options)
+    trainer = make_trainer(tmp_path / "parts", [method], max_rounds=4, **options)
+    trainer.fit(module, datamodule=data, resume=True)
+    same(global_state(whole), global_state(trainer))
