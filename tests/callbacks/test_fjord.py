@@ -164,6 +164,9 @@ def test_one_logit_cannot_be_distilled():
         def training_step(self, batch, batch_idx):
             return F.binary_cross_entropy_with_logits(self(batch[0]).flatten(), (batch[1] > 0).float())
 
+        def score(self, batch, split):
+            self.log(f"{split}_loss", self.training_step(batch, 0))
+
     with pytest.raises(ValueError, match=r"a logit for each class, and net.2 gives one. Use distillation=False"):
         federate(Single(), toy_data(), [FjORD()])
     federate(Single(), toy_data(), [FjORD(distillation=False)], max_rounds=1)
