@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, FederatedCallback, Message, Setup, WeightingName, training_loss
+from fedlightning.algorithm import Client, FederatedCallback, Message, Setup, WeightingName, module_state, training_loss
 from fedlightning.callbacks.shared.partial_training import PartialTraining
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
 from fedlightning.wrappers import FeatureTap, muted
@@ -137,7 +137,8 @@ class FjORD(PartialTraining):
         """Shrink the module to the client's largest width; for training, let its layers compute at the smaller ones."""
         rate, full = message.extras[self.key]["rate"], client.module
         cuts = plan_cuts(full, self._head(full))
-        widths = {cut.path: full.get_submodule(cut.path).weight.shape[0] for cut in cuts if cut.leaving == cut.path}
+        state = module_state(full)
+        widths = {cut.path: len(state[f"{cut.path}.weight"]) for cut in cuts if cut.leaving == cut.path}
         super().on_build(client, message)
         smaller = [] if client.evaluating or message.work == 0 else [p for p in sorted(self.widths) if p < rate]
         if smaller:
@@ -173,13 +174,14 @@ class FjORD(PartialTraining):
             return loss
         if kept["drawn"] is None:
             return loss if self.alpha == 1.0 else (2.0 - self.alpha) * loss
-        kept["narrow"] = ()
+        kept["narrow"] = None
         try:
             with kept["widths"].at(kept["drawn"]), muted(module):
                 training_loss(module, batch)  # comes by here again
         finally:
             narrow = kept.pop("narrow")
-        return loss + distillation_loss(*narrow, features["logits"], self.alpha, self.temperature)
+        narrow_loss, narrow_logits = narrow
+        return loss + distillation_loss(narrow_loss, narrow_logits, features["logits"], self.alpha, self.temperature)
 
 
 def _of_full_width(units: Units, widths: Mapping[str, int]) -> Units:

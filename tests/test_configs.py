@@ -218,12 +218,26 @@ def test_the_comparison_of_fesem_parses(path: Path, capsys: pytest.CaptureFixtur
     assert printed["trainer"]["participation"] == 9 and len(printed["trainer"]["callbacks"]) == 2
 
 
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("heterogeneous/overrides/*.yaml")), ids=ids)
+def test_submodels_of_digits(path: Path, tmp_path: Path) -> None:
+    files = [CONFIGS / "heterogeneous/digits_submodels.yaml", path]
+    words = [word for file in files for word in ("--config", str(file))]
+    assert main(["fit", *words, *small(tmp_path), "--trainer.local_epochs=1"]) == 0
+    (run,) = tmp_path.glob("*/version_0")
+    assert "failures" not in json.loads((run / "summary.json").read_text())
+    assert any(row["stage"] == "G" and row["split"] == "test" for row in read_results(run))
+
+
 def test_every_data_file_is_covered() -> None:
     assert {path.stem for path in DATA} == {"digits", *FITS}
     assert {FITS[name] for name in FITS} <= {path.stem for path in MODELS}
 
 
-@pytest.mark.parametrize("path", [*ALGORITHMS, *DATA, *MODELS, CONFIGS / "quickstart.yaml"], ids=ids)
+@pytest.mark.parametrize(
+    "path",
+    [*ALGORITHMS, *DATA, *MODELS, *CONFIGS.glob("heterogeneous/**/*.yaml"), CONFIGS / "quickstart.yaml"],
+    ids=ids,
+)
 def test_files_say_what_they_are(path: Path) -> None:
     assert path.read_text().startswith("# ")
 
