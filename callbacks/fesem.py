@@ -13,6 +13,7 @@ from fedlightning.algorithm import (
     GradientContext,
     Job,
     Message,
+    Placing,
     Plan,
     Server,
     Setup,
@@ -121,6 +122,19 @@ class FeSEM(Clusters):
 
     def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
         """Need nothing: a client that is new trains from the first model, and then its cluster is looked for."""
+
+    def place_newcomers(self, server: Server, clients: Sequence[str]) -> Placing:
+        """Let clients that are onboarded train from the first model; their centres are the nearest to what they send."""
+        keys = [centre(k) for k in range(1, self.num_clusters + 1)]
+        if keys[0] not in server.models:
+            raise ValueError(f"{self.key} has no centres yet: no client has trained. Train first.")
+        updates = yield [Job(client, keep=True) for client in clients]
+        states = [{**server.models[self.cluster_of(server, update.client)], **update.state} for update in updates]
+        places = self.places(server, states, [server.models[key] for key in keys]) if states else []
+        found = {update.client: keys[k] for update, k in zip(updates, places, strict=True)}
+        own = server.state[self.key]
+        server.state[self.key] = {**own, "clusters": {**own["clusters"], **found}}
+        return found
 
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Average nothing: the M-step does."""
