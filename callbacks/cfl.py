@@ -185,7 +185,8 @@ class CFL(Clusters):
             for update in updates:
                 split = splits[at[update.client]]
                 found[update.client] = self.side(self.delta(server, split["model"], update), split["updates"])
-        server.state[self.key] = {**own, "clusters": {**own.get("clusters", {}), **found}}
+        if splits:  # else all are served by the model of all
+            server.state[self.key] = {**own, "clusters": {**own["clusters"], **found}}
         return found
 
     def side(self, delta: State, sides: Mapping[str, Mapping[str, State]]) -> str:

@@ -219,6 +219,8 @@ class Fitted:
     ) -> list[dict[str, Any]]:
         """Let new clients join the fitted federation: score them as unseen clients, fine-tune each, score them again.
 
+        In a method with clusters that are found by updates, each first makes the visits by which it finds its cluster.
+
         Each new client makes one visit as the method's clients do, on its own training data, and sends nothing back: the
         federation stays as it is. The run's folder gets `onboarding.csv`, `onboarding.json` and `checkpoints/newcomers/`,
         in the place of those of an earlier call; no other file changes. `docs/newcomers.md` says what each method does.
