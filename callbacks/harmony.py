@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
-from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
 from fedlightning.algorithm import (
@@ -33,9 +32,11 @@ from fedlightning.algorithm import (
     clone,
     select,
 )
+from fedlightning.callbacks.shared.grouping import clusters_of
 from fedlightning.callbacks.shared.memberships import Clusters, in_client_order
 from fedlightning.callbacks.shared.modalities import (
     Parts,
+    bias,
     encoders_of,
     holder_of,
     parts_of,
@@ -323,37 +324,3 @@ class Harmony(Clusters):
         counts = [samples_with(batch, modalities).cpu() for batch in client.loader("train") or ()]
         total = torch.stack(counts).sum(0) if counts else torch.zeros(len(modalities))
         return total > 0
-
-
-def bias(start: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-    """Return ``1 - cos`` of an encoder's parameters, flattened, between two times; float64, in [0, 2].
-
-    Args:
-        start: Its parameters at the start of stage 2.
-        now: All entries now.
-        names: Entries of the encoder; those that are no parameters are left out.
-
-    Example:
-        >>> bias({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 3.0])}, ["w"])
-        tensor(1., dtype=torch.float64)
-    """
-    kept = [name for name in names if name in start]
-    before, after = (torch.cat([s[n].detach().cpu().double().flatten() for n in kept]) for s in (start, now))
-    scale = before.norm() * after.norm()
-    return 1.0 - before @ after / scale if scale > 0 else torch.zeros((), dtype=torch.float64)
-
-
-def clusters_of(biases: Tensor, count: int, seed: int) -> list[int]:
-    """Return the cluster of each row by k-means, on columns divided by their maximum; numbered as they first occur.
-
-    Args:
-        biases: `(clients, modalities)`.
-        count: Clusters; fewer where there are fewer different rows.
-        seed: Seed of the starts.
-    """
-    top = biases.max(0).values
-    rows = biases / torch.where(top > 0, top, torch.ones_like(top))
-    different = len(torch.unique(rows, dim=0))
-    labels = KMeans(min(count, different), n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy()).tolist()
-    order = list(dict.fromkeys(labels))
-    return [order.index(label) for label in labels]

@@ -23,6 +23,7 @@ from fedlightning.algorithm import (
     load_state,
 )
 from fedlightning.callbacks.own_models import KeepsModel
+from fedlightning.callbacks.shared.gaussians import kl_gradients
 from fedlightning.callbacks.shared.steps import largest_lr, step_to_mean
 from fedlightning.wrappers import AddedParametersMixin, mix, mixins_of
 
@@ -323,39 +324,3 @@ class _GaussianMixin(AddedParametersMixin):
 def pairs(module: nn.Module) -> list[tuple[str, str]]:
     """Return the names of every `rho` and its `mu` in a module that :class:`pFedBayes` has wrapped; else none."""
     return list(vars(module)["rho_originals"].items()) if _GaussianMixin in mixins_of(module) else []
-
-
-def gaussian_kl(mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor) -> Tensor:
-    r"""Return `KL(N(mu, softplus(rho)^2) || N(prior_mu, softplus(prior_rho)^2))`, element by element.
-
-    .. math:: \log\frac{\sigma_w}{\sigma_q} + \frac{\sigma_q^2 + (\mu_q - \mu_w)^2}{2 \sigma_w^2} - \frac{1}{2}
-
-    Args:
-        mu: Means of q, any shape.
-        rho: Its spreads, of the same shape.
-        prior_mu: Means of w.
-        prior_rho: Its spreads.
-
-    Example:
-        >>> gaussian_kl(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0]))
-        tensor([0.])
-    """
-    sigma, prior = F.softplus(rho), F.softplus(prior_rho)
-    return (prior / sigma).log() + (sigma.square() + (mu - prior_mu).square()) / (2.0 * prior.square()) - 0.5
-
-
-def kl_gradients(mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the derivatives of :func:`gaussian_kl` by its four arguments.
-
-    Args:
-        mu: Means of q, any shape.
-        rho: Its spreads, of the same shape.
-        prior_mu: Means of w.
-        prior_rho: Its spreads.
-    """
-    sigma, prior = F.softplus(rho), F.softplus(prior_rho)
-    apart = mu - prior_mu
-    by_mu = apart / prior.square()
-    by_rho = (sigma / prior.square() - 1.0 / sigma) * rho.sigmoid()
-    by_prior = (1.0 - (sigma.square() + apart.square()) / prior.square()) / prior * prior_rho.sigmoid()
-    return by_mu, by_rho, -by_mu, by_prior

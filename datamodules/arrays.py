@@ -6,15 +6,13 @@ from abc import abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 
 from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.federate import federate, suited
-from fedlightning.datamodules.labels import as_classes, encode, read_keys
+from fedlightning.datamodules.federate import check_limits, federate, given_groups, keys_for, some_rows, suited
+from fedlightning.datamodules.labels import as_classes, encode
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.skew import DirichletPartitioner
 from fedlightning.datamodules.views import ArrayDataset
-from fedlightning.seeding import generator
 
 
 class ArrayFederatedDataModule(IndexedFederatedDataModule):
@@ -72,9 +70,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
         check_fraction(self, val_fraction=val_fraction, public_fraction=public_fraction)
-        for name, value in (("max_train", max_train), ("max_test", max_test)):
-            if value is not None and value < 1:
-                raise ValueError(f"{type(self).__name__} got {name}={value}; use 1 or more, or None for all samples.")
+        check_limits(self, max_train=max_train, max_test=max_test)
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test
         self.val_seed, self.public_fraction = val_seed, public_fraction
@@ -112,13 +108,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         Raises:
             ValueError: If the data set has no groups and the partitioner brings none.
         """
-        given = getattr(self.partitioner, "groups", None)
-        if given is not None and (found := read_keys(dataset, split, given)) is not None:
-            return found
-        raise ValueError(
-            f"{type(self).__name__} has no natural groups; use a partitioner that divides by label or by size, such as "
-            "DirichletPartitioner."
-        )
+        return given_groups(self, self.partitioner, split, dataset)
 
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         train, test = self.load()
@@ -130,12 +120,7 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         if any(found is None for found in labels.values()):  # a few whole numbers in one part alone make no classes
             labels = dict.fromkeys(labels)
         self._divides = suited(self.partitioner, labels, type(self).__name__)
-        if self._divides.needs == "groups":
-            keys: dict[str, object] = {split: self.groups(split, data) for split, data in datasets.items()}
-        elif self._divides.needs == "labels":
-            keys = dict(labels)
-        else:
-            keys = {split: len(data) for split, data in datasets.items()}
+        keys = keys_for(self._divides, datasets, labels, self.groups)
         return federate(
             self._divides, dict(datasets), labels, keys, self.seed, self.val_fraction, val_seed=self.val_seed
         )
@@ -145,8 +130,8 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         return self._divides.describe()
 
     def _some(self, dataset: ArrayDataset, limit: int | None, split: str) -> ArrayDataset:
-        if limit is None or limit >= len(dataset):
+        chosen = some_rows(len(dataset), limit, self.seed, split)
+        if chosen is None:
             return dataset
-        order = torch.randperm(len(dataset), generator=generator(self.seed, "subset", split))
-        chosen = order[:limit].sort().values
+        chosen = chosen.sort().values
         return ArrayDataset(dataset.x[chosen], dataset.y[chosen], dataset.transform)

@@ -14,7 +14,7 @@ import numpy as np
 from lightning import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from fedlightning.datamodules.partition import cut
+from fedlightning.datamodules.partition import check_fraction, cut
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, Indices, collate_rows
 from fedlightning.seeding import generator
@@ -229,7 +229,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         self._client_ids: list[str] | None = None
         self._places: dict[str, int] = {}
         self._splits: dict[str, Split] = {}
-        self._public: Indices | None = None
+        self._public: dict[str, Indices] = {}  # by client that they were taken from
         self._num_classes: int | None = None
 
     @abstractmethod
@@ -249,35 +249,52 @@ class IndexedFederatedDataModule(FederatedDataModule):
             self._check_split(name)
             if len(split.indices) != len(client_ids):
                 raise ValueError(f"Split {name!r} has {len(split.indices)} index lists for {len(client_ids)} clients.")
-        if self.public_fraction > 0:
-            splits = {**splits, "train": self._without_public(client_ids, splits["train"])}
+        check_fraction(self, public_fraction=self.public_fraction)
+        if self.public_fraction > 0 and "train" in splits:
+            splits = {**splits, "train": self._without_public(client_ids, splits)}
         labels = [split.labels for split in splits.values() if split.labels is not None and len(split.labels)]
         self._num_classes = 1 + max(int(values.max()) for values in labels) if labels else None
         self._client_ids, self._splits = list(client_ids), dict(splits)
         self._places = {client: place for place, client in enumerate(self._client_ids)}
 
-    def _without_public(self, client_ids: list[str], train: Split) -> Split:
-        """Take the public samples from the clients; return the training split without them."""
-        pairs = [
-            cut(
-                np.asarray(held),
-                self.public_fraction,
-                generator(self.seed, "partition", "public", client),
-                train.labels,
-            )
-            for client, held in zip(client_ids, train.indices, strict=True)
-        ]
-        self._public = np.sort(np.concatenate([part for _, part in pairs]))
-        return replace(train, indices=[rest for rest, _ in pairs])
+    def _without_public(self, client_ids: list[str], splits: Mapping[str, Split]) -> Split:
+        """Take the public samples from the clients; return the training split without them.
+
+        Raises:
+            ValueError: If another client, or another split, holds a public sample too.
+        """
+        train, rests = splits["train"], []
+        dataset: Any = train.dataset
+        for client, held in zip(client_ids, train.indices, strict=True):
+            draw = generator(self.seed, "partition", "public", client)
+            rest, self._public[client] = cut(np.asarray(held), self.public_fraction, draw, train.labels)
+            rests.append(rest)
+        taken = np.zeros(len(dataset), dtype=bool)
+        for part in self._public.values():
+            taken[part] = True
+        for name, split in splits.items():
+            if split.dataset is not dataset:
+                continue
+            for client, held in zip(client_ids, rests if name == "train" else split.indices, strict=True):
+                places = np.asarray(held, np.int64)
+                both = places[taken[places]]
+                if len(both):
+                    raise ValueError(
+                        f"{type(self).__name__}(public_fraction={self.public_fraction}) would make sample {both[0]} "
+                        f"public, which client {client!r} holds in its {name} data. Give every sample to one client and "
+                        "one split, or use public_fraction=0."
+                    )
+        return replace(train, indices=rests)
 
     def public_dataloader(self) -> DataLoader[Any] | None:
         """Return a loader of the samples that `public_fraction` has taken from the clients; `None` if there are none."""
-        if self._public is None or not len(self._public):
+        given = [self._public[client] for client in self.client_ids if client in self._public]
+        if not sum(map(len, given)):
             return None
         source = self._splits["train"]
         options: dict[str, Any] = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source.loader
         options |= {"drop_last": False, "collate_fn": options["collate_fn"] or collate_rows}
-        view = IndexView(source.dataset, self._public)
+        view = IndexView(source.dataset, np.sort(np.concatenate(given)))
         return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
 
     @property

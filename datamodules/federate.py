@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from fedlightning.datamodules.base import Split
+from fedlightning.datamodules.labels import read_keys
 from fedlightning.datamodules.partition import Partitioner, cut
 from fedlightning.datamodules.views import Indices
 from fedlightning.seeding import generator
@@ -52,6 +55,77 @@ def suited(partitioner: Partitioner, labels: Mapping[str, np.ndarray | None], ow
         category=UserWarning,
     )
     return other
+
+
+def check_limits(owner: object, **limits: int | None) -> None:
+    """Check numbers of samples to use.
+
+    Args:
+        owner: The data module, for messages.
+        **limits: The numbers by name; `None` is all samples.
+
+    Raises:
+        ValueError: If one of them is below 1.
+    """
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{type(owner).__name__} got {name}={value}; use 1 or more, or None for all samples.")
+
+
+def some_rows(size: int, limit: int | None, seed: int, split: str) -> Tensor | None:
+    """Return the rows to use of a dataset, at random; `None` if all are used.
+
+    Args:
+        size: Samples of the dataset.
+        limit: Samples to use; `None` is all.
+        seed: Seed of the data.
+        split: Its split.
+    """
+    if limit is None or limit >= size:
+        return None
+    return torch.randperm(size, generator=generator(seed, "subset", split))[:limit]
+
+
+def given_groups(owner: object, partitioner: Partitioner, split: str, dataset: Any) -> np.ndarray:
+    """Return each sample's group as `NaturalPartitioner(groups=...)` gives it.
+
+    Args:
+        owner: The data module, for messages.
+        partitioner: The partitioner.
+        split: `"train"` or `"test"`.
+        dataset: The samples of that split.
+
+    Raises:
+        ValueError: If it gives none.
+    """
+    given = getattr(partitioner, "groups", None)
+    if given is not None and (found := read_keys(dataset, split, given)) is not None:
+        return found
+    raise ValueError(
+        f"{type(owner).__name__} has no natural groups; use a partitioner that divides by label or by size, such as "
+        "DirichletPartitioner."
+    )
+
+
+def keys_for(
+    partitioner: Partitioner,
+    datasets: Mapping[str, Any],
+    labels: Mapping[str, np.ndarray | None],
+    groups: Callable[[str, Any], Any],
+) -> dict[str, Any]:
+    """Return what a partitioner divides each dataset by: labels, groups or the number of samples.
+
+    Args:
+        partitioner: The partitioner.
+        datasets: By split.
+        labels: Their classes, by split.
+        groups: Gives the groups of a split's samples; asked only where they are needed.
+    """
+    if partitioner.needs == "groups":
+        return {split: groups(split, data) for split, data in datasets.items()}
+    if partitioner.needs == "labels":
+        return dict(labels)
+    return {split: len(data) for split, data in datasets.items()}
 
 
 def federate(

@@ -41,6 +41,7 @@ def draw_held_out(clients: Iterable[str], how_many: int | float, seed: int) -> l
 def without(data: FederatedDataModule, clients: Collection[str]) -> FederatedDataModule:
     """Return the same data in which some clients are not among the clients, nor in any union of them.
 
+    Public data that were taken from the clients (`public_fraction`) are those of the clients that are left.
     Asked by name, it still gives those clients' own loaders and numbers.
 
     Args:
@@ -65,6 +66,8 @@ def without(data: FederatedDataModule, clients: Collection[str]) -> FederatedDat
         few._client_ids = left
         if few.client_ids == left:  # else a subclass has its own way of knowing them
             return few
+        few._public = {client: data._public[client] for client in left if client in data._public}
+        return FewerClients(few, left)
     return FewerClients(data, left)
 
 

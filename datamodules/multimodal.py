@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.federate import federate
-from fedlightning.datamodules.labels import read_keys
+from fedlightning.datamodules.federate import check_limits, federate, given_groups, keys_for, some_rows
 from fedlightning.datamodules.modalities import ModalityDataset, transition_matrix
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.skew import DirichletPartitioner
@@ -92,9 +91,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
             raise ValueError(f"{own} got wrong_labels={wrong_labels}; a share lies in [0, 1].")
         if sensors is not None and missing > 0:
             raise ValueError(f"{own} got sensors and missing={missing}; either say who has what, or draw it.")
-        for name, value in (("max_train", max_train), ("max_test", max_test)):
-            if value is not None and value < 1:
-                raise ValueError(f"{own} got {name}={value}; use 1 or more, or None for all samples.")
+        check_limits(self, max_train=max_train, max_test=max_test)
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.val_seed = val_fraction, val_seed
         self.modalities, self.sensors = modalities, sensors
@@ -116,12 +113,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
         Raises:
             ValueError: If the data have no groups and the partitioner brings none.
         """
-        given = getattr(self.partitioner, "groups", None)
-        if given is not None and (found := read_keys(dataset, split, given)) is not None:
-            return found
-        raise ValueError(
-            f"{type(self).__name__} has no natural groups; use a partitioner that divides by label or size."
-        )
+        return given_groups(self, self.partitioner, split, dataset)
 
     def modalities_of(self, client: str) -> tuple[str, ...]:
         """Return the modalities that a client has.
@@ -135,11 +127,7 @@ class MultimodalDataModule(IndexedFederatedDataModule):
     def build(self) -> tuple[list[str], Mapping[str, Split]]:
         datasets = {split: self._some(data, split) for split, data in zip(("train", "test"), self.load(), strict=True)}
         labels = {split: data.y.numpy() for split, data in datasets.items()}
-        keys: dict[str, object] = dict(labels)
-        if self.partitioner.needs == "groups":
-            keys = {split: self.groups(split, data) for split, data in datasets.items()}
-        elif self.partitioner.needs == "nothing":
-            keys = {split: len(data) for split, data in datasets.items()}
+        keys = keys_for(self.partitioner, datasets, labels, self.groups)
         ids, splits = federate(
             self.partitioner,
             dict(datasets),
@@ -192,9 +180,8 @@ class MultimodalDataModule(IndexedFederatedDataModule):
             )
         dataset = ModalityDataset({name: dataset.inputs[name] for name in chosen}, dataset.y)
         limit = {"train": self.max_train, "test": self.max_test}[split]
-        if limit is None or limit >= len(dataset):
-            return dataset
-        return dataset.subset(torch.randperm(len(dataset), generator=generator(self.seed, "subset", split))[:limit])
+        rows = some_rows(len(dataset), limit, self.seed, split)
+        return dataset if rows is None else dataset.subset(rows)
 
     def _deal_out(self, ids: list[str], modalities: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         """Return the modalities of every client."""

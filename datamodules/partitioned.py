@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
-from fedlightning.datamodules.federate import federate, suited
+from fedlightning.datamodules.federate import federate, keys_for, suited
 from fedlightning.datamodules.labels import encode, read_keys
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.partitioners import NaturalPartitioner
@@ -234,16 +234,11 @@ class Partitioned(IndexedFederatedDataModule):
             {split: read_keys(data, split, self.labels, walk=needs == "labels") for split, data in datasets.items()}
         )
         self._divides = suited(self.partitioner, labels, type(self.datamodule).__name__)
-        needs = self._divides.needs
-        if needs == "nothing":
-            return labels, {split: len(data) for split, data in datasets.items()}
-        if needs == "labels":
-            return labels, dict(labels)
         natural = self.partitioner
         source: Any = "groups"
         if isinstance(natural, NaturalPartitioner):
             source = natural.column if natural.groups is None else natural.groups
-        return labels, {split: read_keys(data, split, source) for split, data in datasets.items()}
+        return labels, keys_for(self._divides, datasets, labels, lambda split, data: read_keys(data, split, source))
 
 
 def loader_options(loader: Any, split: str, owner: str, any_order: bool = False) -> tuple[dict[str, Any], bool]:

@@ -254,6 +254,7 @@ class Fitted:
             raise ConfigurationError(f"epochs={epochs!r} must be a whole number; 0 scores the new clients only.")
         data = federation.engine.runner.data if newcomers is None else arguments.new_clients_data(newcomers)
         chosen = arguments.new_clients(data, newcomers is None, federation.server, clients)
+        arguments.check_new_clients(data, chosen, epochs)
         server = copy.copy(federation.server)
         server.held_out, server.failures = chosen, []
         why = refusal(server, joining=True)

@@ -16,6 +16,8 @@ import random
 import signal
 import socket
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 import hypothesis
@@ -98,6 +100,14 @@ def _no_network() -> Iterator[None]:
         patch.setattr(socket.socket, "connect", guarded_connect)
         patch.setattr(socket.socket, "connect_ex", guarded_connect_ex)
         patch.setattr(socket, "getaddrinfo", guarded_getaddrinfo)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _entry_points_once() -> Iterator[None]:
+    """Read the installed packages' entry points once: each Trainer asks, a seventh of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning.fabric.utilities.registry.entry_points", cache(entry_points))
         yield
 
 

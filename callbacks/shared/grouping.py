@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
 
@@ -23,10 +24,29 @@ def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
         >>> first_groups(torch.tensor([[0.0], [5.0], [0.2]]), 2, seed=0)
         [[0, 2], [1]]
     """
-    found = KMeans(different(rows, count), n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy())
-    labels: list[int] = found.tolist()
+    labels = _by_k_means(rows, different(rows, count), seed)
     groups = [[place for place, label in enumerate(labels) if label == first] for first in dict.fromkeys(labels)]
     return [groups[k % len(groups)] for k in range(count)]
+
+
+def clusters_of(biases: Tensor, count: int, seed: int) -> list[int]:
+    """Return the cluster of each row by k-means, on columns divided by their maximum; numbered as they first occur.
+
+    Args:
+        biases: `(clients, modalities)`.
+        count: Clusters; fewer where there are fewer different rows.
+        seed: Seed of the starts.
+    """
+    top = biases.max(0).values
+    rows = biases / torch.where(top > 0, top, torch.ones_like(top))
+    labels = _by_k_means(rows, min(count, len(torch.unique(rows, dim=0))), seed)
+    order = list(dict.fromkeys(labels))
+    return [order.index(label) for label in labels]
+
+
+def _by_k_means(rows: Tensor, count: int, seed: int) -> list[int]:
+    found: list[int] = KMeans(count, n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy()).tolist()
+    return found
 
 
 def different(rows: Tensor, most: int) -> int:

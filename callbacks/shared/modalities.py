@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -180,3 +180,21 @@ def _fault(module: LightningModule, batch: Any, names: list[str], before: Mappin
             return f"gives '{name}' a gradient"
     moved = next((name for name in names if not torch.equal(module_state(module)[name], before[name])), None)
     return None if moved is None else f"moves '{moved}'"
+
+
+def bias(start: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """Return ``1 - cos`` of an encoder's parameters, flattened, between two times; float64, in [0, 2].
+
+    Args:
+        start: Its parameters at the start of stage 2.
+        now: All entries now.
+        names: Entries of the encoder; those that are no parameters are left out.
+
+    Example:
+        >>> bias({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 3.0])}, ["w"])
+        tensor(1., dtype=torch.float64)
+    """
+    kept = [name for name in names if name in start]
+    before, after = (torch.cat([s[n].detach().cpu().double().flatten() for n in kept]) for s in (start, now))
+    scale = before.norm() * after.norm()
+    return 1.0 - before @ after / scale if scale > 0 else torch.zeros((), dtype=torch.float64)

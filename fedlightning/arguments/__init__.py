@@ -5,6 +5,7 @@ from typing import Any
 from fedlightning.arguments.inputs import (
     check_clients,
     check_model,
+    check_new_clients,
     check_prediction_data,
     federated_data,
     held_out_clients,
@@ -21,6 +22,7 @@ __all__ = [
     "check_folder",
     "check_keeping",
     "check_model",
+    "check_new_clients",
     "check_prediction_data",
     "failure_policy",
     "federated_data",

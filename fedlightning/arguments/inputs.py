@@ -266,3 +266,21 @@ def new_clients(data: FederatedDataModule, own: bool, server: Server, named: Seq
     if not chosen:
         raise ConfigurationError("clients=[] names no client to onboard. Leave it out for all new ones.")
     return chosen
+
+
+def check_new_clients(data: FederatedDataModule, clients: Sequence[str], epochs: int) -> None:
+    """Refuse new clients with whose data there is nothing to do.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    held = {split: any(data.num_samples(client, split) for client in clients) for split in ("train", "val", "test")}
+    if held["val"] or held["test"] or (epochs and held["train"]):
+        return
+    names = f"{', '.join(clients[:5])}{', ...' if len(clients) > 5 else ''}"
+    if held["train"]:
+        raise ConfigurationError(
+            f"epochs=0 scores the new clients only, and none of {names} has validation or test data. Let them train "
+            "(epochs=1), or give them some."
+        )
+    raise ConfigurationError(f"None of the new clients ({names}) has a sample. Check the data of newcomers.")

@@ -15,7 +15,8 @@ from fedlightning.commands.terminal import console, shown
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.errors import ConfigurationError
-from fedlightning.run.files import is_writer, writing
+from fedlightning.federation.onboarding import SUMMARY
+from fedlightning.run.files import is_writer, read_json, writing
 from fedlightning.scoring.table import print_results
 from fedlightning.study.failures import failures_line
 from fedlightning.trainer import FederatedTrainer
@@ -191,7 +192,11 @@ class Commands(FederatedCLI):
         self.trainer.restore(self.model, self.datamodule, folder, trust_old_state)
         self.trainer.onboard(data, clients, epochs=epochs)
         if is_writer():
-            console().print(f"\nOnboarding: {shown(folder / 'onboarding.json')}", soft_wrap=True, highlight=False)
+            found = read_json(folder / SUMMARY)
+            line = failures_line(found.get("failures", []), len(found["clients"]), SUMMARY)
+            if line is not None:
+                console().print(f"\n{line}", soft_wrap=True, highlight=False, markup=False)
+            console().print(f"\nOnboarding: {shown(folder / SUMMARY)}", soft_wrap=True, highlight=False)
 
     def _with_path(self, error: Exception) -> Exception:
         """Return an error about an argument of the trainer with the full path of its key; others as they are."""

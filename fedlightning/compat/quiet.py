@@ -35,14 +35,15 @@ _FILTER = ("ignore", re.compile("|".join(_HARMLESS), re.IGNORECASE), Warning, No
 def quiet() -> Iterator[None]:
     """Within the block Lightning reports errors only, and warnings that every visit would repeat are dropped."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    # A change of level makes every logger of the program look up its own anew, so those that are quiet stay untouched.
+    levels = {logger: logger.level for logger in loggers if logger.level != logging.ERROR}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
         with without_warnings():
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 

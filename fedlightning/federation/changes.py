@@ -9,7 +9,8 @@ from typing import Any
 from fedlightning.errors import warn
 from fedlightning.federation.server import Server
 from fedlightning.run.environment import plain
-from fedlightning.run.fingerprint import differences, with_present_names
+from fedlightning.run.fingerprint import differences, with_later_options, with_present_names
+from fedlightning.wrappers import user_class
 
 Fingerprint = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
 """Returns a run's fingerprint as it would be without the clients that joined, from their ids and the held-out ones'."""
@@ -76,9 +77,10 @@ def changes_since(
             "held_out, or let new clients take part from the next round on with allow_new_clients (then summary.json lists "
             "them)."
         )
+    now = plain(fingerprint(joined, saved["held_out"] if joined else server.held_out))
     before = with_present_names(saved.get("lasting", {}), server.callbacks)
-    held_out = saved["held_out"] if joined else server.held_out
-    changed = differences(before, plain(fingerprint(joined, held_out)))
+    before = with_later_options(before, now, server.callbacks, user_class(server.module))
+    changed = differences(before, now)
     others = [text for text in changed if text.startswith("held_out ")]
     if others:
         raise ValueError(
@@ -93,6 +95,32 @@ def changes_since(
             "allow_config_change (then summary.json lists it)."
         )
     return Changes(changed, joined)
+
+
+def check_scored(saved: Mapping[str, Any], server: Server, place: object) -> None:
+    """Refuse to score a run with clients that never trained among those that did, or the other way round.
+
+    Args:
+        saved: As in :func:`changes_since`; a state of an earlier version does not say who trained.
+        server: The present server.
+        place: The run's folder, for messages.
+
+    Raises:
+        ValueError: Naming the clients.
+    """
+    trained = set(saved.get("clients", server.clients))
+    strangers = [client for client in server.clients if client not in trained]
+    if strangers:
+        raise ValueError(
+            f"The run in {place} did not train {_named(strangers)}, whose scores would be among those of clients that did. "
+            "Score it with its own data and held_out (its config.yaml says which), or name them in held_out."
+        )
+    outside = [client for client in server.held_out if client in trained]
+    if outside:
+        raise ValueError(
+            f"The run in {place} trained {_named(outside)}, so held_out cannot have them scored as unseen clients. Score it "
+            "with its own held_out (its config.yaml says which)."
+        )
 
 
 def joined_since(saved: Mapping[str, Any], server: Server) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
-from fedlightning.federation.changes import Changes, Fingerprint, changes_since
+from fedlightning.federation.changes import Changes, Fingerprint, changes_since, check_scored
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
@@ -122,14 +122,16 @@ class Federation:
 
         Raises:
             ValueError: If the run would go on with another configuration than it was started with, or with clients that
-                it may not have or that a callback has no place for.
+                it may not have or that a callback has no place for, or be scored with others than it trained.
         """
         run = self.recorder.run
         assert run is not None
         self.rounds_done, extra = restore_state(run.last, self.server, self.store, trust_old)
         self.rounds_saved = self.rounds_done
         changes = Changes()
-        if go_on:
+        if not go_on:
+            check_scored(extra, self.server, run.path)
+        else:
             changes = changes_since(
                 extra,
                 self.server,

@@ -9,11 +9,12 @@ those of a round, and only the place is kept of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from lightning.pytorch import LightningModule
@@ -26,13 +27,14 @@ from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import describe_clients
 from fedlightning.federation.unseen import Unseen
 from fedlightning.hooks import NEWCOMER, CallbackList, FederatedCallback, Job, Placing
-from fedlightning.messages import Update
+from fedlightning.messages import Message, Update
 from fedlightning.run.checkpoints import Exporter
 from fedlightning.run.files import readable_json, write_text_atomically, writing
 from fedlightning.scoring.results import UNSEEN, Gap, Row, summarise, write_rows
 from fedlightning.scoring.tasks import ScoreClient, ScoredModel
 from fedlightning.tensors import clone, load_state, module_state
 from fedlightning.visit.client import Client
+from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.requests import Evaluate
 
 ONBOARDED = "onboarded"
@@ -40,6 +42,7 @@ ONBOARDED = "onboarded"
 SPLITS = ("val", "test")
 ROWS, SUMMARY, MODELS = "onboarding.csv", "onboarding.json", "newcomers"
 """Files in the run's folder, and the folder of models in its `checkpoints`."""
+T = TypeVar("T")
 
 
 class KeepTrained(FederatedCallback):
@@ -98,9 +101,10 @@ class Onboarding:
 
     Attributes:
         rows: All scores.
-        failures: Clients that could not be placed, scored or trained.
         trained: Clients that have made their visit.
         places: Where each client belongs, in a method with places.
+        newcomers: The new clients, also those that found no place.
+        unseen: Serves them, and scores them before their visit.
     """
 
     server: Server
@@ -108,17 +112,22 @@ class Onboarding:
     epochs: int
     placing: Engine | None = None
     rows: list[Row] = field(default_factory=list)
-    failures: list[dict[str, Any]] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
     places: dict[str, str] = field(default_factory=dict)
+    newcomers: list[str] = field(init=False)
+    unseen: Unseen = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.newcomers = list(self.server.held_out)
         self.unseen = Unseen(self.server, self.engine, joining=True)
 
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """Clients that could not be placed, scored or trained, or whose model could not be made."""
+        return [dict(failure) for failure in self.server.failures]
+
     def run(self) -> None:
         """Find the clients' places, score them, let each make its visit, and score them again."""
-        server = self.server
         if self.placing is not None:
             self._place(self.placing)
         self.rows += self.unseen.rows(SPLITS, ("G", "L1"))
@@ -126,9 +135,8 @@ class Onboarding:
             self._visit()
             evaluate = Evaluate(SPLITS)
             for stage in ("L2", "L1"):
-                scored = ScoredModel(server.round + 1, stage, UNSEEN, ONBOARDED)
-                self._add(self.engine.map(self._score(client, evaluate, scored) for client in self.trained))
-        self.failures = [dict(failure) for failure in server.failures]
+                scored = ScoredModel(self.server.round + 1, stage, UNSEEN, ONBOARDED)
+                self._add(self.engine.map(self._scores(evaluate, scored)))
 
     def _place(self, engine: Engine) -> None:
         """Carry out the method's plan on what is the server's own from here on; leave out who finds no place."""
@@ -156,30 +164,52 @@ class Onboarding:
                 return {client: place for client, place in (end.value or {}).items() if client in self.newcomers}
             answers = []
             engine.store = ClientStore()  # every visit is a first one
-            for update in engine.run(map(server.message, jobs), Evaluate(), partial(checked, server)):
-                reason = (
-                    update.error or f"client '{update.client}' took no training step, by which it would find its place"
-                )
-                if update.error is None and update.steps:
+            for update in engine.run(self._messages(jobs), Evaluate(), partial(checked, server)):
+                reason = update.error
+                if reason is None and not update.steps:
+                    reason = f"client '{update.client}' took no training step, by which it would find its place"
+                if reason is None:
                     answers.append(update)
                 else:
-                    reason = reason.replace("client '", "new client '", 1)
-                    server.note_failure(update.client, reason, when="Onboarding")
+                    server.note_failure(update.client, reason.replace("client '", "new client '", 1), when="Onboarding")
+
+    def _messages(self, jobs: Sequence[Job]) -> Iterator[Message]:
+        for job in jobs:
+            make = partial(self.server.message, job)
+            message = self._or_noted(job.client, "was sent no message", "training", make)
+            if message is not None:
+                yield message
 
     def _visit(self) -> None:
-        server = self.server
-        jobs = (Job(client, returns=(), tag=NEWCOMER) for client in server.held_out)
-        for update in self.engine.map(Visit(server.message(job), Evaluate()) for job in jobs):
+        for update in self.engine.map(self._visits()):
             if update.error is None:
                 self.trained.append(update.client)
             else:
-                server.note_failure(update.client, f"new {update.error}", when="Onboarding")
+                self.server.note_failure(update.client, f"new {update.error}", when="Onboarding")
 
-    def _score(self, client: str, evaluate: Evaluate, scored: ScoredModel) -> ScoreClient:
-        kept = (
-            self.engine.store.get(client).checkpoints[KeepTrained.__name__]["model"] if scored.stage == "L2" else None
-        )
-        return ScoreClient(self.unseen.message(client), evaluate, scored, kept=kept)
+    def _visits(self) -> Iterator[Visit]:
+        for client in self.server.held_out:
+            job = Job(client, returns=(), tag=NEWCOMER)
+            message = self._or_noted(client, "was sent no message", "training", partial(self.server.message, job))
+            if message is not None:
+                yield Visit(message, Evaluate())
+
+    def _scores(self, evaluate: Evaluate, scored: ScoredModel) -> Iterator[ScoreClient]:
+        for client in self.trained:
+            kept = self.engine.store.get(client).checkpoints[KeepTrained.__name__] if scored.stage == "L2" else {}
+            what = f"was not scored at stage {scored.stage}"
+            message = self._or_noted(client, what, scored.stage, partial(self.unseen.message, client))
+            if message is not None:
+                yield ScoreClient(message, evaluate, scored, kept=kept.get("model"))
+
+    def _or_noted(self, client: str, what: str, where: str, make: Callable[[], T], decision: str = "") -> T | None:
+        """Return what is made for one client; `None` where the algorithm or the module fails at it, which is noted."""
+        try:
+            return make()
+        except Exception as error:  # of the user's code
+            reason = f"new client '{client}' {what}: {in_words(client_failure(error))}"
+            self.server.note_failure(client, reason, where, "Onboarding", decision)
+            return None
 
     def _add(self, found: Iterable[Sequence[Row]]) -> None:
         for rows in found:
@@ -212,20 +242,35 @@ class Onboarding:
     def write(self, folder: Path) -> None:
         """Write scores, summary and models into the run's folder, in the place of an earlier onboarding's.
 
+        Nothing of the earlier one is removed before all models are there, and the summary comes last: where it is missing,
+        an onboarding was cut off while it replaced files.
+
         Args:
             folder: The run's folder.
         """
         models = folder / "checkpoints" / MODELS
+        fresh = models.with_name(f"{MODELS}.tmp")
+        with writing(fresh):
+            shutil.rmtree(fresh, ignore_errors=True)  # of a call that was killed
+            fresh.mkdir(parents=True)
+        self._export(fresh)
+        with writing(models):
+            (folder / SUMMARY).unlink(missing_ok=True)
+            if models.is_dir():
+                shutil.rmtree(models)
+            fresh.rename(models)
         with writing(folder):
-            models.mkdir(parents=True, exist_ok=True)
-            for old in models.glob("*.ckpt"):
-                old.unlink()
             write_rows(folder / ROWS, self.rows, append=False)
             write_text_atomically(folder / SUMMARY, readable_json(self.summary(), default=str))
+
+    def _export(self, folder: Path) -> None:
         exporter = Exporter(self.server.blueprint.template)
         for client in self.trained if self.epochs else self.server.held_out:
-            about = {"client": client, "checkpoint": ONBOARDED if self.epochs else "latest"}
-            exporter.save(models / f"{quote(client, safe='')}.ckpt", self.module(client), about)
+            make, about = partial(self.module, client), {"client": client}
+            module = self._or_noted(client, "has no model", "checkpoint", make, decision="not written")
+            if module is not None:
+                about["checkpoint"] = ONBOARDED if self.epochs else "latest"
+                exporter.save(folder / f"{quote(client, safe='')}.ckpt", module, about)
 
 
 def _own(tree: Any) -> Any:

@@ -49,6 +49,7 @@ class FederatedCallback(Callback):
             chooses what travels (:meth:`shared_names`), so that the rest trains at the client.
         sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it.
         takes_part: False in a callback that only watches: a resumed run may go on with or without it.
+        chooses_by_scores: True in a callback that selects models by their scores: a resumed run must score the same rounds.
         infinite_arguments: Arguments that may be infinite. No other number may, and none may be NaN.
         no_newcomers: Why this method has no model for a client that has not taken part in training, as the end of a
             sentence after the class's name: held-out clients are not scored then. Empty (default): such a client deploys what
@@ -74,6 +75,7 @@ class FederatedCallback(Callback):
     keeps: bool | None = None
     sends_less: bool = False
     takes_part: bool = True
+    chooses_by_scores: bool = False
     infinite_arguments: tuple[str, ...] = ()
     no_newcomers: str = ""
     _client: Client | None = None

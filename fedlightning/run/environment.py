@@ -9,6 +9,7 @@ import re
 import resource
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -16,13 +17,16 @@ from typing import Any
 def versions() -> dict[str, str]:
     """Versions of what numbers depend on."""
     packages = ("fedlightning", "torch", "lightning", "torchmetrics", "numpy")
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {package: _version(package) for package in packages}
+    return {"python": platform.python_version(), **{name: version for name, version in found.items() if version}}
+
+
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def peak_memory_mb() -> float:

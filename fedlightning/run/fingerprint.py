@@ -8,7 +8,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule
 from torch.optim import Optimizer
@@ -19,6 +19,8 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.compat.renamed import old_names
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks.words import Stage
+from fedlightning.run.environment import plain
 
 ARGUMENTS = (
     "local_epochs",
@@ -39,6 +41,10 @@ ARGUMENTS = (
 """Arguments of the trainer that change its rounds."""
 FORMAT = "fingerprint"
 """Entry that says which things a fingerprint covers; runs of earlier versions have none and covered less."""
+PUBLIC = "data (public)"
+"""Entry of the public data."""
+SCORED = "scored rounds and stages"
+"""Entry of what callbacks choose models from."""
 PLAIN = (int, float, str, bool, type(None))
 SHAPES = ("training", "in_features", "out_features", "in_channels", "out_channels", "num_features")
 """Attributes that are no option: a mode, and shapes, which the saved state tells."""
@@ -72,12 +78,16 @@ def fingerprint(
     found["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
     for callback in callbacks:
         found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
+    if any(callback.chooses_by_scores for callback in callbacks):
+        stages = ", ".join(sorted(arguments["stages"] or get_args(Stage)))
+        found[SCORED] = f"evaluate_every={arguments['evaluate_every']}, stages={stages}"
     for other in ordinary:
         found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
     found |= {f"data ({split} split)": data.fingerprint(split) for split in ("train", "val")}
     if held_out:  # else nothing, as in runs of earlier versions
         sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
         found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
+    found[PUBLIC] = _of_public(data)
     return found | _of_loader(data) | _of_model(model)
 
 
@@ -105,6 +115,18 @@ def _of_loader(data: FederatedDataModule) -> dict[str, Any]:
                 value = getattr(loader, name, None)
                 held[name][client] = value if value is not None else getattr(has, name, None)
     return {f"data.{name}": _common(values) for name, values in held.items()}
+
+
+def _of_public(data: FederatedDataModule) -> str | None:
+    """Return number and batch size of the public samples, with a hash of which they are where they are held by index."""
+    loader = data.public_dataloader()
+    if loader is None:
+        return None
+    dataset: Any = getattr(loader, "dataset", loader)
+    size = len(dataset) if hasattr(dataset, "__len__") else "unknown number of"
+    held = getattr(dataset, "indices", None)
+    which = "" if held is None else f" ({_hash([int(index) for index in held])})"
+    return f"{size} samples{which} in batches of {getattr(loader, 'batch_size', None)}"
 
 
 def _common(values: Mapping[str, Any]) -> Any:
@@ -183,6 +205,44 @@ def with_present_names(before: Mapping[str, Any], callbacks: Iterable[FederatedC
         for old, new in old_names(type(callback)).items()
     }
     return {names.get(name, name): value for name, value in before.items()}
+
+
+def with_later_options(
+    before: Mapping[str, Any], now: Mapping[str, Any], callbacks: Iterable[FederatedCallback], model: type
+) -> dict[str, Any]:
+    """Return a saved fingerprint with the options that this package got after the run had begun, at their defaults.
+
+    The default of a new option is what the code did before it, so a run without the option was one with its default. An
+    option of the user's own class tells nothing of that kind, and neither does a class that the run did not have.
+
+    Args:
+        before: The saved fingerprint.
+        now: The present one, in plain form.
+        callbacks: The federated callbacks.
+        model: The class of the user's module.
+    """
+    if before.get(FORMAT) != now.get(FORMAT):  # it covers less, and is compared in what it knows
+        return dict(before)
+    owners = [(callback.key, type(callback)) for callback in callbacks if callback.key in before.get("callbacks", ())]
+    if before.get("model") == f"{model.__module__}.{model.__qualname__}":
+        owners.append(("model", model))
+    later = {f"{place}.{name}": value for place, kind in owners for name, value in _own_defaults(kind).items()}
+    if PUBLIC in now:  # noted since public data can be made of the clients'
+        later[PUBLIC] = now[PUBLIC]
+    if SCORED in now:
+        later[SCORED] = now[SCORED]
+    return {name: value for name, value in plain(later).items() if name in now} | dict(before)
+
+
+def _own_defaults(kind: type) -> dict[str, Any]:
+    """Return the defaults of the arguments that this package, and no class of the user's, gives a class."""
+    found: dict[str, Any] = {}
+    for owner in kind.__mro__:
+        if "__init__" in vars(owner):
+            for name, argument in inspect.signature(owner.__init__).parameters.items():  # type: ignore[misc]
+                ours = owner.__module__.split(".")[0] == __name__.split(".")[0]
+                found.setdefault(name, argument.default if ours else inspect.Parameter.empty)
+    return {name: value for name, value in found.items() if value is not inspect.Parameter.empty}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -51,7 +51,7 @@ class Comparison:
             name: Name of the method in the table.
             summary: `trainer.summary`, which is the content of `summary.json`.
         """
-        self.runs.append(Run(name, int(summary.get("seed", 0)), Path(), dict(summary)))
+        self.runs.append(Run(name, int(summary.get("seed", 0)), None, dict(summary)))
 
     @property
     def study(self) -> Study:

@@ -38,12 +38,13 @@ def failure_rows(failures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def failures_line(failures: Sequence[Mapping[str, Any]], clients: int) -> str | None:
+def failures_line(failures: Sequence[Mapping[str, Any]], clients: int, file: str = "summary.json") -> str | None:
     """Say in a line which clients failed; `None` if none did.
 
     Args:
         failures: `failures` of a `summary.json`.
         clients: Number of all clients.
+        file: Name of the file that lists them.
     """
     rows = sorted(failure_rows(failures), key=lambda row: -row["count"])
     if not rows:
@@ -52,7 +53,7 @@ def failures_line(failures: Sequence[Mapping[str, Any]], clients: int) -> str | 
     worst = rows[0]
     return (
         f"Failures: {failed} of {clients} clients, {len(failures)} in all; most often client '{worst['client']}' "
-        f"({worst['where']}, {worst['count']}x, {worst['decision']}): {worst['reason']}. All are in summary.json."
+        f"({worst['where']}, {worst['count']}x, {worst['decision']}): {worst['reason']}. All are in {file}."
     )
 
 

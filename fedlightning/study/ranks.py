@@ -28,13 +28,12 @@ def ranks(studies: Mapping[str, StudyData], alpha: float = 0.05) -> dict[str, An
         ValueError: If the studies have different metrics, fewer than 3 methods in common, or are fewer than 2.
 
     Example:
-        >>> from pathlib import Path
         >>> from fedlightning.scoring.results import Row, summarise
         >>> from fedlightning.study.runs import Run
         >>> from fedlightning.study.study import Study
         >>> def run(method, accuracy):
         ...     row = Row(5, "L1", "personal", "latest", "local", "test", "client0", "test_accuracy", accuracy, 10)
-        ...     return Run(method, 0, Path(), {"results": summarise([row])})
+        ...     return Run(method, 0, None, {"results": summarise([row])})
         >>> digits = Study([run("local", 0.6), run("fedavg", 0.7), run("apfl", 0.8)])
         >>> heart = Study([run("local", 0.7), run("fedavg", 0.6), run("apfl", 0.9)])
         >>> found = ranks({"digits": digits, "heart": heart})

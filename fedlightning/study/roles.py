@@ -24,10 +24,9 @@ def role(run: Run) -> str | None:
     this package do not count as algorithms; every callback from elsewhere does.
 
     Example:
-        >>> from pathlib import Path
-        >>> role(Run("mine", 0, Path(), {"callbacks": {"FedAvg": {}, "LocalCheckpoint": {}}}))
+        >>> role(Run("mine", 0, None, {"callbacks": {"FedAvg": {}, "LocalCheckpoint": {}}}))
         'fedavg'
-        >>> role(Run("mine", 0, Path(), {"callbacks": {"FedProx": {"mu": 0.1}}})) is None
+        >>> role(Run("mine", 0, None, {"callbacks": {"FedProx": {"mu": 0.1}}})) is None
         True
     """
     if "callbacks" not in run.summary:

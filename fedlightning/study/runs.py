@@ -32,7 +32,7 @@ class Run:
     Attributes:
         name: Label of the method.
         seed: Seed of the run.
-        path: Folder of the run.
+        path: Folder of the run; `None` for a run of this session whose folder is not read.
         summary: Content of `summary.json`, empty if there is none.
         rows: Rows of `metrics.csv`.
         config: Content of `config.yaml`.
@@ -42,7 +42,7 @@ class Run:
 
     name: str
     seed: int
-    path: Path
+    path: Path | None
     summary: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list, repr=False)
     config: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -56,14 +56,13 @@ class Study(StudyData):
         ValueError: If there is no run, or no run has the metric or the checkpoint.
 
     Example:
-        >>> from pathlib import Path
         >>> from fedlightning.scoring.results import Row, summarise
         >>> from fedlightning.study.runs import Run
         >>> def run(method, seed, *accuracies):
         ...     rows = [Row(5, "L1", "personal", "latest", "local", "test", f"client{i}", "test_accuracy", value, 10)
         ...             for i, value in enumerate(accuracies)]
         ...     sizes = {row.client: row.num_samples for row in rows}
-        ...     return Run(method, seed, Path(), {"num_samples": sizes, "results": summarise(rows)})
+        ...     return Run(method, seed, None, {"num_samples": sizes, "results": summarise(rows)})
         >>> study = Study([run("local", 0, 0.5, 0.7), run("local", 1, 0.6, 0.6),
         ...                run("apfl", 0, 0.7, 0.9), run("apfl", 1, 0.6, 0.8)])
         >>> [(line["method"], round(line["mean"], 2), line["n_seeds"]) for line in study.overview()]

@@ -93,11 +93,9 @@ def tables_of(run: Run) -> RunTables:
 
 
 def _rows(run: Run, file: str, make: Callable[[dict[str, str], Run], R], faults: dict[str, str]) -> list[R]:
-    path = run.path / file
-    if (
-        run.path == Path() or not path.exists()
-    ):  # a run of this session has no folder, and the current one is not its own
+    if run.path is None or not (run.path / file).exists():
         return []
+    path = run.path / file
     found: dict[tuple[int, str, str], R] = {}
     try:
         for number, line in _lines(path):

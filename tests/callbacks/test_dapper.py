@@ -158,6 +158,8 @@ def test_nothing_of_the_copies_travels():
     assert all(item.extras == {} for item in (*spy.messages, *spy.updates))
     plain = federate(module, data, [FedAvg()], max_rounds=2)
     assert trainer.server.bytes_up == plain.server.bytes_up
+    assert trainer.server.steps == plain.server.steps
+    assert trainer.server.spent["fine_tuning_steps"] == 4 * (3 + 5 + 2)  # shares, and an epoch of each client
 
 
 def test_resumed_is_uninterrupted(tmp_path):
@@ -188,3 +190,25 @@ def test_wrong_use():
         federate(Toy(), with_public(val=0), [Dapper()])
     with pytest.raises(ValueError, match="Manual optimizes manually"):
         federate(Manual(), with_public(), [Dapper()])
+
+
+def test_a_client_that_cannot_choose_deploys_the_global_model():
+    """Its validation loss is not a number with any share."""
+    data = with_public()
+    x, y = data.tensors["1"]["val"]
+    data.tensors["1"] = {**data.tensors["1"], "val": (torch.full_like(x, torch.nan), y)}
+    with pytest.warns(UserWarning, match="The loss of client '1' is not finite after adaptation with any lam"):
+        trainer = federate(Toy("sgd"), data, [Dapper()], max_rounds=1)
+    same(deployed(trainer, "1"), global_state(trainer))
+    assert "lam" not in trainer.store.get("1").state["Dapper"]
+    assert all(differs(deployed(trainer, client), global_state(trainer)) for client in "02")
+
+
+def test_a_client_without_validation_data_chooses_on_its_training_data():
+    data = with_public()
+    x, y = data.tensors["1"]["val"]
+    data.tensors["1"] = {**data.tensors["1"], "val": (x[:0], y[:0])}
+    module = Toy("sgd")
+    found = [federate(module, data, [Dapper(choose_on=split)], max_rounds=1) for split in ("val", "train")]
+    same(*(deployed(trainer, "1") for trainer in found))
+    assert found[0].store.get("1").state["Dapper"]["lam"] in Dapper().grid

@@ -175,3 +175,17 @@ def test_what_cannot_work_is_refused():
     }.items():
         with pytest.raises(ValueError, match=f"FedCovid got .*{name}="):
             FedCovid(**{name: value})
+
+
+def test_a_small_weight_is_used_and_none_is_not():
+    off = {"lam_c": 0.0, "lam_m": 0.0, "lam_w": 0.0, "small_lr": 1.0}
+    roles = {
+        "lam_c": "training_loss",
+        "lam_m": "training_loss",
+        "lam_w": "correct_gradient",
+        "small_lr": "local_phases",
+    }
+    for name, role in roles.items():
+        used = FedCovid(**{**off, name: 1e-3})
+        assert {each for each in set(roles.values()) if used.claims(each)} == {role}
+    assert not any(FedCovid(**off).claims(role) for role in roles.values())

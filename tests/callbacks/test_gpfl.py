@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import GPFL, FedPer
-from fedlightning.callbacks.gpfl import Conditions
+from fedlightning.callbacks.gpfl import Conditions, contexts
+from fedlightning.models import MLP, Classifier
 from fedlightning.tensors import module_state
 from tests.callbacks.common import SIZES, batches, deployed
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
@@ -119,6 +121,25 @@ def test_contexts_are_means_of_the_embeddings_received():
         )
         now = deployed(trainer, client)  # stage L1: by the embeddings of the last round
         torch.testing.assert_close(now[f"{ADDED}generic"], global_state(trainer)[f"{ADDED}embeddings.weight"].mean(0))
+
+
+def test_contexts_of_few_samples():
+    table = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    same(dict(enumerate(contexts(table, [0, 1]))), {0: torch.tensor([0.5, 0.5]), 1: table[1]})
+    same(dict(enumerate(contexts(table, [0]))), dict.fromkeys(range(2), torch.tensor([0.5, 0.5])))
+
+
+@pytest.mark.parametrize(("outputs", "rows"), [(1, 2), (2, 2), (5, 5)])
+def test_there_is_an_embedding_for_each_class(outputs, rows):
+    module = GPFL().wrap_module(Classifier(MLP(4, [3], outputs), num_classes=max(2, outputs)), "server")
+    assert module.get_parameter("net.fc2.conditions.embeddings.weight").shape == (rows, 3)
+
+
+def test_each_term_is_used_where_it_has_a_weight():
+    for lam, angle, mu in itertools.product((0.0, 1e-3, 1.0), repeat=3):
+        gpfl = GPFL(lam=lam, angle=angle, mu=mu)
+        assert gpfl.claims("training_loss") == (lam > 0 or angle > 0)
+        assert gpfl.claims("correct_gradient") == (mu > 0)
 
 
 def test_a_sample_at_its_embedding_has_a_gradient_that_is_finite():

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from fedlightning.callbacks import FedAdam, FedAvg, FedProx, Harmony
-from fedlightning.callbacks.harmony import bias, clusters_of
+from fedlightning.callbacks.shared.grouping import clusters_of
+from fedlightning.callbacks.shared.modalities import bias
+from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Toy, close, differs, federate, global_state, mean_of, same, spied, toy_data
@@ -119,6 +121,26 @@ def test_clusters_are_found_on_columns_of_one_scale():
     assert clusters_of(torch.zeros(3, 2, dtype=torch.float64), 3, seed=0) == [0, 0, 0]
 
 
+class TookNoStep(FederatedCallback):
+    def on_send(self, client, update):
+        if client.id == "1" and client.message.tag == "fusion":
+            update.steps = 0
+
+
+def test_a_client_without_a_step_has_no_part_in_its_cluster():
+    options = {"max_rounds": 3, "participation": 1.0}
+    trainer, _ = spied(network(unimodal_heads=True), senses(4, sensors=SENSORS), [Harmony(2), TookNoStep()], **options)
+    own = trainer.server.state["Harmony"]
+    assert set(own["classifiers"]) == set(own["bias"]) == {"2", "3"}
+
+
+def test_only_one_modality_has_a_model_for_all():
+    _, several, _ = two_stages()
+    one = federate(Toy("sgd"), toy_data(), [Harmony(**ALONE)], max_rounds=1)
+    assert Harmony().global_module(several.server, None) is None
+    same(module_state(Harmony(**ALONE).global_module(one.server, None)), global_state(one))
+
+
 def test_absent_clients_keep_their_fusion_and_encoders():
     _, _, spy = two_stages(max_rounds=6, participation=2, num_clusters=1)
     stage = [{u.client for u in spy.updates if u.round == t and u.tag == "fusion"} for t in range(2, 6)]
@@ -146,3 +168,11 @@ def test_a_proximal_term_joins_in_both_stages():
     free = federate(module, data, [Harmony(stage1=1)], max_rounds=2)
     held = federate(module, data, [Harmony(stage1=1), FedProx(mu=5.0)], max_rounds=2)
     assert differs(module_state(free.module("1")), module_state(held.module("1")))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_bias_of_small_weights_and_of_none(scale):
+    w, turned, gone = (torch.tensor(values) * scale for values in ([1.0, 0.0], [0.0, 1.0], [0.0, 0.0]))
+    assert float(bias({"w": w}, {"w": turned}, ["w"])) == pytest.approx(1.0, abs=1e-12)
+    assert float(bias({"w": w}, {"w": -w}, ["w"])) == pytest.approx(2.0, abs=1e-12)
+    assert float(bias({"w": gone}, {"w": w}, ["w"])) == float(bias({"w": w}, {"w": gone}, ["w"])) == 0.0

@@ -10,7 +10,8 @@ from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 
 from fedlightning.callbacks import GPFL, FedAvg, FedPer, FedProx, Local, pFedBayes
-from fedlightning.callbacks.pfedbayes import gaussian_kl, kl_gradients, pairs
+from fedlightning.callbacks.pfedbayes import pairs
+from fedlightning.callbacks.shared.gaussians import gaussian_kl, kl_gradients
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
 from fedlightning.wrappers import unmix
@@ -142,6 +143,7 @@ def test_without_prior_the_own_distribution_ignores_the_common_one():
 
 def test_a_server_rate_of_0_leaves_the_common_one():
     module, data = Toy("sgd"), toy_data(SIZES)
+    assert all(pFedBayes(server_lr=b).claims("server_step") == (b != 1.0) for b in (0.0, 0.5, 1.0, 2.0))
     trainer, spy = spied(module, data, [pFedBayes(server_lr=0.0)], max_rounds=2)
     same(global_state(trainer), spy.messages[0].state)
     assert all(differs(update.state, spy.messages[0].state) for update in spy.updates)

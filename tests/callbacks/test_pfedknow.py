@@ -99,6 +99,24 @@ def test_pseudo_labels_that_are_not_sure_count_zero():
     assert float(pseudo_label_loss(logits, teacher * 0, 0.95).detach()) == 0.0
 
 
+def test_a_label_that_is_just_sure_enough_counts():
+    logits, even = torch.randn(3, 2), torch.zeros(3, 2)
+    torch.testing.assert_close(pseudo_label_loss(logits, even, 0.5), F.cross_entropy(logits, torch.zeros(3).long()))
+
+
+@pytest.mark.parametrize("prune", [0.0, 0.3])
+def test_what_starts_at_zero_is_not_what_was_pruned(prune):
+    """Biases are never pruned, and without pruning nothing is."""
+    module = Toy()
+    with torch.no_grad():
+        module.net[0].bias.zero_()
+        module.net[3].bias.zero_()
+        module.net[3].weight[0, 0] = 0.0
+    end = global_state(federate(module, toy_data(), [pFedKnow(prune=prune, **SURE)], max_rounds=1))
+    assert bool(end["net.3.bias"].all()) and bool(end["net.0.bias"].any())
+    assert bool(end["net.3.weight"][0, 0]) == (prune == 0.0)
+
+
 def test_what_is_pruned_is_smallest():
     w = torch.tensor([[0.3, -0.1, 0.0], [2.0, 0.2, -0.1]])
     assert kept(w, 0.0).all()

@@ -6,13 +6,17 @@ Only who takes part and whom the dice choose is taken from the run.
 from __future__ import annotations
 
 from itertools import combinations, permutations
+from math import nan
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from fedlightning.callbacks import PIFL
+from fedlightning.callbacks.shared.tokens import Ledger
 from fedlightning.federation.failures import TooFewClientsError
+from fedlightning.messages import Update
 from fedlightning.tensors import module_state
 from tests.callbacks.common import Breaks, Plain, fixed_data, mean_state, start_of
 from tests.helpers import NormNet, close, federate, same, spied, toy_data
@@ -240,3 +244,89 @@ def test_statistics_are_not_scaled_by_the_equation_as_printed():
     )
     assert torch.equal(whole["net.1.running_var"], printed["net.1.running_var"])
     assert not torch.allclose(whole["net.0.weight"], printed["net.0.weight"])
+
+
+class Desk:
+    """What the server's steps of a round need of a server, without a federation."""
+
+    def __init__(self, own=None):
+        self.models, self.state, self.model = {}, {"PIFL": own or {}}, {"w": torch.zeros(1)}
+        self.round, self.blueprint = 0, SimpleNamespace(settings=SimpleNamespace(seed=0))
+
+    def weight(self, update):
+        return 1.0
+
+    def rng(self, *address):
+        return torch.Generator()
+
+
+def answer(client, steps=3, error=None, **extras):
+    state = {"w": torch.full((1,), float(ord(client)))}
+    return Update(0, client, state, {"PIFL": extras} if extras else {}, steps=steps, error=error)
+
+
+def carried_out(steps, reply):
+    """Carry out steps of the server; return their result and all jobs that they asked for."""
+    asked = []
+    try:
+        jobs = next(steps)
+        while True:
+            asked += jobs
+            jobs = steps.send([reply(job) for job in jobs])
+    except StopIteration as end:
+        return end.value, asked
+
+
+def test_a_client_without_a_step_gets_its_price_back_and_is_no_player():
+    """All its steps were skipped by the gradient scaler: it has sent back what it got."""
+    ledger = Ledger(dict.fromkeys("abc", 2.0), {"cluster 1": 0.0})
+    for client in "abc":
+        ledger.pay(client, "cluster 1", 1.0)
+    found = {"a": answer("a"), "b": answer("b", steps=0), "c": answer("c", error="NaN")}
+    steps = alone()._train(Desk(), ledger, {"cluster 1": list("abc")})
+    answers, jobs = carried_out(steps, lambda job: found[job.client])
+    assert [update.client for update in answers["cluster 1"]] == ["a"] and all(job.keep for job in jobs)
+    assert ledger.balances == {"a": 1.0, "b": 2.0, "c": 2.0} and ledger.pools == {"cluster 1": 1.0}
+
+
+def test_a_client_without_a_step_is_not_grouped_by_what_it_knows():
+    found = {"a": answer("a"), "b": answer("b", steps=0), "c": answer("c", error="NaN"), "d": answer("d")}
+    server, scores = Desk(), {"f1": torch.ones(3)}
+
+    def reply(job):
+        return answer("z", **scores) if job.tag == "classes" else found[job.client]
+
+    _, jobs = carried_out(PIFL(pretrain_rounds=1)._pretrain(server, list("abcd")), reply)
+    assert sum(job.tag == "classes" for job in jobs) == 2 and "trial" not in server.models
+    assert set(server.state["PIFL"]["groups"]) == {"a", "d"}
+
+
+@pytest.mark.parametrize("utility", ["local", "pooled"])
+def test_a_coalition_that_nobody_can_score_is_worth_nothing(utility):
+    """v(nobody) = 0.5, v(a) = 0.7, v(b) unknown, v(ab) = 0.8."""
+    worths = {ord("a"): 0.7, ord("b"): nan}
+    server = Desk()
+
+    def reply(job):
+        return answer("z", utility=worths[int(server.models["trial"]["w"])])
+
+    def shares(known):
+        steps = alone(utility=utility)._contributions(
+            server, {"w": torch.zeros(1)}, {"w": torch.ones(1)}, [answer("a"), answer("b")], known
+        )
+        return carried_out(steps, reply)
+
+    found, jobs = shares((0.5, 0.8))
+    assert found.exact and found.evaluations == 2 and len(jobs) == (2 if utility == "pooled" else 4)
+    assert found.values == pytest.approx({"a": 0.25, "b": 0.05}, abs=1e-12)
+    for known in ((nan, 0.8), (0.5, nan)):
+        assert shares(known)[0].values == {"a": 0.0, "b": 0.0} and shares(known)[1] == []
+
+
+def test_who_cannot_tell_does_not_count_in_a_score():
+    told = {"a": answer("a", utility=0.4), "b": answer("b", utility=nan), "c": answer("c", error="gone")}
+    told |= {"d": answer("d", utility=0.8)}
+    for players, expected in (("abcd", 0.6), ("bc", nan), ("a", 0.4)):
+        steps = alone()._scores(Desk(), [{"w": torch.zeros(1)}], list(players))
+        (found,), _ = carried_out(steps, lambda job: told[job.client])
+        assert found == pytest.approx(expected, nan_ok=True)

@@ -228,3 +228,59 @@ def test_public_samples_are_taken_from_the_clients_training_samples_alone(make):
     assert sum(len(batch[-1]) for batch in shared.public_dataloader()) == len(public)
     with pytest.raises(ValueError, match=r"public_fraction=1\.0; use a share"):
         make(1.0)
+
+
+def shared_by(train, val=(), other=None):
+    """Data of two clients with half of their training samples public."""
+
+    class Shared(IndexedFederatedDataModule):
+        public_fraction = 0.5
+
+        def build(self):
+            samples = TensorDataset(torch.arange(12), torch.zeros(12))
+            splits = {"train": Split(samples, train)}
+            if val:
+                splits["val"] = Split(samples if other is None else other, val)
+            return ["a", "b"], splits
+
+    data = Shared()
+    data.setup()
+    return data
+
+
+def test_a_sample_that_is_public_is_nobodys():
+    """A sample that two clients, or two splits, hold would be public and private at once."""
+    apart = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    public = sorted(shared_by(apart, val=[[8], []]).public_dataloader().dataset.indices.tolist())
+    theirs, [other] = [p for p in public if p < 4], [p for p in apart[1] if p not in public][:1]
+    assert len(public) == 4 and len(theirs) == 2
+    with pytest.raises(ValueError, match=rf"sample {theirs[0]} public, which client 'b' holds in its train data\."):
+        shared_by([apart[0], [theirs[0]]])
+    with pytest.raises(ValueError, match=rf"sample {theirs[1]} public, which client 'a' holds in its val data\. Give"):
+        shared_by(apart, val=[[theirs[1]], []])
+    shared_by(apart, val=[[other], []])  # in two splits, but not public
+    shared_by(apart, val=[[theirs[1]], []], other=TensorDataset(torch.arange(12), torch.zeros(12)))
+    assert shared_by([[], []]).public_dataloader() is None
+    assert shared_by([[3], [5]]).public_dataloader() is None  # a single sample stays
+
+
+@pytest.mark.parametrize("share", [-0.5, 1.0, float("nan")])
+def test_a_share_of_an_own_data_module_is_checked(share):
+    class Own(Toy):
+        public_fraction = share
+
+    with pytest.raises(ValueError, match=rf"Own got public_fraction={share}; use a share"):
+        Own().setup()
+
+
+def test_without_training_data_there_are_no_public_data():
+    class TestsOnly(Toy):
+        public_fraction = 0.5
+
+        def build(self):
+            clients, splits = super().build()
+            return clients, {"test": splits["test"]}
+
+    data = TestsOnly()
+    data.setup()
+    assert data.public_dataloader() is None

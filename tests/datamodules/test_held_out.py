@@ -58,3 +58,34 @@ def test_shares_and_numbers():
     assert len(draw_held_out(names, 0.2, 0)) == len(draw_held_out(names, 2, 0)) == 2
     assert draw_held_out(names, 0.2, 0) == draw_held_out(names[::-1], 2, 0)
     assert len(draw_held_out(names, 0.01, 0)) == 1 and draw_held_out(names, 0.0, 0) == draw_held_out(names, 0, 0) == []
+
+
+class KnowsItsClients(DigitsDataModule):
+    """Lists its clients in its own way."""
+
+    @property
+    def client_ids(self):
+        return [str(place) for place in range(10)]
+
+
+@pytest.mark.parametrize("kind", [DigitsDataModule, KnowsItsClients])
+def test_public_data_are_not_theirs(kind):
+    """What clients that are held out would have made public is in nobody's training."""
+    data, whole = kind(public_fraction=0.2), DigitsDataModule()
+    for one in (data, whole):
+        one.setup("fit")
+    few = without(data, ["0", "1"])
+    left = {tuple(x.flatten().tolist()) for client in few.client_ids for x, _ in samples(whole, client)}
+    out = {tuple(x.flatten().tolist()) for client in "01" for x, _ in samples(whole, client)} - left
+    public = {tuple(x.flatten().tolist()) for x, _ in few.public_dataloader().dataset}
+    assert public and public <= left and not public & out
+    assert len(data.public_dataloader().dataset) == len(few.public_dataloader().dataset) + sum(
+        whole.num_samples(client) - data.num_samples(client) for client in "01"
+    )
+    assert without(data, few.client_ids).public_dataloader() is not None
+    assert without(whole, ["0"]).public_dataloader() is None
+
+
+def samples(data, client):
+    dataset = data.client_dataloader(client, "train").dataset
+    return [dataset[place] for place in range(len(dataset))]

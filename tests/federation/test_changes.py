@@ -14,6 +14,7 @@ from fedlightning.callbacks import (
     L2GD,
     PIFL,
     SCAFFOLD,
+    Dapper,
     FedAdam,
     FedAMP,
     FedAvg,
@@ -22,7 +23,7 @@ from fedlightning.callbacks import (
     GlobalCheckpoint,
     LocalCheckpoint,
 )
-from tests.helpers import Spy, Toy, close, make_trainer, same, toy_data
+from tests.helpers import Spy, Toy, ToyData, close, make_trainer, same, toy_data
 
 SIZES = (24, 40, 16, 32)
 
@@ -66,6 +67,16 @@ def test_clients_of_new_data_join_twice_and_the_run_resumes_without_a_word(tmp_p
     recwarn.clear()
     fit(tmp_path, [FedAvg()], 4, resume=True)
     assert not [warning for warning in recwarn if "take part" in str(warning.message)]
+
+
+def test_public_data_of_clients_that_join_are_no_change_of_the_configuration(tmp_path, monkeypatch):
+    monkeypatch.setattr(ToyData, "public_fraction", 0.25)
+    fit(tmp_path, [Dapper(grid=[0.5])], 1, held_out=["3"])
+    trainer, _ = fit(tmp_path, [Dapper(grid=[0.5])], 2, join=True)
+    assert trainer.summary["config_changes"] == ["from round 2: client '3' take part"]
+    monkeypatch.setattr(ToyData, "public_fraction", 0.5)
+    with pytest.raises(ValueError, match=r"data \(public\) was '28 samples .* and is '56 samples"):
+        fit(tmp_path, [Dapper(grid=[0.5])], 3, resume=True)
 
 
 class Stop(FederatedCallback):

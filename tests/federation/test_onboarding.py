@@ -121,6 +121,8 @@ def test_a_run_from_its_folder(tmp_path):
         ({"newcomers": toy_data(NEW), "clients": "xy"}, "must be a list"),
         ({"newcomers": toy_data(NEW), "epochs": -1}, "must be a whole number"),
         ({"newcomers": [1, 2]}, "does not know which client"),
+        ({"newcomers": toy_data({"x": 0}, val=0, test=0)}, r"None of the new clients \(x\) has a sample"),
+        ({"newcomers": toy_data(NEW, val=0, test=0), "epochs": 0}, "none of x, y has validation or test data"),
     ],
 )
 def test_what_cannot_join_is_refused(given, text):
@@ -153,6 +155,66 @@ def test_one_that_fails_is_noted_and_the_others_join(tmp_path):
     assert [path.stem for path in (trainer.run.path / "checkpoints/newcomers").iterdir()] == ["y"]
 
 
+class Fussy(FederatedCallback):
+    """An algorithm of a user that knows one of the new clients, and whose model is made of data."""
+
+    def on_broadcast(self, server, job, message):
+        if job.client == "x":
+            raise KeyError("x is new")
+
+    def personal_module(self, client, stage):
+        if client.id == "y" and stage == "L1":
+            raise RuntimeError("no model for y")
+        return client.module
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_an_algorithm_that_cannot_serve_one_of_them_ends_nothing(epochs, tmp_path):
+    """Messages, scores and models are made for each of them: what fails there is noted, and the files are whole."""
+    trainer = federate(Toy(), toy_data(TRAINED), [Fussy()], tmp_path, max_rounds=1, stages=["G"])
+    with pytest.warns(UserWarning, match="Onboarding: new client 'x' .*x is new"):
+        trainer.onboard(toy_data(NEW | {"z": 12}), epochs=epochs, verbose=False)
+    summary = json.loads((trainer.run.path / "onboarding.json").read_text())
+    told = {(one["client"], one["where"], one["decision"]) for one in summary["failures"]}
+    written = {path.stem for path in (trainer.run.path / "checkpoints/newcomers").iterdir()}
+    unscored = {("x", "L1", "not scored"), ("y", "L1", "not scored")}
+    if epochs:
+        assert summary["trained"] == ["y", "z"] and written == {"y", "z"}
+        assert told == unscored | {("x", "training", "left out")}
+    else:
+        assert summary["trained"] == [] and written == {"z"}
+        assert told == unscored | {("x", "checkpoint", "not written"), ("y", "checkpoint", "not written")}
+
+
+class Killed(BaseException):
+    """Stands for a signal."""
+
+
+def test_a_call_that_is_cut_off_leaves_what_was_there(tmp_path, monkeypatch):
+    """While models are made nothing of the earlier onboarding goes; the summary is missing while files are replaced."""
+    trainer = federate(Toy(), toy_data(TRAINED), root=tmp_path, max_rounds=1)
+    trainer.onboard(toy_data(NEW), verbose=False)
+    files = [trainer.run.path / "onboarding.csv", trainer.run.path / "onboarding.json"]
+    files += sorted((trainer.run.path / "checkpoints/newcomers").iterdir())
+    before = {path: path.read_bytes() for path in files}
+
+    def killed(*given, **options):
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("fedlightning.federation.onboarding.Exporter.save", killed)
+        trainer.onboard(toy_data(NEW), epochs=2, verbose=False)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("fedlightning.federation.onboarding.write_rows", killed)
+        trainer.onboard(toy_data(NEW), epochs=2, verbose=False)
+    assert not (trainer.run.path / "onboarding.json").exists()
+    trainer.onboard(toy_data(NEW), epochs=1, verbose=False)
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert {path.name for path in (trainer.run.path / "checkpoints").iterdir()} >= {"newcomers"}
+    assert not list((trainer.run.path / "checkpoints").glob("*.tmp"))
+
+
 @pytest.mark.parametrize("engine", ["vectorized", pytest.param("processes", marks=pytest.mark.slow)])
 def test_engines_agree(engine, tmp_path):
     found = []
@@ -172,10 +234,14 @@ def test_from_the_command_line(tmp_path, monkeypatch, capsys):
         main(["fit", "--config", quick, *words, "--trainer.max_rounds=1", "--trainer.enable_progress_bar=false"]) == 0
     )
     folder = "runs/unseen_clients"
-    assert main(["onboard", "--run", folder, "--epochs", "1"]) == 0
+    failure = {"client": "7", "round": 1, "where": "training", "reason": "its disk is full", "decision": "left out"}
+    with monkeypatch.context() as patch:
+        patch.setattr("fedlightning.federation.onboarding.Onboarding.failures", [failure])
+        assert main(["onboard", "--run", folder, "--epochs", "1"]) == 0
     summary = json.loads((tmp_path / folder / "version_0/onboarding.json").read_text())
     assert len(summary["clients"]) == 1 and summary["epochs"] == 1
-    assert "Unseen clients" in capsys.readouterr().out
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Unseen clients" in told and "client '7' (training, 1x, left out): its disk is full. All are in onb" in told
     assert main(["onboard", "--run", folder, "--newcomers", "nowhere.yaml"]) == 2
     assert main(["onboard", "--run", folder, "--newcomers", quick]) == 0  # two of its ten clients bear new names
     assert "is no YAML file" in capsys.readouterr().err

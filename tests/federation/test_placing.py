@@ -170,7 +170,7 @@ def test_it_goes_down_the_whole_tree(tmp_path):
     new = quadratic_data([[1.0] * 3] * 4, [[7.0 * s, 6.0 * t, 0.0] for s, t in signs])
     new.tensors = {f"new {client}": splits for client, splits in new.tensors.items()}
     found = {}
-    trainer.onboard(new, epochs=0, verbose=False)
+    trainer.onboard(new, epochs=1, verbose=False)
     for client, (_, goal) in ((c, s["train"]) for c, s in new.tensors.items()):
         node = "global"
         while node in tree:

@@ -294,6 +294,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_holds_out_the_same(tmp_pa
     assert unseen(resumed, round=1) and unseen(resumed, round=3)
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "text"),
+    [
+        (["b"], None, "did not train client 'b'"),
+        (["b", "c"], ["c"], "did not train client 'b'"),
+        (["b"], ["c"], "which held_out keeps out of training now"),
+        (None, ["b"], "which held_out keeps out of training now"),
+    ],
+)
+def test_a_run_is_scored_with_the_clients_it_held_out(first, then, text, tmp_path):
+    """Clients that never trained would be among those that did, in their means."""
+    data, module = toy_data(SIZES), Toy()
+    run = federate(module, data, root=tmp_path / "1", held_out=first, max_rounds=1).run.path
+    other = make_trainer(tmp_path / "2", held_out=then)
+    for ask in (other.test, other.validate):
+        with pytest.raises(ValueError, match=text):
+            ask(module, data, run=run, verbose=False)
+    with pytest.raises(ValueError, match=text):
+        other.onboard(toy_data({"x": 8}), model=module, datamodule=data, run=run, verbose=False)
+    moved = toy_data(SIZES, val=30, test=40)  # the same clients may have got other data
+    assert make_trainer(tmp_path / "3", held_out=first).test(module, moved, run=run, verbose=False)
+
+
 def test_tags_of_messages(tmp_path):
     """Methods know who is new by the tag."""
     seen = []

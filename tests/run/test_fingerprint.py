@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -18,10 +19,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx
+from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint, LocalCheckpoint
+from fedlightning.models import MLP, Classifier
 from fedlightning.run.environment import plain
 from fedlightning.run.fingerprint import ARGUMENTS as FIXED
-from fedlightning.run.fingerprint import differences, fingerprint
+from fedlightning.run.fingerprint import differences, fingerprint, with_later_options
 from tests.helpers import Toy, make_trainer, toy_data
 
 
@@ -37,9 +39,10 @@ class Net(Toy):
         return self.make(self.parameters())
 
 
-def start(root, callbacks=(), **options):
+def start(root, callbacks=(), module=None, **options):
     torch.manual_seed(0)
-    make_trainer(root, callbacks or [FedProx()], max_rounds=1, name="run", **options).fit(Net(), datamodule=toy_data())
+    trainer = make_trainer(root, callbacks or [FedProx()], max_rounds=1, name="run", **options)
+    trainer.fit(module or Net(), datamodule=toy_data())
 
 
 def go_on(root, module=None, callbacks=(), data=None, allow=False, **options):
@@ -96,10 +99,60 @@ def test_more_rounds_and_another_place_of_work_are_no_change(tmp_path):
     assert "config_changes" not in go_on(tmp_path, max_rounds=3, engine="processes", workers=1).summary
 
 
+@pytest.mark.parametrize("changed", [{"evaluate_every": 2}, {"stages": ["G", "L1"]}])
+def test_where_models_are_chosen_by_scores_the_same_rounds_are_scored(tmp_path, changed):
+    for callback in (LocalCheckpoint, GlobalCheckpoint):
+        root = tmp_path / callback.__name__
+        start(root, [callback()], evaluate_every=1)
+        with pytest.raises(ValueError, match=r"scored rounds and stages was 'evaluate_every=1, stages=G, L1, L2' and"):
+            go_on(root, callbacks=[callback()], **{"evaluate_every": 1} | changed)
+        go_on(root, callbacks=[callback()], evaluate_every=1, stages=["L2", "G", "L1"])
+    start(tmp_path / "plain", evaluate_every=1)
+    assert go_on(tmp_path / "plain", **{"evaluate_every": 1} | changed).rounds_done == 2
+
+
 def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
     before = {"seed": 0, "FedProx.mu": 0.1}
     now = {"fingerprint": 2, "seed": 0, "FedProx.mu": 0.2, "optimizer.lr": 0.1}
     assert differences(before, now) == ["FedProx.mu was 0.1 and is 0.2"]
+
+
+def test_an_option_that_came_later_is_compared_with_its_default():
+    before = {"fingerprint": 3, "callbacks": ["FedProx"], "model": "fedlightning.models.classifier.Classifier"}
+    now = before | {"FedProx.mu": 0.1, "model.more_metrics": [], "data (public)": "7 samples"}
+    now |= {"scored rounds and stages": "evaluate_every=1"}
+
+    def changed(before, now, kind=Classifier):
+        return differences(with_later_options(before, now, [FedProx(), FedAvgM()], kind), now)
+
+    assert inspect.signature(FedProx).parameters["mu"].default == 0.1
+    assert changed(before, now) == []
+    assert changed(before, now | {"FedProx.mu": 0.2}) == ["FedProx.mu was 0.1 and is 0.2"]
+    assert changed(before, now | {"model.more_metrics": ["kappa"]}) == ["model.more_metrics was [] and is ['kappa']"]
+    assert changed(now, now | {"data (public)": None}) == ["data (public) was '7 samples' and is None"]
+    assert changed(before, now | {"FedAvgM.beta": 0.9}) == ["FedAvgM.beta was not there and is 0.9"]
+    assert changed(before | {"FedProx.nu": 1}, now) == ["FedProx.nu was 1 and is not there"]
+
+    class Own(Classifier):  # of the user, whose code may have changed otherwise
+        def __init__(self, net, num_classes, more_metrics=(), twist=0.5):
+            super().__init__(net, num_classes)
+
+    own = {"model": f"{Own.__module__}.{Own.__qualname__}"}
+    found = changed(before | own, now | own | {"model.twist": 0.5, "model.lr": None}, Own)
+    assert found == ["model.more_metrics was not there and is []", "model.twist was not there and is 0.5"]
+
+
+def test_a_run_from_before_an_option_goes_on(tmp_path, monkeypatch):
+    later = ("model.more_metrics", "data (public)", "scored rounds and stages")
+
+    def noted(*args):
+        return {name: value for name, value in fingerprint(*args).items() if name not in later}
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr("fedlightning.trainer.fingerprint", noted)
+        start(tmp_path, module=Classifier(MLP(6, [], 3), num_classes=3))
+    trainer = go_on(tmp_path, Classifier(MLP(6, [], 3), num_classes=3))
+    assert trainer.rounds_done == 2 and "config_changes" not in trainer.summary
 
 
 ODD = """

@@ -80,8 +80,17 @@ def test_without_the_file_nothing_is_there(folder, tmp_path, monkeypatch):
     study = Study(load_study([folder]))
     assert study.clusters() == [] == study.memberships() and "clusters" not in write_comparison(study, tmp_path)
     assert clusters(Context(study, styles(study.methods))) is None
-    here = [Run(run.name, run.seed, type(run.path)(), run.summary) for run in load_study([folder])]
+    here = [Run(run.name, run.seed, None, run.summary) for run in load_study([folder])]
     assert Study(here).clusters() == [], "a run without a folder does not read what lies in the current one"
+
+
+def test_a_run_in_the_current_folder_is_read_in_full(folder, monkeypatch):
+    """`fedlightning report .` finds what `fedlightning report FOLDER` does."""
+    run = next(path.parent for path in sorted(folder.glob("runs/*/*/clusters.csv")))
+    known = Study(load_study([run]))
+    monkeypatch.chdir(run)
+    here = Study(load_study(["."]))
+    assert known.clusters() and here.clusters() == known.clusters()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -296,6 +297,15 @@ def test_layers_of_the_last_round_and_where_they_part(tmp_path):
     assert shown == {f"net.{layer}": 5.0 * 2**layer * 3 for layer in (1, 2, 3)}
     assert {row["round"] for row in transitions.rows} == {3}
     assert [row["rho"] for row in correlations.rows] == [1.0]
+
+
+def test_layers_in_the_current_folder_are_of_no_run_of_this_session(tmp_path, monkeypatch):
+    folder = make_study(tmp_path, methods=("fedavg",), seeds=(0,), matrix=False)
+    add_layers(folder / "runs/run_0/seed_0")
+    monkeypatch.chdir(folder / "runs/run_0/seed_0")
+    (run,) = load_study([folder])
+    study = Study([replace(run, path=None)])
+    assert layers.layers(Context(study, styles(study.methods))) is None
 
 
 @pytest.fixture(scope="module")
