@@ -110,6 +110,15 @@ def test_norms_and_cosines():
     assert cosines(flat(deltas)).tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
+def test_a_newcomer_goes_where_the_client_is_that_is_most_like_it():
+    """By the largest cosine, not by the mean or the least; of equal ones to the first part; lengths say nothing."""
+    state = lambda *row: {"w": torch.tensor(row)}  # noqa: E731
+    sides = {"one": {"a": state(0.0, 1.0), "b": state(1.0, 1.0)}, "two": {"c": state(90.0, 0.5), "d": state(-1.0, 0.0)}}
+    assert CFL().side(state(1.0, 0.0), sides) == "two"
+    assert CFL().side(state(3.0, 3.0), sides) == "one"
+    assert CFL().side(state(0.0, 0.0), sides) == "one"
+
+
 @pytest.mark.parametrize(
     ("options", "split"),
     [
