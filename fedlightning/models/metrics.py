@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -101,12 +100,6 @@ class ClassificationMetrics(Metric):
 
     def compute(self) -> dict[str, Tensor]:
         """Return the scores over all samples since the last reset."""
-        scores = self.numbers()
-        values = torch.tensor(list(scores.values()), dtype=torch.float32, device=self.device)
-        return dict(zip(scores, values.unbind(), strict=True))
-
-    def numbers(self) -> dict[str, float]:
-        """Return what `compute` returns as numbers, which a thousand clients have sooner than tensors."""
         logits = _joined(self.logits).cpu().double()
         target = _joined(self.target).cpu()
         samples = len(target)
@@ -121,7 +114,8 @@ class ClassificationMetrics(Metric):
             scores["auroc"] = _auroc(logits, chances, target)
             scores["ece"] = _calibration_error(logits, chances, target)
         scores |= {name: float(MORE[name](logits, target)) for name in self.more}
-        return dict(zip(scores, torch.tensor(list(scores.values()), dtype=torch.float32).tolist(), strict=True))
+        values = torch.tensor(list(scores.values()), dtype=torch.float32, device=self.device)
+        return dict(zip(scores, values.unbind(), strict=True))
 
 
 def _joined(states: list[Tensor] | Tensor) -> Tensor:
