@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.work import WORKS, BareLoop, Work
 from fedlightning import FederatedCallback, FederatedTrainer
 from fedlightning.callbacks import FedAvg
-from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.engines.pool import usable_cores
 

@@ -33,6 +33,8 @@ class LocalCheckpoint(FederatedCallback):
         0.4
     """
 
+    chooses_by_scores = True
+
     def __init__(
         self, monitor: str = "val_loss", mode: Literal["min", "max"] = "min", stage: Literal["L1", "L2"] = "L1"
     ) -> None:
@@ -77,6 +79,8 @@ class GlobalCheckpoint(FederatedCallback):
         >>> GlobalCheckpoint(monitor="val_accuracy", mode="max").hyperparameters()
         {'monitor': 'val_accuracy', 'mode': 'max', 'stage': 'G', 'mean': 'train'}
     """
+
+    chooses_by_scores = True
 
     def __init__(
         self,

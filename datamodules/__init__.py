@@ -19,7 +19,7 @@ In order of importance:
 """
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
-from fedlightning.datamodules.base import FederatedDataModule, IndexedFederatedDataModule, Split
+from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.digits import DigitsDataModule
 from fedlightning.datamodules.heart_disease import HeartDiseaseDataModule
 from fedlightning.datamodules.images import (
@@ -29,6 +29,7 @@ from fedlightning.datamodules.images import (
     ImageFederatedDataModule,
     MNISTDataModule,
 )
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.datamodules.mixtures import MixtureDataModule
 from fedlightning.datamodules.modalities import ModalityDataset

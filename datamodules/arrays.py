@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.federate import check_limits, federate, given_groups, keys_for, some_rows, suited
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, encode
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.skew import DirichletPartitioner

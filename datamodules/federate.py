@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlightning.datamodules.base import Split
+from fedlightning.datamodules.indexed import Split
 from fedlightning.datamodules.labels import read_keys
 from fedlightning.datamodules.partition import Partitioner, cut
 from fedlightning.datamodules.views import Indices

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.download import missing
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import check_fraction, cut
 from fedlightning.datamodules.views import ArrayDataset
 from fedlightning.seeding import generator

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from fedlightning.datamodules.base import FederatedDataModule, IndexedFederatedDataModule, in_order
+from fedlightning.datamodules.base import FederatedDataModule, in_order
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule
 from fedlightning.datamodules.loaders import LoaderDataModule, union_loader, union_of
 from fedlightning.seeding import generator
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
-from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import check_num_clients, cut
 from fedlightning.datamodules.rounding import apportion
 from fedlightning.datamodules.views import ArrayDataset, IndexView, Indices, collate_rows

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.federate import check_limits, federate, given_groups, keys_for, some_rows
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.modalities import ModalityDataset, transition_matrix
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.skew import DirichletPartitioner

@@ -17,8 +17,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.federate import federate, keys_for, suited
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import encode, read_keys
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.partitioners import NaturalPartitioner

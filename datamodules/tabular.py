@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.federate import federate, suited
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import Partitioner, check_fraction
 from fedlightning.datamodules.partitioners import NaturalPartitioner
 from fedlightning.datamodules.tables import Column, column_of, levels_of, read_table

@@ -18,7 +18,7 @@ import fedlightning  # noqa: F401  before lightning
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedlightning import FederatedCallback, FederatedTrainer
-from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.federation.server import Server
 from fedlightning.hooks import Job
 from fedlightning.messages import Message, Update

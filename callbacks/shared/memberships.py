@@ -16,6 +16,8 @@ from fedlightning.algorithm import GLOBAL, FederatedCallback, Server
 COLUMNS = ("round", "client", "cluster", "share")
 """Columns of `clusters.csv`."""
 FILE = "clusters.csv"
+TAIL = 4096
+"""Bytes at the end of the file in which its last line is looked for."""
 T = TypeVar("T")
 
 
@@ -69,23 +71,35 @@ def note_memberships(server: Server, clusters: Mapping[str, Mapping[str, float]]
     if server.run_dir is None or not clusters:
         return
     path = server.run_dir / FILE
-    rows: list[Sequence[Any]] = [
-        (row["round"], row["client"], row["cluster"], row["share"])
-        for row in read_memberships(path)
-        if row["round"] <= server.round
-    ]
-    rows += [
+    rows = [
         (server.round + 1, client, cluster, round(share, 6))
         for client, found in clusters.items()
         for cluster, share in found.items()
         if share > 0
     ]
+    if _ends_before(path, server.round + 1):
+        with path.open("a", newline="") as file:
+            csv.writer(file).writerows(rows)
+        return
+    kept = [row for row in read_memberships(path) if row["round"] <= server.round]
     beside = path.with_name(path.name + ".tmp")
     with beside.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        writer.writerows(rows)
+        writer.writerows([*([row[name] for name in COLUMNS] for row in kept), *rows])
     os.replace(beside, path)
+
+
+def _ends_before(path: Path, number: int) -> bool:
+    """Return True if the file is there, its last line is whole, and of a round before this one (counted from 1)."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL))
+        last = file.read().decode(errors="replace").splitlines(keepends=True)[-1:]
+    start = last[0].partition(",")[0] if last and last[0].endswith("\n") else ""
+    return start.isdecimal() and int(start) < number
 
 
 def read_memberships(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +107,8 @@ def read_memberships(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [row | {"round": int(row["round"]), "share": float(row["share"])} for row in csv.DictReader(file)]
+        rows = [row for row in csv.DictReader(file) if row["share"]]  # not one that was cut off
+    return [row | {"round": int(row["round"]), "share": float(row["share"])} for row in rows]
 
 
 def draw_memberships(server: Server) -> None:

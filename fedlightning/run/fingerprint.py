@@ -8,7 +8,7 @@ import inspect
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.compat.renamed import old_names
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks.words import Stage
 from fedlightning.run.environment import plain
 
 ARGUMENTS = (
@@ -42,6 +43,8 @@ FORMAT = "fingerprint"
 """Entry that says which things a fingerprint covers; runs of earlier versions have none and covered less."""
 PUBLIC = "data (public)"
 """Entry of the public data."""
+SCORED = "scored rounds and stages"
+"""Entry of what callbacks choose models from."""
 PLAIN = (int, float, str, bool, type(None))
 SHAPES = ("training", "in_features", "out_features", "in_channels", "out_channels", "num_features")
 """Attributes that are no option: a mode, and shapes, which the saved state tells."""
@@ -75,6 +78,9 @@ def fingerprint(
     found["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
     for callback in callbacks:
         found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
+    if any(callback.chooses_by_scores for callback in callbacks):
+        stages = ", ".join(sorted(arguments["stages"] or get_args(Stage)))
+        found[SCORED] = f"evaluate_every={arguments['evaluate_every']}, stages={stages}"
     for other in ordinary:
         found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
     found |= {f"data ({split} split)": data.fingerprint(split) for split in ("train", "val")}
@@ -223,6 +229,8 @@ def with_later_options(
     later = {f"{place}.{name}": value for place, kind in owners for name, value in _own_defaults(kind).items()}
     if PUBLIC in now:  # noted since public data can be made of the clients'
         later[PUBLIC] = now[PUBLIC]
+    if SCORED in now:
+        later[SCORED] = now[SCORED]
     return {name: value for name, value in plain(later).items() if name in now} | dict(before)
 
 

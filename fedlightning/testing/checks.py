@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,10 +34,40 @@ from fedlightning.testing.runs import (
     watching,
 )
 from fedlightning.testing.toys import ToyData, federate
+from fedlightning.trainer import FederatedTrainer
 from fedlightning.visit.record import ClientRecord
 
 Check = Callable[..., None]
 """Function of an algorithm, a folder and arguments of the trainer that raises AssertionError."""
+
+
+class PlainRuns:
+    """The latest runs on all toy data, with nothing special: checks that compare with the same one share it."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], FederatedTrainer] = {}
+
+    def __call__(self, algorithm: FederatedCallback, evaluate_every: int, given: dict[str, Any]) -> FederatedTrainer:
+        """Return a finished run of a copy of the algorithm, in a folder that is gone by then.
+
+        Args:
+            algorithm: The algorithm, as it was made.
+            evaluate_every: Rounds between two evaluations.
+            given: Arguments of the trainer.
+        """
+        key = type(algorithm), repr(as_lists(vars(algorithm))), repr(given), evaluate_every
+        if key not in self._found:
+            with tempfile.TemporaryDirectory() as folder:
+                run = federate(
+                    copy.deepcopy(algorithm), ToyData(), Path(folder), **given, evaluate_every=evaluate_every
+                )
+            if " at 0x" in key[1] + key[2]:  # what is told by its address may be another thing another time
+                return run
+            self._found = dict([*self._found.items()][-1:]) | {key: run}
+        return self._found[key]
+
+
+plain_run = PlainRuns()
 
 
 def check_arguments(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
@@ -65,8 +96,7 @@ def check_unchanged_by_a_run(algorithm: FederatedCallback, root: Path, **given: 
 
 def check_trains(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that some client's deployed model differs from its initial one, with the defaults of the algorithm."""
-    trainer = federate(algorithm, ToyData(), root, **given)
-    server = server_of(trainer)
+    server = server_of(trainer := plain_run(algorithm, 0, given))
     start = module_state(server.blueprint.build("server"))
     moved = any(
         not torch.equal(value, start[name])
@@ -79,23 +109,22 @@ def check_trains(algorithm: FederatedCallback, root: Path, **given: Any) -> None
 
 def check_same_seed_same_result(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that two runs with one seed are the same, bit for bit."""
-    first = federate(algorithm, ToyData(), root / "a", **given, evaluate_every=1)
-    second = federate(algorithm, ToyData(), root / "b", **given, evaluate_every=1)
+    first = plain_run(algorithm, 1, given)
+    second = federate(algorithm, ToyData(), root, **given, evaluate_every=1)
     assert_same(first, second, f"Two runs of {algorithm.key} with the same seed differ")
 
 
 def check_order_of_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that the order in which clients are listed changes nothing."""
     names = ToyData().names
-    first = federate(algorithm, ToyData(), root / "a", **given)
-    second = federate(algorithm, ToyData(listed=names[::-1]), root / "b", **given)
+    first = plain_run(algorithm, 0, given)
+    second = federate(algorithm, ToyData(listed=names[::-1]), root, **given)
     assert_same(first, second, f"{algorithm.key} depends on the order in which clients are listed")
 
 
 def check_evaluation_changes_nothing(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that a run that evaluates every round trains the same models as one that never does."""
-    first = federate(algorithm, ToyData(), root / "a", **given, evaluate_every=1)
-    second = federate(algorithm, ToyData(), root / "b", **given, evaluate_every=0)
+    first, second = (plain_run(algorithm, every, given) for every in (1, 0))
     assert_same(first, second, f"Evaluation changes what {algorithm.key} trains", rows=False)
 
 

@@ -34,6 +34,24 @@ def test_rows_of_the_present_round_and_later_ones_are_written_anew(tmp_path):
     assert (tmp_path / "clusters.csv").read_text().startswith(",".join(COLUMNS))
 
 
+@pytest.mark.parametrize("client", ["b", *ODD])
+@pytest.mark.parametrize("cut", [0, 1, 4, 9])
+def test_rounds_are_appended_and_a_line_that_was_cut_off_goes(tmp_path, client, cut):
+    path = tmp_path / "clusters.csv"
+    for number in range(2):
+        note_memberships(server(tmp_path, number), {"a": {"one": 1.0}, client: {"two": 0.25}})
+    first = path.stat().st_ino
+    path.write_bytes(path.read_bytes()[: len(path.read_bytes()) - cut])
+    read_memberships(path)
+    note_memberships(server(tmp_path, 2 if cut == 0 else 1), {client: {"one": 0.5}})
+    rows = [tuple(row.values()) for row in read_memberships(path)]
+    kept = [(1, "a", "one", 1.0), (1, client, "two", 0.25)]
+    if cut == 0:
+        kept += [(2, "a", "one", 1.0), (2, client, "two", 0.25)]
+    assert rows == [*kept, (3 if cut == 0 else 2, client, "one", 0.5)]
+    assert (path.stat().st_ino == first) or cut or "\n" in client  # what was there has not been written again
+
+
 def test_without_a_folder_nothing_is_written(tmp_path):
     note_memberships(server(None), {"a": {"one": 1.0}})
     draw_memberships(server(None))

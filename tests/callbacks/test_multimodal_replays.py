@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import FedCovid, FedMultimodal, Harmony, pFedKnow
 from fedlightning.datamodules import ModalityDataset
-from fedlightning.datamodules.base import IndexedFederatedDataModule, Split
+from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.models import MLP, Classifier, MultimodalNet
 from tests.helpers import Toy, ToyData, close, spied
 

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx
+from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.models import MLP, Classifier
 from fedlightning.run.environment import plain
 from fedlightning.run.fingerprint import ARGUMENTS as FIXED
@@ -99,6 +99,18 @@ def test_more_rounds_and_another_place_of_work_are_no_change(tmp_path):
     assert "config_changes" not in go_on(tmp_path, max_rounds=3, engine="processes", workers=1).summary
 
 
+@pytest.mark.parametrize("changed", [{"evaluate_every": 2}, {"stages": ["G", "L1"]}])
+def test_where_models_are_chosen_by_scores_the_same_rounds_are_scored(tmp_path, changed):
+    for callback in (LocalCheckpoint, GlobalCheckpoint):
+        root = tmp_path / callback.__name__
+        start(root, [callback()], evaluate_every=1)
+        with pytest.raises(ValueError, match=r"scored rounds and stages was 'evaluate_every=1, stages=G, L1, L2' and"):
+            go_on(root, callbacks=[callback()], **{"evaluate_every": 1} | changed)
+        go_on(root, callbacks=[callback()], evaluate_every=1, stages=["L2", "G", "L1"])
+    start(tmp_path / "plain", evaluate_every=1)
+    assert go_on(tmp_path / "plain", **{"evaluate_every": 1} | changed).rounds_done == 2
+
+
 def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
     before = {"seed": 0, "FedProx.mu": 0.1}
     now = {"fingerprint": 2, "seed": 0, "FedProx.mu": 0.2, "optimizer.lr": 0.1}
@@ -108,6 +120,7 @@ def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
 def test_an_option_that_came_later_is_compared_with_its_default():
     before = {"fingerprint": 3, "callbacks": ["FedProx"], "model": "fedlightning.models.classifier.Classifier"}
     now = before | {"FedProx.mu": 0.1, "model.more_metrics": [], "data (public)": "7 samples"}
+    now |= {"scored rounds and stages": "evaluate_every=1"}
 
     def changed(before, now, kind=Classifier):
         return differences(with_later_options(before, now, [FedProx(), FedAvgM()], kind), now)
@@ -130,7 +143,7 @@ def test_an_option_that_came_later_is_compared_with_its_default():
 
 
 def test_a_run_from_before_an_option_goes_on(tmp_path, monkeypatch):
-    later = ("model.more_metrics", "data (public)")
+    later = ("model.more_metrics", "data (public)", "scored rounds and stages")
 
     def noted(*args):
         return {name: value for name, value in fingerprint(*args).items() if name not in later}

@@ -20,8 +20,9 @@ from fedlightning.datamodules.resident import resident_batches
 from fedlightning.visit.evaluation_names import names_of
 from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.hooks import Hooks, of_module, per_class
-from fedlightning.visit.fast.log import LogCollector, Value
+from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.trainer import FastTrainer
+from fedlightning.visit.fast.values import Value
 
 SPECIAL = frozenset(
     f"on_{name}_{what}" for name in ("validation", "test") for what in ("model_eval", "model_train")

@@ -1,0 +1,278 @@
+"""Data held once and indexed: the base of most federated data modules."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
+from fedlightning.datamodules.partition import check_fraction, cut
+from fedlightning.datamodules.sampling import AddressedSampler
+from fedlightning.datamodules.views import IndexView, Indices, collate_rows
+from fedlightning.seeding import generator
+
+
+@dataclass
+class Split:
+    """One split of all clients.
+
+    Attributes:
+        dataset: Map-style dataset that holds the samples of all clients (and perhaps of other splits).
+        indices: Each client's samples in `dataset`, in client order.
+        labels: Class (0, 1, ...) of every sample of `dataset`, int64 of shape `(samples,)`, or `None`.
+        loader: Keyword arguments of this split's `DataLoader`.
+        shuffle: Whether training batches are drawn in a new order every epoch.
+        sampler: Function that makes the sampler, or batch sampler, of a client's training batches from the client's
+            dataset. `None`: an `AddressedSampler`.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from fedlightning.datamodules import Split
+        >>> split = Split(TensorDataset(torch.zeros(5, 2)), indices=[[0, 1, 2], [3, 4]])
+        >>> [len(held) for held in split.indices]
+        [3, 2]
+    """
+
+    dataset: Dataset[Any]
+    indices: Sequence[Indices]
+    labels: np.ndarray | None = None
+    loader: dict[str, Any] = field(default_factory=dict)
+    shuffle: bool = True
+    sampler: Callable[[Dataset[Any]], Any] | None = None
+
+
+class IndexedFederatedDataModule(FederatedDataModule):
+    """Base of federated data modules over datasets that are held once; a client is a view by index.
+
+    Subclasses implement `build`, which runs once, at the first `setup`.
+
+    Attributes:
+        public_fraction: Share of every client's training samples, in [0, 1), that is taken from the clients at `setup` and
+            becomes public data (`public_dataloader`); 0 by default. Data modules that have it as an argument set it.
+
+    Args:
+        batch_size: Number of samples in a batch, in every split.
+        seed: Seed of the split into clients, and of the batch order until the trainer starts a visit with its own seed.
+        num_workers: Worker processes of every loader; 0 loads in the training process.
+        pin_memory: Copy batches into page-locked memory (for a GPU).
+        drop_last: Leave out the last incomplete training batch. A client with less than one batch then has none.
+        collate_fn: Makes a batch of a list of samples. `None` is `default_collate`, with a fast path for tensors.
+
+    Raises:
+        ValueError: If `batch_size` is below 1 or `num_workers` below 0.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from fedlightning.datamodules import IndexedFederatedDataModule, Split
+        >>> class TwoClients(IndexedFederatedDataModule):
+        ...     def build(self):
+        ...         return ["a", "b"], {"train": Split(TensorDataset(torch.arange(5.0)), [[0, 1, 2], [3, 4]])}
+        >>> data = TwoClients(batch_size=2)
+        >>> data.setup()
+        >>> data.num_samples("a"), len(data.client_dataloader("a", "train"))
+        (3, 2)
+    """
+
+    public_fraction: float = 0.0
+
+    def __init__(
+        self,
+        batch_size: int = 32,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"{type(self).__name__} got batch_size={batch_size}; use 1 or more.")
+        if num_workers < 0:
+            raise ValueError(
+                f"{type(self).__name__} got num_workers={num_workers}; use 0 (no worker processes) or more."
+            )
+        self.batch_size, self.seed, self.num_workers = int(batch_size), int(seed), int(num_workers)
+        self.pin_memory, self.drop_last, self.collate_fn = pin_memory, drop_last, collate_fn
+        self._client_ids: list[str] | None = None
+        self._places: dict[str, int] = {}
+        self._splits: dict[str, Split] = {}
+        self._public: dict[str, Indices] = {}  # by client that they were taken from
+        self._num_classes: int | None = None
+
+    @abstractmethod
+    def build(self) -> tuple[list[str], Mapping[str, Split]]:
+        """Read the data and divide them. Return the client ids and a `Split` for each split that exists."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Build every split at the first call (Lightning's hook); later calls change nothing.
+
+        Raises:
+            ValueError: If `build` returns an unknown split, or one without an index list for each client.
+        """
+        if self._client_ids is not None:
+            return
+        client_ids, splits = self.build()
+        for name, split in splits.items():
+            self._check_split(name)
+            if len(split.indices) != len(client_ids):
+                raise ValueError(f"Split {name!r} has {len(split.indices)} index lists for {len(client_ids)} clients.")
+        check_fraction(self, public_fraction=self.public_fraction)
+        if self.public_fraction > 0 and "train" in splits:
+            splits = {**splits, "train": self._without_public(client_ids, splits)}
+        labels = [split.labels for split in splits.values() if split.labels is not None and len(split.labels)]
+        self._num_classes = 1 + max(int(values.max()) for values in labels) if labels else None
+        self._client_ids, self._splits = list(client_ids), dict(splits)
+        self._places = {client: place for place, client in enumerate(self._client_ids)}
+
+    def _without_public(self, client_ids: list[str], splits: Mapping[str, Split]) -> Split:
+        """Take the public samples from the clients; return the training split without them.
+
+        Raises:
+            ValueError: If another client, or another split, holds a public sample too.
+        """
+        train, rests = splits["train"], []
+        dataset: Any = train.dataset
+        for client, held in zip(client_ids, train.indices, strict=True):
+            draw = generator(self.seed, "partition", "public", client)
+            rest, self._public[client] = cut(np.asarray(held), self.public_fraction, draw, train.labels)
+            rests.append(rest)
+        taken = np.zeros(len(dataset), dtype=bool)
+        for part in self._public.values():
+            taken[part] = True
+        for name, split in splits.items():
+            if split.dataset is not dataset:
+                continue
+            for client, held in zip(client_ids, rests if name == "train" else split.indices, strict=True):
+                places = np.asarray(held, np.int64)
+                both = places[taken[places]]
+                if len(both):
+                    raise ValueError(
+                        f"{type(self).__name__}(public_fraction={self.public_fraction}) would make sample {both[0]} "
+                        f"public, which client {client!r} holds in its {name} data. Give every sample to one client and "
+                        "one split, or use public_fraction=0."
+                    )
+        return replace(train, indices=rests)
+
+    def public_dataloader(self) -> DataLoader[Any] | None:
+        """Return a loader of the samples that `public_fraction` has taken from the clients; `None` if there are none."""
+        given = [self._public[client] for client in self.client_ids if client in self._public]
+        if not sum(map(len, given)):
+            return None
+        source = self._splits["train"]
+        options: dict[str, Any] = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source.loader
+        options |= {"drop_last": False, "collate_fn": options["collate_fn"] or collate_rows}
+        view = IndexView(source.dataset, np.sort(np.concatenate(given)))
+        return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
+
+    @property
+    def client_ids(self) -> list[str]:
+        """Names of the clients, as `build` returns them.
+
+        Raises:
+            RuntimeError: Before `setup`.
+        """
+        if self._client_ids is None:
+            raise RuntimeError(f"{type(self).__name__} has no clients yet; call prepare_data() and setup() first.")
+        return list(self._client_ids)
+
+    @property
+    def num_classes(self) -> int | None:
+        return self._num_classes
+
+    def indices(self, client: str, split: str = "train") -> Indices:
+        """Return a client's samples as indices into the split's dataset, shape `(samples,)`.
+
+        Raises:
+            ValueError: If there is no such client or split.
+        """
+        self._check_split(split)
+        place = self._places.get(str(client))
+        if place is None:
+            ids = self.client_ids
+            raise ValueError(f"There is no client {client!r}; the clients are {', '.join(ids[:20])}.")
+        if split not in self._splits:
+            return np.zeros(0, np.int64)
+        return np.asarray(self._splits[split].indices[place], dtype=np.int64)
+
+    def num_samples(self, client: str, split: str = "train") -> int:
+        return len(self.indices(client, split))
+
+    def class_counts(self, client: str, split: str = "train") -> list[int] | None:
+        held = self.indices(client, split)
+        if self._num_classes is None or split not in self._splits:
+            return None
+        labels = self._splits[split].labels
+        return None if labels is None else np.bincount(labels[held], minlength=self._num_classes).tolist()
+
+    def fingerprint(self, split: str) -> str:
+        digest = hashlib.sha256(json.dumps(self.client_ids).encode())
+        for client in self.client_ids:
+            held = self.indices(client, split)
+            labels = self._splits[split].labels if split in self._splits else None
+            digest.update(held.tobytes() if labels is None else held.tobytes() + np.asarray(labels[held]).tobytes())
+            digest.update(b"|")
+        return digest.hexdigest()[:12]
+
+    def client_dataloader(self, client: str, split: str) -> DataLoader[Any] | None:
+        return self._loader(str(client), split, self.indices(client, split))
+
+    def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
+        held = [self.indices(client, split) for client in in_order(self.client_ids)]
+        return self._loader("pooled", split, np.concatenate(held) if held else np.zeros(0, np.int64))
+
+    def _loader(self, client: str, split: str, indices: Indices) -> DataLoader[Any] | None:
+        if split not in self._splits or (split != "train" and not len(indices)):
+            return None
+        source = self._splits[split]
+        training = split == "train"
+        options: dict[str, Any] = {
+            "batch_size": self.batch_size,
+            "num_workers": self.num_workers,
+            "pin_memory": self.pin_memory,
+            "drop_last": self.drop_last and training,
+            "collate_fn": self.collate_fn,
+        } | source.loader
+        options["collate_fn"] = options["collate_fn"] or collate_rows
+        if training and source.sampler is not None:
+            return self._sampled(source, client, indices, options)
+        # Evaluation needs no permutation, but its workers' seeds must not come from the global generator either.
+        view = IndexView(source.dataset, indices)
+        if not training:
+            return DataLoader(view, generator=generator(self.seed, "workers", client, split), **options)
+        sampler = AddressedSampler(len(indices), client, shuffle=source.shuffle, seed=self.seed)
+        return DataLoader(view, sampler=sampler, generator=sampler.generator, **options)
+
+    def _sampled(self, source: Split, client: str, indices: Indices, options: dict[str, Any]) -> DataLoader[Any]:
+        """Return a training loader whose sampler the user makes. It draws from the global generator of the visit."""
+        view, seeds = IndexView(source.dataset, indices), generator(self.seed, "workers", client, "train")
+        assert source.sampler is not None
+        if not len(view):
+            return DataLoader(view, batch_size=1)
+        made = source.sampler(view)
+        if not (hasattr(made, "__iter__") and hasattr(made, "__len__")):
+            raise ValueError(
+                f"The sampler made for client {client!r} is a {type(made).__name__} without __iter__ or __len__; return a "
+                "torch.utils.data.Sampler over the client's dataset."
+            )
+        if isinstance(made, BatchSampler) or hasattr(made, "batch_size"):
+            options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
+            return DataLoader(view, batch_sampler=made, generator=seeds, **options)
+        return DataLoader(view, sampler=made, generator=seeds, **options)
+
+    @staticmethod
+    def _check_split(split: str) -> None:
+        if split not in SPLITS:
+            raise ValueError(f"There is no split {split!r}; the splits are 'train', 'val' and 'test'.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A Trainer is not part of the data, and cannot be sent to another process.
+        return self.__dict__ | {"trainer": None}
