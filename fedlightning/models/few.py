@@ -66,7 +66,7 @@ def _counted(predicted: Any, labels: Any, num_classes: int) -> tuple[dict[str, f
     f1 = 2 * right / np.maximum(in_either, 1)  # 2TP / (2TP + FP + FN), 0 where undefined
     present = in_target > 0
     scores = {
-        "accuracy": np.add.reduce(right) / len(labels) if len(labels) else math.nan,
+        "accuracy": float(np.add.reduce(right)) / len(labels) if len(labels) else math.nan,
         "balanced_accuracy": _mean(right[present] / in_target[present]),
         "f1_macro": _mean(f1[in_either > 0]),
         "f1_macro_all": _mean(f1),
