@@ -16,6 +16,7 @@ from fedlightning.algorithm import (
     Client,
     Job,
     Message,
+    Placing,
     Plan,
     Server,
     Setup,
@@ -44,8 +45,14 @@ class CFL(Clusters):
     * `sqrt((1 - max cos) / 2) > gap`, where the maximum is over pairs of clients that the split takes apart.
 
     The two parts are those of complete linkage on the cosines of the members' `Delta_i`. Each goes on from the model
-    before the round with its own mean. Down and up: the cluster's model. State at the server: the models of all
-    clusters, also of those that were split, and who is where. Deployed: the model of the client's cluster.
+    before the round with its own mean.
+
+    A client that is onboarded goes down the tree of splits (the paper's algorithm 3): it trains from the model of which a
+    cluster was split, and goes to the part that has the client with whose `Delta_i` of then its own has the largest cosine.
+
+    Down and up: the cluster's model. State at the server: the models of all clusters, also of those that were split, and
+    who is where; for every split the model before it and all members' `Delta_i` (O(N * model)). Deployed: the model of the
+    client's cluster.
 
     The paper's thresholds are norms, which depend on model, rate and number of steps. Here they are by default multiples
     of the largest norm in round 1. (Not of the mean's: where groups are opposed, that is near 0 from the start.) With
@@ -144,6 +151,7 @@ class CFL(Clusters):
         if self.separation(deltas, *halves) <= self.gap:
             return
         clusters, parents = dict(own["clusters"]), dict(own["parents"])
+        sides: dict[str, dict[str, State]] = {}
         for number, clients in enumerate(halves, start=1):
             child = f"cluster {number}" if cluster == GLOBAL else f"{cluster}.{number}"
             total = WeightedMean()
@@ -152,7 +160,44 @@ class CFL(Clusters):
             server.models[child] = {**before, **total.result()}
             clusters |= dict.fromkeys(clients, child)
             parents[child] = cluster
-        server.state[self.key] = {**own, "clusters": in_client_order(server, clusters), "parents": parents}
+            sides[child] = {client: deltas[client] for client in clients}
+        splits = {**own.get("splits", {}), cluster: {"model": before, "updates": sides}}
+        found = in_client_order(server, clusters)
+        server.state[self.key] = {**own, "clusters": found, "parents": parents, "splits": splits}
+
+    def place_newcomers(self, server: Server, clients: Sequence[str]) -> Placing:
+        """Let clients that are onboarded go down the tree of splits, a visit for each."""
+        own = server.state.get(self.key, {})
+        splits, found = own.get("splits", {}), dict.fromkeys(clients, GLOBAL)
+        forgotten = sorted(set(own.get("parents", {}).values()) - set(splits))
+        if forgotten:
+            raise ValueError(
+                f"CFL places a client by the updates of others at every split, and this run, of an earlier version, has kept "
+                f"none of the split of '{forgotten[0]}'. Start a new run to onboard clients."
+            )
+        while any(cluster in splits for cluster in found.values()):
+            server.models |= {f"before {cluster}": split["model"] for cluster, split in splits.items()}
+            at = {client: cluster for client, cluster in found.items() if cluster in splits}
+            updates = yield [Job(client, model=f"before {cluster}", keep=True) for client, cluster in at.items()]
+            found = {
+                client: cluster for client, cluster in found.items() if client not in at
+            }  # who failed goes no further
+            for update in updates:
+                split = splits[at[update.client]]
+                found[update.client] = self.side(self.delta(server, split["model"], update), split["updates"])
+        if splits:  # else all are served by the model of all
+            server.state[self.key] = {**own, "clusters": {**own["clusters"], **found}}
+        return found
+
+    def side(self, delta: State, sides: Mapping[str, Mapping[str, State]]) -> str:
+        """Return the part of a split that has the update of largest cosine with a newcomer's, the first of several.
+
+        Args:
+            delta: The newcomer's update.
+            sides: The members' updates, by part.
+        """
+        likeness = {part: float(cosines(flat({"": delta, **members}))[0, 1:].max()) for part, members in sides.items()}
+        return max(likeness, key=lambda part: likeness[part])
 
     def delta(self, server: Server, before: State, update: Update) -> State:
         """Return what training has added to the trainable parameters that travel; 0 for those that were not sent.
@@ -199,11 +244,12 @@ class CFL(Clusters):
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the client's own cluster's model."""
-        message.state = select(server.models[self.cluster_of(server, job.client)], message.state)
+        if job.model == GLOBAL:  # else it goes down the tree of splits
+            message.state = select(server.models[self.cluster_of(server, job.client)], message.state)
 
     def on_send(self, client: Client, update: Update) -> None:
         """Answer for the cluster."""
-        update.model = client.message.tag or GLOBAL
+        update.model = client.message.tag or client.message.model
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the model of a client's cluster; for all, the global one as long as nothing was split."""

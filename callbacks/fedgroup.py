@@ -15,6 +15,7 @@ from fedlightning.algorithm import (
     Client,
     Job,
     Message,
+    Placing,
     Plan,
     Server,
     Setup,
@@ -181,15 +182,25 @@ class FedGroup(Clusters):
             found = dict.fromkeys(members, cluster) | found  # equal groups, where clients are too few: the first
         server.state[self.key] = {"clusters": in_client_order(server, found), "directions": paths}
 
-    def _join(self, server: Server, new: Sequence[str]) -> Generator[list[Job], list[Update], None]:
-        """Place newcomers by the cosines of their first updates with the groups' directions."""
+    def _join(self, server: Server, new: Sequence[str]) -> Placing:
+        """Place newcomers by the cosines of their first updates with the groups' directions; return their groups."""
         own = server.state[self.key]
-        found = dict(own["clusters"])
+        found: dict[str, str] = {}
         for client, state in (yield from self._pretrained(server, new)).items():
             moved = _row(self._moved(server, state))
             cosines = [float(torch.cosine_similarity(moved, _row(path), dim=0)) for path in own["directions"].values()]
             found[client] = self.clusters[cosines.index(max(cosines))]
-        server.state[self.key] = {**own, "clusters": in_client_order(server, found)}
+        server.state[self.key] = {**own, "clusters": in_client_order(server, own["clusters"] | found)}
+        return found
+
+    def place_newcomers(self, server: Server, clients: Sequence[str]) -> Placing:
+        """Let clients that are onboarded pre-train, and place them as newcomers."""
+        if self.key not in server.state:
+            raise ValueError("FedGroup has found no groups yet: no client has trained in the cold start. Train first.")
+        found = yield from self._join(server, clients)
+        own = server.state[self.key]
+        server.state[self.key] = {**own, "clusters": {**own["clusters"], **found}}
+        return found
 
     def _moved(self, server: Server, state: State) -> State:
         """Return what training has added to the parameters of the first model; 0 for those that were not sent."""

@@ -13,6 +13,7 @@ from fedlightning.algorithm import (
     GradientContext,
     Job,
     Message,
+    Placing,
     Plan,
     Server,
     Setup,
@@ -27,6 +28,9 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps
+
+MIDDLE = "mean of the centres"
+"""Key of the model from which clients train that are onboarded."""
 
 
 class FeSEM(Clusters):
@@ -43,7 +47,10 @@ class FeSEM(Clusters):
     No client sees more than one model, which makes it cheaper than IFCA. In round 1 all train from one model, and the
     centres are those of k-means on what they send, since equal models have no clusters. A client whose first visit is
     later trains from that first model too, and then only its cluster is looked for: a model of one visit would spoil the
-    mean. Down and up: one model. State at the server: K centres, who is where; with `stale`, every client's last `W_i`
+    mean. A client that is onboarded trains from the mean of all centres, and belongs to the centre that this brings it nearer
+    to most (the papers say nothing of newcomers).
+
+    Down and up: one model. State at the server: K centres, who is where; with `stale`, every client's last `W_i`
     (O(N * model)). Deployed: the centre, and the first model before the first visit.
 
     Distances between models that were initialised alike make sense; there is no matching of neurons.
@@ -122,6 +129,31 @@ class FeSEM(Clusters):
     def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
         """Need nothing: a client that is new trains from the first model, and then its cluster is looked for."""
 
+    def place_newcomers(self, server: Server, clients: Sequence[str]) -> Placing:
+        """Let clients that are onboarded train from the mean of all centres; theirs is the one that they come nearer to most.
+
+        From the first model, one visit would say little in later rounds: the centre that has moved least is the nearest.
+        """
+        keys = [centre(k) for k in range(1, self.num_clusters + 1)]
+        if keys[0] not in server.models:
+            raise ValueError(f"{self.key} has no centres yet: no client has trained. Train first.")
+        start = combine(server.models[keys[0]], [(1.0, server.models[key]) for key in keys])
+        server.models[MIDDLE] = start
+        before = [self._square(server, start, server.models[key]) for key in keys]
+        found = {}
+        for update in (yield [Job(client, model=MIDDLE, keep=True) for client in clients]):
+            after = [self._square(server, {**start, **update.state}, server.models[key]) for key in keys]
+            nearer = [b - a for b, a in zip(before, after, strict=True)]
+            found[update.client] = keys[nearer.index(max(nearer))]
+        own = server.state[self.key]
+        server.state[self.key] = {**own, "clusters": {**own["clusters"], **found}}
+        return found
+
+    def _square(self, server: Server, state: State, centre: State) -> float:
+        """Return the squared distance of a model from a centre."""
+        row = self._row(server, self.aligned(server, state, centre))
+        return float((row - self._row(server, centre)).square().sum())
+
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Average nothing: the M-step does."""
         return {}
@@ -193,7 +225,8 @@ class FeSEM(Clusters):
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the client's own centre."""
-        message.state = select(server.models[self.cluster_of(server, job.client)], message.state)
+        if job.model == GLOBAL:  # else its centre is looked for
+            message.state = select(server.models[self.cluster_of(server, job.client)], message.state)
         if self.pull:
             message.extras[self.key] = {"clients": len(server.clients)}
 

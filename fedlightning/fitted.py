@@ -16,13 +16,15 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from fedlightning import arguments
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines import make_engine
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.engine import Engine
 from fedlightning.federation.federation import Federation
-from fedlightning.federation.onboarding import Onboarding, blueprint_of_visits
+from fedlightning.federation.onboarding import Onboarding, blueprint_of_placing, blueprint_of_visits
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module
 from fedlightning.federation.store import ClientStore
@@ -217,6 +219,8 @@ class Fitted:
     ) -> list[dict[str, Any]]:
         """Let new clients join the fitted federation: score them as unseen clients, fine-tune each, score them again.
 
+        In a method with clusters that are found by updates, each first makes the visits by which it finds its cluster.
+
         Each new client makes one visit as the method's clients do, on its own training data, and sends nothing back: the
         federation stays as it is. The run's folder gets `onboarding.csv`, `onboarding.json` and `checkpoints/newcomers/`,
         in the place of those of an earlier call; no other file changes. `docs/newcomers.md` says what each method does.
@@ -253,20 +257,21 @@ class Fitted:
         arguments.check_new_clients(data, chosen, epochs)
         server = copy.copy(federation.server)
         server.held_out, server.failures = chosen, []
-        why = refusal(server)
+        why = refusal(server, joining=True)
         if why is not None:
             raise ConfigurationError(f"{why} It cannot be onboarded.")
-        runner = LocalRunner(blueprint_of_visits(server.blueprint, epochs), data)
-        engine = make_engine(
-            self.arguments["engine"],
-            runner,
-            ClientStore(),
-            self.arguments["workers"],
-            self.arguments["clients_per_stack"],
-        )
-        onboarding = Onboarding(server, engine, epochs)
+        options = self.arguments["workers"], self.arguments["clients_per_stack"]
+
+        def engine_of(blueprint: Blueprint) -> Engine:
+            return make_engine(self.arguments["engine"], LocalRunner(blueprint, data), ClientStore(), *options)
+
+        engine, placing = engine_of(blueprint_of_visits(server.blueprint, epochs)), None
+        if server.callbacks.role("place_newcomers") is not None:
+            placing = engine_of(blueprint_of_placing(server.blueprint))
+        onboarding = Onboarding(server, engine, epochs, placing)
         with nullcontext() if folder is None else only_writer(folder.path), closing(engine), preserved():
-            onboarding.run()
+            with nullcontext() if placing is None else closing(placing):
+                onboarding.run()
             if folder is not None and is_writer():
                 onboarding.write(folder.path)
         results = summarise(onboarding.rows)

@@ -10,6 +10,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
@@ -67,10 +68,16 @@ def seed_all(*parts: object) -> None:
     seed = address(*parts)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    if torch.accelerator.is_available():
+    if _has_accelerator():
         torch.manual_seed(seed)
     else:  # torch.manual_seed stores a stack trace for each device type not yet initialised: a millisecond
         torch.default_generator.manual_seed(seed)
+
+
+@cache
+def _has_accelerator() -> bool:
+    """Ask torch once: the question takes longer than a seeding."""
+    return bool(torch.accelerator.is_available())
 
 
 @contextmanager

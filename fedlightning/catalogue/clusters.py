@@ -50,7 +50,7 @@ ROWS = (
         'Sattler et al., "Clustered federated learning: model-agnostic distributed multi-task optimization under privacy '
         'constraints", IEEE TNNLS 2021',
         down="its cluster's model",
-        server_state="the models of all clusters, who is where, a norm of round 1",
+        server_state="the models of all clusters, who is where, a norm of round 1; the updates at every split",
         deployed="the model of the client's cluster; LocalCheckpoint",
         weights="uniform (authors) or samples, within a cluster",
         composes="FedProx, FedPer, FedBN; participation=1.0 only; not with SCAFFOLD or server optimizers",

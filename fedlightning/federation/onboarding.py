@@ -2,6 +2,9 @@
 
 Each is served as :mod:`fedlightning.federation.unseen` serves a client that never trained, then makes one visit as the
 method's clients do, of which nothing is sent back. The federation's models, records and random numbers stay as they are.
+
+Where a method finds a client's place (its cluster) by an update, visits for that come first (`place_newcomers`). They are
+those of a round, and only the place is kept of them.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from urllib.parse import quote
 from lightning.pytorch import LightningModule
 
 from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine, Visit
 from fedlightning.federation.server import Server
+from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import describe_clients
 from fedlightning.federation.unseen import Unseen
-from fedlightning.hooks import NEWCOMER, CallbackList, FederatedCallback, Job
-from fedlightning.messages import Update
+from fedlightning.hooks import NEWCOMER, CallbackList, FederatedCallback, Job, Placing
+from fedlightning.messages import Message, Update
 from fedlightning.run.checkpoints import Exporter
 from fedlightning.run.files import readable_json, write_text_atomically, writing
 from fedlightning.scoring.results import UNSEEN, Gap, Row, summarise, write_rows
@@ -74,38 +79,57 @@ def blueprint_of_visits(blueprint: Blueprint, epochs: int) -> Blueprint:
     return Blueprint(blueprint.template, CallbackList([*blueprint.callbacks, keeper]), settings)
 
 
+def blueprint_of_placing(blueprint: Blueprint) -> Blueprint:
+    """Return the blueprint of the visits by which new clients find their place: a round's, with nothing to go on from.
+
+    Args:
+        blueprint: The federation's.
+    """
+    settings = replace(blueprint.settings, optimizer_state="reset", log_clients=False)
+    return Blueprint(blueprint.template, blueprint.callbacks, settings)
+
+
 @dataclass
 class Onboarding:
     """New clients of one federation.
 
     Args:
-        server: The federation's server, whose `held_out` are the new clients. It is not changed.
+        server: A copy of the federation's server, whose `held_out` are the new clients.
         engine: Has their data, and a store of its own.
         epochs: Epochs of each client's visit; 0: none.
+        placing: The engine of the visits by which they find their place; `None`: the method has no places.
 
     Attributes:
         rows: All scores.
         trained: Clients that have made their visit.
+        places: Where each client belongs, in a method with places.
+        newcomers: The new clients, also those that found no place.
         unseen: Serves them, and scores them before their visit.
     """
 
     server: Server
     engine: Engine
     epochs: int
+    placing: Engine | None = None
     rows: list[Row] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    newcomers: list[str] = field(init=False)
     unseen: Unseen = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.unseen = Unseen(self.server, self.engine)
+        self.newcomers = list(self.server.held_out)
+        self.unseen = Unseen(self.server, self.engine, joining=True)
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """Clients that could not be scored or trained, or whose model could not be made."""
+        """Clients that could not be placed, scored or trained, or whose model could not be made."""
         return [dict(failure) for failure in self.server.failures]
 
     def run(self) -> None:
-        """Score the clients, let each make its visit, and score them again."""
+        """Find the clients' places, score them, let each make its visit, and score them again."""
+        if self.placing is not None:
+            self._place(self.placing)
         self.rows += self.unseen.rows(SPLITS, ("G", "L1"))
         if self.epochs:
             self._visit()
@@ -113,6 +137,48 @@ class Onboarding:
             for stage in ("L2", "L1"):
                 scored = ScoredModel(self.server.round + 1, stage, UNSEEN, ONBOARDED)
                 self._add(self.engine.map(self._scores(evaluate, scored)))
+
+    def _place(self, engine: Engine) -> None:
+        """Carry out the method's plan on what is the server's own from here on; leave out who finds no place."""
+        server, owner = self.server, self.server.callbacks.role("place_newcomers")
+        assert owner is not None
+        server.models, server.state = _own(server.models), _own(server.state)
+        known = server.num_samples
+        server.num_samples = known | {client: engine.runner.data.num_samples(client) for client in self.newcomers}
+        self.places = self._placed(engine, owner.place_newcomers(server, list(self.newcomers)))
+        server.num_samples = known
+        noted = {failure["client"] for failure in server.failures}
+        for client in self.newcomers:
+            if client not in self.places and client not in noted:
+                server.note_failure(
+                    client, f"new client '{client}': {owner.key} found no place for it", when="Onboarding"
+                )
+        server.held_out = [client for client in self.newcomers if client in self.places]
+
+    def _placed(self, engine: Engine, plan: Placing) -> dict[str, str]:
+        server, answers = self.server, None
+        while True:
+            try:
+                jobs = next(plan) if answers is None else plan.send(answers)
+            except StopIteration as end:
+                return {client: place for client, place in (end.value or {}).items() if client in self.newcomers}
+            answers = []
+            engine.store = ClientStore()  # every visit is a first one
+            for update in engine.run(self._messages(jobs), Evaluate(), partial(checked, server)):
+                reason = update.error
+                if reason is None and not update.steps:
+                    reason = f"client '{update.client}' took no training step, by which it would find its place"
+                if reason is None:
+                    answers.append(update)
+                else:
+                    server.note_failure(update.client, reason.replace("client '", "new client '", 1), when="Onboarding")
+
+    def _messages(self, jobs: Sequence[Job]) -> Iterator[Message]:
+        for job in jobs:
+            make = partial(self.server.message, job)
+            message = self._or_noted(job.client, "was sent no message", "training", make)
+            if message is not None:
+                yield message
 
     def _visit(self) -> None:
         for update in self.engine.map(self._visits()):
@@ -166,12 +232,12 @@ class Onboarding:
     def summary(self) -> dict[str, Any]:
         """Return the contents of `onboarding.json`."""
         return {
-            "clients": describe_clients(self.engine.runner.data, self.server.held_out),
+            "clients": describe_clients(self.engine.runner.data, self.newcomers),
             "epochs": self.epochs,
             "rounds": self.server.round + 1,
             "trained": self.trained,
             "results": summarise(self.rows),
-        } | ({"failures": self.failures} if self.failures else {})
+        } | {name: found for name, found in (("places", self.places), ("failures", self.failures)) if found}
 
     def write(self, folder: Path) -> None:
         """Write scores, summary and models into the run's folder, in the place of an earlier onboarding's.
@@ -205,3 +271,10 @@ class Onboarding:
             if module is not None:
                 about["checkpoint"] = ONBOARDED if self.epochs else "latest"
                 exporter.save(folder / f"{quote(client, safe='')}.ckpt", module, about)
+
+
+def _own(tree: Any) -> Any:
+    """Return a copy of the dicts and lists of a tree, so that entries can be replaced; the leaves are the same."""
+    if isinstance(tree, dict):
+        return {name: _own(value) for name, value in tree.items()}
+    return [_own(value) for value in tree] if isinstance(tree, list) else tree

@@ -25,15 +25,18 @@ from fedlightning.visit.failing import client_failure, in_words
 from fedlightning.visit.requests import Evaluate
 
 
-def refusal(server: Server) -> str | None:
+def refusal(server: Server, joining: bool = False) -> str | None:
     """Return in a sentence why a method has no model for a client that has not trained; `None` if it has one.
 
     Args:
         server: The server, with the callbacks of the run.
+        joining: The client is onboarded, so that it may make the visits by which a method finds its place.
     """
     for callback in server.callbacks:
-        if callback.no_newcomers:
-            return f"{callback.key} {callback.no_newcomers.rstrip('.')}."
+        places = callback.claims("place_newcomers")
+        if callback.no_newcomers and not (joining and places):
+            way_out = " Onboarding places it by a visit." if places else ""
+            return f"{callback.key} {callback.no_newcomers.rstrip('.')}.{way_out}"
     if not server.shared_names():
         return "No entry of the model travels, so there is no model for a client that never trained."
     return None
@@ -45,10 +48,11 @@ class Unseen:
     Args:
         server: The server, whose `held_out` they are.
         engine: Has their data.
+        joining: They are onboarded, and have their places where the method has such.
     """
 
-    def __init__(self, server: Server, engine: Engine) -> None:
-        self.server, self.engine = server, engine
+    def __init__(self, server: Server, engine: Engine, joining: bool = False) -> None:
+        self.server, self.engine, self.joining = server, engine, joining
         self._told = False
 
     def check(self) -> None:
@@ -72,7 +76,7 @@ class Unseen:
     @cached_property
     def refusal(self) -> str | None:
         """Why they have no scores; `None` if they have."""
-        return refusal(self.server)
+        return refusal(self.server, self.joining)
 
     def summary(self) -> dict[str, Any]:
         """Return what `summary.json` says of them: what each holds, and why they have no scores if that is so."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
-from fedlightning.hooks.words import GradientContext, Job, Owner, Phase, Plan, Setup, Stage, Weighting
+from fedlightning.hooks.words import GradientContext, Job, Owner, Phase, Placing, Plan, Setup, Stage, Weighting
 from fedlightning.messages import Message, Update, Wire
 from fedlightning.tensors import State
 from fedlightning.wrappers.features import FeatureTap
@@ -55,7 +55,7 @@ class FederatedCallback(Callback):
             sentence after the class's name: held-out clients are not scored then. Empty (default): such a client deploys what
             it holds after a message whose tag is `NEWCOMER`, with an empty state, in a module as the federation began.
             :meth:`on_broadcast`, :meth:`on_receive` and :meth:`personal_module` may look at `job.tag` and
-            `client.message.tag`.
+            `client.message.tag`. With :meth:`place_newcomers`, clients can be onboarded all the same.
 
     Example:
         >>> class Shrink(FederatedCallback):
@@ -189,6 +189,25 @@ class FederatedCallback(Callback):
                 f"{self.key} keeps state at the server and does not say what becomes of it when clients join ({names}). "
                 "Start a new run with them, or serve them by trainer.onboard or `fedlightning onboard`."
             )
+
+    def place_newcomers(self, server: Server, clients: Sequence[str]) -> Placing:
+        """Plan the visits by which clients that are onboarded find their place, such as their cluster. A role.
+
+        A generator of job lists, as :meth:`plan_round`; it runs before they are scored. It is sent the updates of those that
+        trained, with all that they sent; nothing is folded in. Others are noted as failures and are not onboarded.
+
+        Args:
+            server: A copy of the server, which may be changed: it serves them from then on, and no one else. They are not
+                among its `clients`.
+            clients: Their ids.
+
+        Returns:
+            Where each client belongs, in a word or two: for `onboarding.json`.
+
+        Raises:
+            ValueError: If the federation has no places yet. The sentence says why.
+        """
+        raise NotImplementedError
 
     def on_federation_end(self, server: Server) -> None:
         """Run after the last round."""

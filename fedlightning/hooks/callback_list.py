@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ROLES = (
     "plan_round",
+    "place_newcomers",
     "final_jobs",
     "local_phases",
     "reduce",

@@ -72,6 +72,8 @@ class Job:
 
 Plan = Generator[list[Job], list[Update], None]
 """A round as a generator: yields lists of jobs, is sent their updates."""
+Placing = Generator[list[Job], list[Update], Mapping[str, str]]
+"""As a plan, for clients that join a fitted federation: returns in a word or two where each belongs."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +15,8 @@ from torchmetrics.functional.classification import (
     multiclass_cohen_kappa,
 )
 from torchmetrics.utilities import dim_zero_cat
+
+from fedlightning.models.few import FEW, calibration_gap, counted_scores, scores_of_few
 
 
 class ClassificationMetrics(Metric):
@@ -102,14 +102,17 @@ class ClassificationMetrics(Metric):
         """Return the scores over all samples since the last reset."""
         logits = _joined(self.logits).cpu().double()
         target = _joined(self.target).cpu()
-        loss = _joined(self.losses).cpu().double().sum() / len(target)
-        chances = logits.softmax(1)
-        scores: dict[str, float] = {
-            "loss": float(loss),
-            **_confusion_scores(logits.argmax(1), target, self.num_classes),
-        }
-        scores["auroc"] = _auroc(logits, chances, target)
-        scores["ece"] = _calibration_error(logits, chances, target)
+        samples = len(target)
+        loss = float(_joined(self.losses).cpu().double().sum())
+        scores = {"loss": loss / samples if samples else math.nan}
+        usual = 0 < samples <= FEW and logits.shape[1] == self.num_classes
+        if usual and np.isfinite(logits.numpy()).all():
+            scores |= scores_of_few(logits, target)
+        else:
+            chances = logits.softmax(1)
+            scores |= counted_scores(logits.argmax(1).numpy(), target.numpy(), self.num_classes)
+            scores["auroc"] = _auroc(logits, chances, target)
+            scores["ece"] = _calibration_error(logits, chances, target)
         scores |= {name: float(MORE[name](logits, target)) for name in self.more}
         values = torch.tensor(list(scores.values()), dtype=torch.float32, device=self.device)
         return dict(zip(scores, values.unbind(), strict=True))
@@ -134,27 +137,8 @@ def confusion_scores(predicted: Tensor, target: Tensor, num_classes: int) -> dic
         >>> scores["accuracy"].item(), round(scores["balanced_accuracy"].item(), 3)
         (0.75, 0.833)
     """
-    found = _confusion_scores(predicted.cpu(), target.cpu(), num_classes)
+    found = counted_scores(predicted.cpu().numpy(), target.cpu().numpy(), num_classes)
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
-
-
-def _confusion_scores(predicted: Tensor, target: Tensor, num_classes: int) -> dict[str, float]:
-    # On arrays of numpy, whose calls take a fraction of torch's: with a thousand clients that is most of the time.
-    cells = np.bincount((target * num_classes + predicted).numpy(), minlength=num_classes**2)
-    confusion = cells.reshape(num_classes, num_classes)  # rows: labels, columns: predictions
-    right, in_target, in_predicted = confusion.diagonal(), np.add.reduce(confusion, 1), np.add.reduce(confusion, 0)
-    f1 = 2 * right / np.maximum(in_target + in_predicted, 1)  # 2TP / (2TP + FP + FN), 0 where undefined
-    present = in_target > 0
-    return {
-        "accuracy": float(np.add.reduce(right)) / float(len(target)) if len(target) else math.nan,
-        "balanced_accuracy": _mean(right[present] / in_target[present]),
-        "f1_macro": _mean(f1[in_target + in_predicted > 0]),
-        "f1_macro_all": _mean(f1),
-    }
-
-
-def _mean(values: Any) -> float:
-    return float(torch.from_numpy(values).mean())  # torch's order of adding up
 
 
 def auroc(logits: Tensor, target: Tensor) -> Tensor:
@@ -277,8 +261,6 @@ def average_precision(logits: Tensor, target: Tensor) -> Tensor:
 
 MORE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kappa": cohen_kappa, "pr_auc": average_precision}
 """Scores that a `Classifier` computes if it is asked to (`more_metrics`)."""
-FEW = 256
-"""Up to so many samples the scores are computed in numpy: the same numbers by fewer and shorter calls."""
 
 
 def _auroc(logits: Tensor, chances: Tensor, target: Tensor) -> float:
@@ -287,53 +269,18 @@ def _auroc(logits: Tensor, chances: Tensor, target: Tensor) -> float:
     ranked = (logits[:, 1:] - logits[:, :1]) if two else chances
     if bool(ranked.isnan().any()):
         return math.nan
-    if len(target) <= FEW:
-        known = _areas_of_few(ranked.numpy(), target.numpy(), two)
-        return _mean(known) if len(known) else math.nan
     areas = [_area(ranked[:, column], target == column + two) for column in range(ranked.shape[1])]
     found = [area for area in areas if area is not None]
     return float(torch.stack(found).mean()) if found else math.nan
 
 
-def _areas_of_few(ranked: Any, target: Any, two: bool) -> Any:
-    """Return what :func:`_area` returns for each class that has an area; all numbers but the quotient are exact."""
-    columns = np.zeros_like(target) if two else target
-    others = ranked[:, columns]  # a sample is ranked in the column of its own class only
-    own = others.diagonal()
-    rank = (
-        np.add.reduce(others < own, 0, int) + np.add.reduce(others <= own, 0, int) + 1
-    ) * 0.5  # ties share their middle rank
-    classes = 2 if two else ranked.shape[1]
-    positives = np.bincount(target, minlength=classes)
-    sums = np.bincount(target, rank, minlength=classes)
-    pairs = positives * (len(target) - positives)
-    known = pairs > 0
-    if two:
-        known[0] = False
-    return (sums - positives * (positives + 1) / 2)[known] / pairs[known]
-
-
 def _calibration_error(logits: Tensor, chances: Tensor, target: Tensor, bins: int = 15) -> float:
     if bool(logits.isnan().any()):
         return math.nan
-    if len(target) > FEW or bool(logits.isinf().any()):
-        classes = logits.shape[1]
-        return float(multiclass_calibration_error(chances, target, num_classes=classes, n_bins=bins, norm="l1"))
-    found = chances.max(1)
-    confidence, right = found.values.float().numpy(), (found.indices == target).numpy()
-    place = np.searchsorted(_edges(bins), confidence, side="right") - 1
-    count = np.bincount(place, minlength=bins + 1).astype(np.float32)
-    held = np.maximum(count, 1)
-    total = np.zeros(bins + 1, np.float32)
-    np.add.at(total, place, confidence)  # in single precision and in order, as torchmetrics adds them up
-    accuracy = np.bincount(place, right, minlength=bins + 1).astype(np.float32) / held
-    gaps = np.abs(accuracy - total / held) * (count / np.float32(len(target)))
-    return float(torch.from_numpy(gaps).sum())
-
-
-@cache
-def _edges(bins: int) -> Any:
-    return torch.linspace(0, 1, bins + 1, dtype=torch.float32).numpy()
+    if len(target) <= FEW and not bool(logits.isinf().any()):
+        return calibration_gap(chances.numpy(), target.numpy(), bins)
+    classes = logits.shape[1]
+    return float(multiclass_calibration_error(chances, target, num_classes=classes, n_bins=bins, norm="l1"))
 
 
 def _area(score: Tensor, positive: Tensor) -> Tensor | None:

@@ -135,6 +135,7 @@ class SupervisedModule(LightningModule):
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
         values = metrics.compute() if together else type(metrics).compute(metrics)
         for name, value in values.items():
-            shown = name in self.shown
-            self.log(f"{stage}_{name}", value, on_epoch=True, prog_bar=shown, sync_dist=True)
+            if not together and value.dtype == torch.float32 and not value.ndim:
+                value = value.item()  # a number takes a shorter way, and makes the same tensor
+            self.log(f"{stage}_{name}", value, on_epoch=True, prog_bar=name in self.shown, sync_dist=True)
         metrics.reset()

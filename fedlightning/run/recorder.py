@@ -111,7 +111,10 @@ class Recorder:
             rounds: Finished rounds.
         """
         latest = self.rows.where(lambda model, stage, checkpoint, *rest: checkpoint == LATEST, since=rounds)
-        newest = {(row.stage, row.model == UNSEEN): row.round for row in sorted(latest, key=lambda row: row.round)}
+        newest: dict[tuple[str, bool], int] = {}
+        for row in latest:
+            kind = row.stage, row.model == UNSEEN
+            newest[kind] = max(row.round, newest.get(kind, row.round))
         chosen = [row for row in latest if row.round == newest[row.stage, row.model == UNSEEN]]
         chosen += self.rows.where(lambda model, stage, checkpoint, *rest: checkpoint != LATEST)
         self.results = summarise(row for row in chosen if row.split != "train")

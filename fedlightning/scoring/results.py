@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import os
 from array import array
 from bisect import bisect_right
@@ -273,10 +272,11 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
         groups.setdefault(KIND(row), []).append(row)
     out = []
     for key, members in groups.items():
-        defined = [row for row in members if math.isfinite(row.value)]
-        values = np.array([row.value for row in defined])
-        weights = np.array([row.num_samples for row in defined], dtype=float)
-        some = len(defined) > 0
+        found = np.array([row.value for row in members], dtype=float)
+        defined = np.isfinite(found)
+        values = found[defined]
+        weights = np.array([row.num_samples for row in members], dtype=float)[defined]
+        some = len(values) > 0
         good = higher_is_better(key[-1])
         out.append(
             dict(zip(("model", "stage", "checkpoint", "data", "split", "metric"), key, strict=True))
@@ -288,7 +288,10 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 "median": float(np.median(values)) if some else None,
                 "worst": float(values.min() if good else values.max()) if some else None,
                 "tenth_percentile": float(np.percentile(values, 10 if good else 90)) if some else None,
-                "per_client": {row.client: row.value if math.isfinite(row.value) else None for row in members},
+                "per_client": {
+                    row.client: row.value if finite else None
+                    for row, finite in zip(members, defined.tolist(), strict=True)
+                },
             }
         )
     return out

@@ -12,6 +12,7 @@ import torch
 from fedlightning.callbacks import CFL, FedAvg, FedLP, Local
 from fedlightning.callbacks.cfl import cosines, flat
 from fedlightning.tensors import module_state
+from fedlightning.testing.runs import same_tree
 from tests.callbacks.common import Plain, fixed_data, mean_state, start_of
 from tests.conformance.case import Case, Kept
 from tests.helpers import NormNet, Quadratic, Toy, close, federate, global_state, quadratic_data, same, spied, toy_data
@@ -28,7 +29,7 @@ CASES = {
         },
     ),
 }
-KEPT = {"CFL": Kept("CFL", server=("clusters", "first", "parents"))}
+KEPT = {"CFL": Kept("CFL", server=("clusters", "first", "parents", "splits"))}
 
 A = [[1.0, 1.0, 1.0]] * 6
 B = [[5.0, 5.0, 4.0], [-5.0, -4.0, -5.0], [4.0, 5.0, 5.0], [-5.0, -5.0, -4.0], [5.0, 4.0, 5.0], [-4.0, -5.0, -5.0]]
@@ -109,6 +110,15 @@ def test_norms_and_cosines():
     assert cosines(flat(deltas)).tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
+def test_a_newcomer_goes_where_the_client_is_that_is_most_like_it():
+    """By the largest cosine, not by the mean or the least; of equal ones to the first part; lengths say nothing."""
+    state = lambda *row: {"w": torch.tensor(row)}  # noqa: E731
+    sides = {"one": {"a": state(0.0, 1.0), "b": state(1.0, 1.0)}, "two": {"c": state(90.0, 0.5), "d": state(-1.0, 0.0)}}
+    assert CFL().side(state(1.0, 0.0), sides) == "two"
+    assert CFL().side(state(3.0, 3.0), sides) == "one"
+    assert CFL().side(state(0.0, 0.0), sides) == "one"
+
+
 @pytest.mark.parametrize(
     ("options", "split"),
     [
@@ -149,7 +159,7 @@ def test_a_resumed_run_is_the_same(tmp_path):
     make = lambda: [CFL(eps1=9.0, eps2=0.0, gap=0.0)]  # noqa: E731
     whole, cut, again = cut_and_resumed(tmp_path, Toy(), toy_data([24, 16, 16, 8]), make, max_rounds=3)
     assert len(parts(again)) > 1 and len(parts(cut)) == 1
-    assert whole.server.state == again.server.state
+    assert same_tree(whole.server.state, again.server.state) and again.server.state["CFL"]["splits"]
     for key, model in whole.server.models.items():
         same(model, again.server.models[key])
 

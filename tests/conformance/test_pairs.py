@@ -58,7 +58,7 @@ def check(a, b):
     return check_pair(algorithm(a), algorithm(b), full=not PARTIAL & {a, b}, **options)
 
 
-LONG = ("correct_gradient-on_before_optimizer_step", "on_receive-on_receive")
+LONG = ("correct_gradient-on_before_optimizer_step", "correct_gradient-correct_gradient", "on_receive-on_receive")
 """Hooks at which very many pairs meet."""
 
 

@@ -174,3 +174,20 @@ def test_a_further_score_that_there_is_not_is_refused() -> None:
     for words in (["mcc"], "kappa"):
         with pytest.raises(ValueError, match=r"list some of \['kappa', 'pr_auc'\]"):
             ClassificationMetrics(3, more=words)
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("rounded", [False, True], ids=["apart", "ties"])
+def test_few_samples_have_the_bits_of_many(classes, rounded, monkeypatch):
+    drawn = torch.Generator().manual_seed(classes)
+    for samples in (1, 2, 5, 20, 256):
+        logits = 3 * torch.randn(samples, classes, generator=drawn)
+        logits = logits.round() if rounded else logits
+        metrics = ClassificationMetrics(classes)
+        metrics.update(logits, torch.randint(0, classes, (samples,), generator=drawn), torch.tensor(0.3))
+        found = []
+        for few in (256, 0):
+            monkeypatch.setattr("fedlightning.models.metrics.FEW", few)
+            found.append(type(metrics).compute(metrics))
+        for name, value in found[0].items():
+            assert torch.equal(value.view(torch.int32), found[1][name].view(torch.int32)), (name, samples)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import nn
 
 from fedlightning.compat.attached import to_device, trainer_of
 from fedlightning.compat.quiet import without_warnings
@@ -22,6 +22,7 @@ from fedlightning.visit.fast import refusals as fast_refusals
 from fedlightning.visit.fast.hooks import Hooks, of_module, per_class
 from fedlightning.visit.fast.log import LogCollector
 from fedlightning.visit.fast.trainer import FastTrainer
+from fedlightning.visit.fast.values import Value
 
 SPECIAL = frozenset(
     f"on_{name}_{what}" for name in ("validation", "test") for what in ("model_eval", "model_train")
@@ -93,7 +94,7 @@ def takes_plain_batches(kind: type[LightningModule]) -> bool:
 
 def evaluate(
     module: LightningModule, loader: Any, base: Trainer, testing: bool, listen: Listener, inference_mode: bool = True
-) -> dict[str, Tensor]:
+) -> dict[str, Value]:
     """Return what a module logs for the epoch when it is validated, or tested.
 
     Args:
@@ -168,7 +169,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         self._collector.detach()
         self._quiet.__exit__(None, None, None)
 
-    def run(self, loader: Any, count: int | None = None) -> dict[str, Tensor]:
+    def run(self, loader: Any, count: int | None = None) -> dict[str, Value]:
         """Return what the module logs on a loader.
 
         Args:
@@ -221,7 +222,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
             child.training = mode
         self._hooks.run("teardown", stage=self._names.run)
 
-    def _epoch(self, loader: Any, count: int) -> dict[str, Tensor]:
+    def _epoch(self, loader: Any, count: int) -> dict[str, Value]:
         module, precision, device, collector = self._module, self._precision, self._device, self._collector
         resident = resident_batches(loader, device)
         batches, moves = iter(resident or loader), self._moves or resident is None

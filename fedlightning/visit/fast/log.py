@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.data import extract_batch_size
@@ -19,7 +18,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fedlightning.visit.fast.errors import NotInFastLoop
-from fedlightning.visit.log_rules import STARTS, LogRule, rule_of, scalar, wide_dtype
+from fedlightning.visit.fast.values import NUMBERS, Value, as_tensor, reduce
+from fedlightning.visit.log_rules import LogRule, rule_of, scalar, wide_dtype
 
 
 @dataclass
@@ -41,12 +41,12 @@ class Entry(LogRule):
     hook: str
     given: tuple[Any, ...]
     dtype: torch.dtype
-    values: list[Tensor] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
     sizes: list[Any] = field(default_factory=list)
     last: Any = None
     metric: Metric | None = None
     empty: bool = True
-    reduced: Tensor | None = None
+    reduced: Value | None = None
 
     def reset(self) -> None:
         """Start a new epoch."""
@@ -63,50 +63,6 @@ class Entry(LogRule):
         if self.reduced is None:
             self.reduced = reduce(self.reduction, self.values, self.sizes, self.dtype)
         return self.reduced
-
-
-def reduce(reduction: str, values: list[Tensor], sizes: list[Any], start: torch.dtype) -> Tensor:
-    """Return Lightning's running reduction of scalars.
-
-    Args:
-        reduction: `"mean"`, `"sum"`, `"min"` or `"max"`.
-        values: Values in the order of the steps.
-        sizes: Their weights in a mean.
-        start: Type in which they are added up, unless theirs is wider.
-    """
-    kinds = {value.dtype for value in values}
-    if kinds == {start} and (reduction != "mean" or all(type(size) is int for size in sizes)):
-        if len(values) == 1:  # what is logged at the end of an epoch
-            return _reduced_alone(reduction, values[0], sizes[0])
-        rows = torch.stack(values).cpu().numpy()
-        if reduction in ("min", "max"):
-            result = (np.minimum if reduction == "min" else np.maximum).reduce(rows)
-        else:
-            terms = rows * np.array(sizes, dtype=rows.dtype) if reduction == "mean" else rows
-            result = np.add.accumulate(terms, dtype=rows.dtype)[-1] + rows.dtype.type(0)  # never -0.0
-            if reduction == "mean":
-                result = result / rows.dtype.type(sum(sizes))
-        return torch.tensor(result, device=values[0].device)
-    total, count = torch.tensor(STARTS[reduction], dtype=start, device=values[0].device), torch.tensor(0)
-    for value, size in zip(values, sizes, strict=True):
-        if reduction == "mean":
-            total, count = total + value * size, count + size
-        elif reduction == "sum":
-            total = total + value
-        else:
-            total = (torch.min if reduction == "min" else torch.max)(total, value)
-    return total / count.to(total.device) if reduction == "mean" else total
-
-
-def _reduced_alone(reduction: str, value: Tensor, size: Any) -> Tensor:
-    """Return the reduction of one value: as many roundings as of many, on a number instead of arrays."""
-    if reduction in ("min", "max"):
-        return value.clone()
-    if reduction == "sum" or size == 1:
-        return value + 0  # never -0.0
-    number = value.cpu().numpy()[()]
-    weight = type(number)(size)
-    return torch.tensor((number * weight + type(number)(0)) / weight, device=value.device)
 
 
 class LogCollector:
@@ -128,8 +84,8 @@ class LogCollector:
         self._training = training
         self._entries: dict[tuple[str, str], Entry] = {}
         self._spare: dict[tuple[str, str], Entry] = {}  # of an evaluation before
-        self._callback_metrics: dict[str, Tensor] = {}
-        self._logged_metrics: dict[str, Tensor] = {}
+        self._callback_metrics: dict[str, Value] = {}
+        self._logged_metrics: dict[str, Value] = {}
         self.batch: Any = None
         self._batch_size: int | None = None
         self._last_hook: str | None = None
@@ -190,7 +146,10 @@ class LogCollector:
                 raise NotInFastLoop(f"self.log({name!r}) gets another metric than before")
             entry.last, entry.empty = value._forward_cache, False
             return
-        value = scalar(name, value, NotInFastLoop, self._module)
+        if type(value) is float and self._first is None and not self._training and not entry.on_step:
+            value = NUMBERS[entry.dtype](value)  # a tensor of it is made for who asks for one
+        else:
+            value = scalar(name, value, NotInFastLoop, self._module)
         entry.empty = False
         if entry.on_step:
             entry.last = value
@@ -244,7 +203,7 @@ class LogCollector:
         """Note the end of the epoch's last batch. From now on values are those of the epoch."""
         self._first = None
 
-    def end_epoch(self) -> dict[str, Tensor]:
+    def end_epoch(self) -> dict[str, Value]:
         """Note that the epoch's last hook has run. Return the values of the epoch, by the names that a logger sees."""
         logged = self._update()
         self._last_hook = None
@@ -267,30 +226,36 @@ class LogCollector:
         self._by_step = False
 
     @property
-    def callback_metrics(self) -> dict[str, Tensor]:
-        """Metrics that callbacks and plateau schedulers may monitor."""
+    def callback_metrics(self) -> dict[str, Any]:
+        """Metrics that callbacks and plateau schedulers may monitor: tensors."""
         self._update()
-        return self._callback_metrics
+        return self._tensors(self._callback_metrics)
 
     @property
-    def logged_metrics(self) -> dict[str, Tensor]:
-        """Metrics that a logger gets."""
+    def logged_metrics(self) -> dict[str, Any]:
+        """Metrics that a logger gets: tensors."""
         self._update()
-        return self._logged_metrics
+        return self._tensors(self._logged_metrics)
 
-    def epoch_values(self) -> dict[str, Tensor]:
+    def _tensors(self, metrics: dict[str, Value]) -> dict[str, Any]:
+        for name, value in metrics.items():
+            if not isinstance(value, Tensor):
+                metrics[name] = as_tensor(value, self._module.device)
+        return metrics
+
+    def epoch_values(self) -> dict[str, Value]:
         """Return what was logged for the epoch, by the names that a logger sees: the result of an evaluation."""
         return self._collect()[1]
 
-    def _update(self) -> dict[str, Tensor]:
+    def _update(self) -> dict[str, Value]:
         callback, logged = self._collect()
         self._callback_metrics.update(callback)
         self._logged_metrics.update(logged)
         return logged
 
-    def _collect(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        callback: dict[str, Tensor] = {}
-        logged: dict[str, Tensor] = {}
+    def _collect(self) -> tuple[dict[str, Value], dict[str, Value]]:
+        callback: dict[str, Value] = {}
+        logged: dict[str, Value] = {}
         on_step = self._first is not None
         for entry in self._entries.values():
             if entry.empty or not (entry.on_step if on_step else entry.on_epoch):
@@ -298,9 +263,11 @@ class LogCollector:
             value = entry.last if on_step else entry.of_epoch()
             if value is None:
                 continue
-            if not isinstance(value, Tensor):
+            if isinstance(value, Tensor):
+                value = value.detach()
+            elif entry.metric is not None:
                 raise NotInFastLoop(f"the metric logged as {entry.name!r} does not compute a tensor")
-            value, name = value.detach(), entry.step_name if on_step else entry.epoch_name
+            name = entry.step_name if on_step else entry.epoch_name
             if entry.logger:
                 logged[name] = value
             if self._training or not on_step:
