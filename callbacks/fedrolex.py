@@ -21,7 +21,6 @@ class FedRolex(PartialTraining):
     unit for all clients; its length is the client's. Over `C_l` rounds a client trains every unit `k` times, so the global
     model may be wider than any client's part.
 
-    * *Scaler*: in training, outputs of hidden linear and convolutional layers are divided by `r` (authors' code).
     * *Server*: every entry is the mean over the clients whose window holds it. Held by nobody, it keeps its value.
     * *Deployed*: the full global model, as the paper evaluates it. A window by itself is trained in one round of `C_l` only.
 
@@ -34,8 +33,9 @@ class FedRolex(PartialTraining):
             1/16; the default is its first three).
         dynamic: Every client draws a width from the list in every round (authors' code).
         stride: Units by which the window moves on in a round (paper: 1). 0: it stands still, as HeteroFL's.
-        scaler: Divides by the rate in training (authors' code). It enlarges steps by `1/r`: clip gradients
-            (`gradient_clip_val=1`).
+        scaler: Outputs of hidden layers are divided by the rate in training (authors' code, from HeteroFL; not in the
+            paper's algorithm). It enlarges steps by `1/r`: clip gradients (`gradient_clip_val=1`). Off by default: on digits
+            (three seeds) it gave an accuracy of 0.641, clipped, against 0.825 without.
         masked_loss: Leaves out classes that a client has no sample of, in training and in the head's mean (authors' code,
             from HeteroFL; not in the paper's algorithm).
         static_bn: As in HeteroFL: the participants run the new global model over their training data, and the means of the
@@ -62,7 +62,7 @@ class FedRolex(PartialTraining):
         rates: Sequence[float] | dict[str, float] = (1.0, 0.5, 0.25),
         dynamic: bool = False,
         stride: int = 1,
-        scaler: bool = True,
+        scaler: bool = False,
         masked_loss: bool = False,
         static_bn: bool = True,
         head: str | list[str] | None = None,

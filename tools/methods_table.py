@@ -54,8 +54,7 @@ HEAD = """# Every method at its defaults
 Made by `python -m tools.methods_table --heart FOLDER --mnist FOLDER` from real runs: all algorithms of the catalogue,
 each as `FederatedTrainer(callbacks=[Method()])` builds it, on the same data, network, optimizer and local work. What
 a method needs beside that is set: `head` for FENDA and PerFCL, one step a round for FedSGD (full batches) and L2GD
-(100 rounds), gradient clipping for HeteroFL and FedRolex, BatchNorm for FedBN, a tenth of the training samples as public
-data for Dapper.
+(100 rounds), gradient clipping for HeteroFL, BatchNorm for FedBN, a tenth of the training samples as public data for Dapper.
 
 Accuracy is the mean over clients, on each client's own test data, of the model that it would deploy after the last
 round (stage L1, no checkpoint selection), and its standard deviation over seeds, which also move the split. The worst
@@ -150,7 +149,7 @@ def run(setting: Setting, method: str, seed: int, engine: str = "sequential", **
     if method in ("FedSGD", "L2GD"):  # one step a round, by definition
         budget = {"max_rounds": STEP_ROUNDS, "local_steps": 1}
         batch = 100_000 if method == "FedSGD" else None
-    clip = {"gradient_clip_val": 1.0} if method in ("HeteroFL", "FedRolex") else {}  # as in their code: for the scaler
+    clip = {"gradient_clip_val": 1.0} if method == "HeteroFL" else {}  # as in its paper
     seed_everything(seed, verbose=False)
     with TemporaryDirectory() as folder:
         trainer = FederatedTrainer(
