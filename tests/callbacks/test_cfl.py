@@ -29,7 +29,7 @@ CASES = {
         },
     ),
 }
-KEPT = {"CFL": Kept("CFL", server=("clusters", "first", "parents", "splits"))}
+KEPT = {"CFL": Kept("CFL", server=("clusters", "first", "parents"))}
 
 A = [[1.0, 1.0, 1.0]] * 6
 B = [[5.0, 5.0, 4.0], [-5.0, -4.0, -5.0], [4.0, 5.0, 5.0], [-5.0, -5.0, -4.0], [5.0, 4.0, 5.0], [-4.0, -5.0, -5.0]]
