@@ -62,8 +62,8 @@ client, the megabytes sent up and down and the seconds (on two busy cores: only 
 seeds. The runs are short, so that the table can be made again; they show whether defaults work, not which method is
 best. A method below Local has the reason beside it.
 
-Where these runs themselves chose a default, the table is no independent test of it: FedRolex's `scaler` and FedAMP's kin (digits), and what
-pFedBayes and GPFL leave open (seed 0 of digits and MNIST, on test scores).
+Where such runs chose a default, the table is no independent test of it: what the papers of pFedBayes and GPFL leave open
+(seed 0, on test scores), and FedRolex's `scaler` (digits, seeds 0 to 2).
 """
 
 
