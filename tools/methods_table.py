@@ -54,7 +54,8 @@ HEAD = """# Every method at its defaults
 Made by `python -m tools.methods_table --heart FOLDER --mnist FOLDER` from real runs: all algorithms of the catalogue,
 each as `FederatedTrainer(callbacks=[Method()])` builds it, on the same data, network, optimizer and local work. What
 a method needs beside that is set: `head` for FENDA and PerFCL, one step a round for FedSGD (full batches) and L2GD
-(100 rounds), gradient clipping for HeteroFL, BatchNorm for FedBN, a tenth of the training samples as public data for Dapper.
+(100 rounds), gradient clipping for HeteroFL, BatchNorm for FedBN, a tenth of the training samples as public data for Dapper,
+a client whose labels are the server's for pFedKnow.
 
 Accuracy is the mean over clients, on each client's own test data, of the model that it would deploy after the last
 round (stage L1, no checkpoint selection), and its standard deviation over seeds, which also move the split. The worst
@@ -108,6 +109,8 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
 
     several = dict.fromkeys(("FedMultimodal", "Harmony"), "it is for data of several modalities")
     no_norm = {"FedBN": "its network has no BatchNorm layer", **several}
+    one_logit = dict.fromkeys(("FjORD", "pFedKnow"), "it needs a logit for each class, and the network has one for two")
+    labelled = {"pFedKnow": {"server": "0"}}
     every = [
         Setting(
             "digits",
@@ -116,6 +119,7 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
             "net.fc",
             lambda seed, size: DigitsDataModule(split(), batch_size=size or 16, seed=seed),
             digits_net,
+            options=labelled,
             not_run=several,
         ),
         Setting(
@@ -126,7 +130,7 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
             lambda _: Classifier(TinyNet(), num_classes=2, lr=0.1),
             trainer={"max_rounds": 10, "local_epochs": 4},
             options={"LGFedAvg": {"num_layers": 1}},
-            not_run=no_norm,
+            not_run=no_norm | one_logit,
         ),
         Setting(
             "mnist",
@@ -137,6 +141,7 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
                 mnist, split(), batch_size=size or 16, seed=seed, max_train=1500, max_test=1000
             ),
             lambda _: Classifier(MLP(784, [64, 32], 10), num_classes=10, lr=0.1),
+            options=labelled,
             not_run=no_norm,
         ),
     ]
