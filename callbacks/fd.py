@@ -70,7 +70,9 @@ class FD(FederatedCallback):
         weighting: Literal["uniform", "samples"] = "uniform",
     ) -> None:
         if gamma < 0:
-            raise ValueError(f"FD got gamma={gamma}; the weight of a loss cannot be negative. Use 0 for local training.")
+            raise ValueError(
+                f"FD got gamma={gamma}; the weight of a loss cannot be negative. Use 0 for local training."
+            )
         if exchange not in ("probabilities", "logits"):
             raise ValueError(f"FD got exchange={exchange!r}. Use 'probabilities' or 'logits'.")
         if output_pass not in ("during", "after"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,8 +161,9 @@ def test_one_client_has_nobody_to_learn_from():
 
 
 def test_the_first_round_has_no_term_and_later_ones_have():
+    module, data = Toy("adam"), toy_data()
     for rounds in (1, 2):
-        runs = [models(federate(Toy("adam"), toy_data(), [FD(gamma=g)], max_rounds=rounds)) for g in (0.0, 1.0)]
+        runs = [models(federate(module, data, [FD(gamma=g)], max_rounds=rounds)) for g in (0.0, 1.0)]
         assert differs(runs[0]["0"], runs[1]["0"]) == (rounds == 2)
 
 
@@ -203,9 +205,9 @@ def test_the_wire_carries_rows_and_nothing_else(weighting):
 
 
 def test_the_order_of_clients_does_not_matter():
-    data = toy_data((24, 40, 16))
+    module, data = Toy("sgd"), toy_data((24, 40, 16))
     turned = type(data)(dict(reversed(data.tensors.items())))
-    runs = [models(federate(Toy("sgd"), d, [FD(gamma=1.0)], max_rounds=3)) for d in (data, turned)]
+    runs = [models(federate(module, d, [FD(gamma=1.0)], max_rounds=3)) for d in (data, turned)]
     for client in runs[0]:
         close(runs[0][client], runs[1][client])
 
@@ -260,24 +262,17 @@ def test_one_logit_is_two_classes():
 
 
 def test_labels_to_ignore_are_in_no_row():
-    class Ignores(Toy):
-        def training_step(self, batch, batch_idx):
-            x, y = batch
-            return F.cross_entropy(self(x), y, ignore_index=-100)
-
-    data = class_data(OWNED)
-    for tensors in data.tensors.values():
-        tensors["train"][1][:3] = -100
-    trainer, spy = spied(Ignores(), data, [FD(weighting="samples")], max_rounds=2)
-    for update in spy.updates:
-        assert update.extras["FD"]["counts"].sum() == 24 - 3
-    assert not trainer.server.failures
+    client, logits = SimpleNamespace(scratch={}), torch.eye(4, CLASSES)
+    FD()._note(client, logits, torch.tensor([1, -100, 1, -100]))
+    sums, counts = client.scratch["FD"]
+    assert counts.tolist() == [0, 2, 0]
+    torch.testing.assert_close(sums[1].float(), logits[[0, 2]].softmax(1).sum(0))
 
 
 def test_mixed_precision_keeps_targets_in_full_precision():
     trainer = federate(PiecesStyle(), toy_data(), [FD(head="net.head")], max_rounds=2, precision="bf16-mixed")
     for table in trainer.server.state["FD"]["tables"].values():
-        torch.testing.assert_close(table["outputs"].sum(1), torch.ones(CLASSES), atol=1e-6, rtol=0)
+        torch.testing.assert_close(table["outputs"].sum(1), table["weights"].float(), atol=1e-6, rtol=0)
 
 
 def test_a_client_without_finite_outputs_is_left_out():
@@ -302,7 +297,5 @@ def test_wrong_use_is_refused():
         (name,) = arguments
         with pytest.raises(ValueError, match=f"FD got {name}="):
             FD(**arguments)
-    with pytest.raises(ValueError, match=r"`net.3` of Toy gives 3, and a label is 7"):
-        data = toy_data()
-        data.tensors["0"]["train"][1][:] = 7
-        federate(Toy(), data, [FD()])
+    with pytest.raises(ValueError, match=r"`net.0` of Toy gives 2, and a label is 2\. Set head="):
+        federate(Toy(hidden=2), class_data({"0": [2]}), [FD(head="net.0")])
