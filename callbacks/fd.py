@@ -97,9 +97,15 @@ class FD(FederatedCallback):
         Raises:
             ValueError: If a batch has no labels or labels that the head has no logit for, or `head` is not there, not
                 called exactly once a step or gives no rows of logits. Also if another callback works on a model that
-                travels: here none does.
+                travels, or keeps something beside one: here none does.
         """
         refuse_without_a_model(self, setup)
+        for other in setup.callbacks:
+            if other is not self and (other.claims("shared_names") if other.keeps is None else other.keeps):
+                raise ValueError(
+                    f"FD lets no model travel, and each client's own is whole, so {other.key} has nothing to do with what it "
+                    f"keeps at a client beside a shared model. Remove FD or {other.key}."
+                )
         seen = features_at_start(setup, self.feature_taps, self.key)
         if not seen:
             return

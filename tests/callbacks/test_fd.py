@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FD, MOON, FedAdam, FedAvg, FedProx, GlobalCheckpoint, Local, LocalCheckpoint
+from fedlightning.callbacks import FD, MOON, Ditto, FedAdam, FedPer, FedProx, GlobalCheckpoint, Local
 from fedlightning.callbacks.fd import both_classes
 from fedlightning.tensors import module_state
 from tests.callbacks.test_fedproto import class_data
@@ -285,8 +285,8 @@ def test_a_client_without_finite_outputs_is_left_out():
 
 
 def test_what_works_on_a_model_that_travels_is_refused(tmp_path):
-    for other in (FedAvg(), FedAdam(), FedProx(mu=0.1)):
-        with pytest.raises(ValueError, match="FD"):
+    for other in (FedAdam(), FedProx(mu=0.1), MOON(), FedPer(personal="net.3"), Ditto()):
+        with pytest.raises(ValueError, match=f"FD lets no model travel, .*{other.key} has nothing to"):
             federate(Toy(), toy_data(), [FD(), other])
     with pytest.raises(ValueError, match="GlobalCheckpoint"):
         federate(Toy(), toy_data(), [FD(), GlobalCheckpoint()], tmp_path, max_rounds=1)
