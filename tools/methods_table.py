@@ -61,6 +61,9 @@ round (stage L1, no checkpoint selection), and its standard deviation over seeds
 client, the megabytes sent up and down and the seconds (on two busy cores: only orders of magnitude) are means over
 seeds. The runs are short, so that the table can be made again; they show whether defaults work, not which method is
 best. A method below Local has the reason beside it.
+
+Where such runs chose a default, the table is no independent test of it: what the papers of pFedBayes and GPFL leave open
+(seed 0, on test scores), and FedRolex's `scaler` (digits, seeds 0 to 2).
 """
 
 
