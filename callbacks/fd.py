@@ -17,7 +17,7 @@ from fedlightning.wrappers import FeatureTap
 
 
 class FD(FederatedCallback):
-    r"""Mean predictions per class travel, models do not: a client learns from what the others predict for a label.
+    """Mean predictions per class travel, models do not: a client learns from what the others predict for a label.
 
     Jeong, Oh, Kim, Park, Bennis, Kim, "Communication-efficient on-device machine learning: federated distillation and
     augmentation under non-IID private data", arXiv 1811.11479, 2018. Without FAug, its augmentation by a generator.
@@ -257,7 +257,9 @@ def both_classes(logits: Tensor) -> Tensor:
     """Return logits as `(batch, classes)`, in fp32 at least; one logit gets a 0 for class 0 beside it.
 
     Example:
-        >>> both_classes(torch.tensor([2.0, -1.0])).tolist()
+        >>> import torch
+        >>> from fedlightning.callbacks.fd import both_classes
+        >>> both_classes(torch.tensor([[2.0], [-1.0]])).tolist()
         [[0.0, 2.0], [0.0, -1.0]]
     """
     logits = rows(logits)
