@@ -137,7 +137,10 @@ def test_a_label_that_a_visit_does_not_meet_keeps_its_row():
     for number in range(6):
         for client in met:
             other = met["1" if client == "0" else "0"]
-            assert list(sent_to(spy, number, client)) == sorted(other)
+            found = sent_to(spy, number, client)
+            assert list(found) == sorted(other)
+            for label, row in other.items():
+                torch.testing.assert_close(found[label], row, atol=1e-12, rtol=1e-6)
         for client, update in spy.of_round(number).items():
             met[client] |= rows_of(update.extras["FD"])
     assert len(met["0"]) > min(last)
