@@ -17,6 +17,7 @@ from fedlightning.callbacks.diagnostics.layer_values import LayerValues
 from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 from fedlightning.callbacks.ditto import Ditto
+from fedlightning.callbacks.fd import FD
 from fedlightning.callbacks.fedala import FedALA
 from fedlightning.callbacks.fedamp import FedAMP
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
@@ -73,6 +74,7 @@ __all__ = [
     "CFL",
     "Dapper",
     "Ditto",
+    "FD",
     "FedAdagrad",
     "FedAdam",
     "FedALA",

@@ -110,6 +110,17 @@ ROWS = (
         weights="uniform over the owners of a class (default) or samples",
         composes="FedProx has nothing to hold here; LocalCheckpoint; no method that shares weights",
     ),
+    Algorithm(
+        "FD", "personal",
+        "Only mean predictions per class travel; each client learns from what the others predict for a label.",
+        'Jeong et al., "Communication-efficient on-device machine learning: federated distillation and augmentation under '
+        'non-IID private data", 2018',
+        down="the others' mean prediction per class", up="a mean prediction per class of the client's",
+        client_state="its whole model", server_state="what each client sent last",
+        deployed=OWN_MODEL,
+        weights="uniform over the clients that have a class (default) or samples",
+        composes="FedProx has nothing to hold here; LocalCheckpoint; no method that shares weights",
+    ),
     _PLAYER_FL,
     _PLAYER_FL.variant(
         "PLayerFLRandom", "PLayer-FL with a random number of shared layers, drawn once: the control of PLayer-FL.",

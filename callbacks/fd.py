@@ -1,0 +1,266 @@
+"""FD: federated distillation without data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Plan, Server, Setup, Update, Wire
+from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
+from fedlightning.callbacks.shared.server_models import refuse_without_a_model
+from fedlightning.wrappers import FeatureTap
+
+
+class FD(FederatedCallback):
+    """Mean predictions per class travel, models do not: a client learns from what the others predict for a label.
+
+    Jeong, Oh, Kim, Park, Bennis, Kim, "Communication-efficient on-device machine learning: federated distillation and
+    augmentation under non-IID private data", arXiv 1811.11479, 2018. Without FAug, its augmentation by a generator.
+
+    * Client, every step: `loss = task + gamma (1/B) sum_b CE(t_{y_b}, softmax(f(x_b)))`, where `t_l` is what came for
+      label `l`. Samples of a label without one contribute 0, so the first round has no term.
+    * Client, over the visit: `F_i[l]`, the mean of `softmax(f(x))` over its samples of label `l`.
+    * Server: `t_l` of client `i` is the mean of `F_j[l]` over the *other* clients that have label `l`. If there is none,
+      nothing is sent for the label. A client that did not take part counts with what it sent last, and so does a label
+      that it did not meet in this visit.
+    * Down and up: a row of `C` probabilities per label, at most `C * C` numbers. No weight of a model ever travels, so
+      clients may have models of their own, with the same classes.
+    * State: the whole model at each client, every client's last rows at the server.
+    * Deployed: the client's model. There is no global model.
+
+    With `gamma=0`, or one client, it is local training. The paper's "logit vectors" are outputs after the softmax.
+    HtFLlib's code averages raw logits over all clients, the client's own too, and takes them as targets of the cross
+    entropy though they are no distribution; here `exchange="logits"` puts the softmax on the mean, and `loo=False` keeps
+    the client's own. One logit is read as that of class 1 beside 0 for class 0.
+
+    Args:
+        gamma: Weight of the distillation term. Default 0.1.
+        loo: Leave a client's own rows out of its targets (paper). `False`: one mean for all (HtFLlib).
+        exchange: What is averaged: `"probabilities"` (paper) or `"logits"`, with a softmax on the mean.
+        output_pass: `"during"`: outputs of the visit's training steps (paper). `"after"`: one more pass in eval mode over
+            the training data.
+        head: Path of the submodule that gives the logits (`"net.fc"`). `None`: the last layer.
+        weighting: `"uniform"` over the clients that have a label (paper) or `"samples"` (counts go up too).
+
+    Raises:
+        ValueError: If `gamma` is negative, or `exchange`, `output_pass` or `weighting` is unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import FD
+        >>> module = nn.Linear(2, 3)
+        >>> FD().shared_names(None, module), FD().wire(module).up
+        ([], {'outputs': (-1, -1), 'classes': (-1,)})
+    """
+
+    no_newcomers = "shares mean predictions and no model, and has no model for a client that never trained"
+
+    def __init__(
+        self,
+        gamma: float = 0.1,
+        loo: bool = True,
+        exchange: Literal["probabilities", "logits"] = "probabilities",
+        output_pass: Literal["during", "after"] = "during",
+        head: str | list[str] | None = None,
+        weighting: Literal["uniform", "samples"] = "uniform",
+    ) -> None:
+        if gamma < 0:
+            raise ValueError(
+                f"FD got gamma={gamma}; the weight of a loss cannot be negative. Use 0 for local training."
+            )
+        if exchange not in ("probabilities", "logits"):
+            raise ValueError(f"FD got exchange={exchange!r}. Use 'probabilities' or 'logits'.")
+        if output_pass not in ("during", "after"):
+            raise ValueError(f"FD got output_pass={output_pass!r}. Use 'during' or 'after'.")
+        if weighting not in ("uniform", "samples"):
+            raise ValueError(f"FD got weighting={weighting!r}. Use 'uniform' or 'samples'.")
+        self.gamma = gamma
+        self.loo = loo
+        self.exchange = exchange
+        self.output_pass = output_pass
+        self.head = head
+        self.weighting = weighting
+
+    def claims(self, role: str) -> bool:
+        """Decline the loss term where it is 0 and no step's outputs are needed."""
+        unused = role == "training_loss" and self.gamma == 0.0 and self.output_pass == "after"
+        return super().claims(role) and not unused
+
+    def check(self, setup: Setup) -> None:
+        """Refuse batches without labels, heads that do not give one logit for each class, and callbacks on a model.
+
+        Raises:
+            ValueError: If a batch has no labels or labels that the head has no logit for, or `head` is not there, not
+                called exactly once a step or gives no rows of logits. Also if another callback works on a model that
+                travels, or keeps something beside one: here none does.
+        """
+        refuse_without_a_model(self, setup)
+        for other in setup.callbacks:
+            if other is not self and (other.claims("shared_names") if other.keeps is None else other.keeps):
+                raise ValueError(
+                    f"FD lets no model travel, and each client's own is whole, so {other.key} has nothing to do with what it "
+                    f"keeps at a client beside a shared model. Remove FD or {other.key}."
+                )
+        seen = features_at_start(setup, self.feature_taps, self.key)
+        if not seen:
+            return
+        labels, found = labels_of(setup.first_batch(), self.key), both_classes(seen["logits"])
+        where = f"`{head_path(setup.module, self.head)}` of {type(setup.template).__name__}"
+        if len(found) != len(labels):
+            raise ValueError(
+                f"FD needs a row of logits for each sample, but {where} gives {len(found)} rows for {len(labels)} samples. "
+                "Set head=... to the submodule that gives the logits."
+            )
+        if len(labels) and int(labels.max()) >= found.shape[1]:
+            raise ValueError(
+                f"FD needs a logit for each class, but {where} gives {found.shape[1]}, and a label is {int(labels.max())}. "
+                "Set head=... to the submodule that gives the logits."
+            )
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return nothing: no weight travels."""
+        return []
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare a row of outputs per class, and which class it is of, down and up."""
+        table = {"outputs": (-1, -1), "classes": (-1,)}
+        return Wire(down=table, up=table | ({"counts": (-1,)} if self.weighting == "samples" else {}))
+
+    def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
+        """Tap the logits: the output of the head."""
+        return {"logits": FeatureTap(module, head_path(module, self.head), at="output")}
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Plan ordinary visits. When all are back, what they sent replaces what they sent before."""
+        yield [Job(client) for client in server.participants()]
+        own = server.state.get(self.key, {})
+        if arrived := own.get("arrived"):
+            kept = {**own.get("tables", {}), **arrived}
+            tables = {client: kept[client] for client in server.clients if client in kept}  # one order of summing
+            server.state[self.key] = {
+                "tables": tables,
+                "total": sum(table["weights"][:, None] * table["outputs"].double() for table in tables.values()),
+                "weight": sum(table["weights"] for table in tables.values()),
+            }
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send the mean rows of the last round, without the client's own."""
+        own = server.state.get(self.key, {})
+        if "total" not in own:
+            return
+        total, weight, table = own["total"], own["weight"], own["tables"].get(job.client)
+        if self.loo and table is not None:
+            total = total - table["weights"][:, None] * table["outputs"].double()
+            weight = weight - table["weights"]
+        known = weight > 0  # sums of whole numbers: exact
+        if not known.any():
+            return
+        message.extras[self.key] = {
+            "outputs": (total[known] / weight[known, None]).float(),
+            "classes": known.nonzero()[:, 0].int(),
+        }
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Do nothing: a client that has sent no rows gets the mean of all others, like one that was never drawn."""
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def training_loss(
+        self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return `task + gamma CE(t_y, softmax(f(x)))`."""
+        logits, labels = both_classes(features["logits"]), labels_of(batch, self.key)
+        if self.output_pass == "during":
+            self._note(client, logits.detach(), labels)
+        payload = client.message.extras.get(self.key)
+        if payload is None or self.gamma == 0.0:
+            return loss
+        hit = labels[:, None] == payload["classes"].to(labels.device)  # (B, rows), at most one in a row
+        outputs = payload["outputs"].to(logits)
+        if self.exchange == "logits":
+            outputs = outputs.softmax(1)
+        # by index: a product would be in half precision under autocast. Zeros where there is no row contribute 0
+        targets = outputs[hit.int().argmax(1)] * hit.any(1, keepdim=True)
+        return loss + self.gamma * F.cross_entropy(logits, targets)
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send the mean output of each label.
+
+        Raises:
+            FloatingPointError: If an output is not finite. The core then drops the update.
+        """
+        if not client.steps:
+            return
+        if self.output_pass == "after":
+            client.scratch.pop(self.key, None)
+            for batch, found in client.feature_pass(self.feature_taps):
+                self._note(client, both_classes(found["logits"]), labels_of(batch, self.key))
+        sums, counts = (tensor.cpu() for tensor in client.scratch[self.key])
+        if not torch.isfinite(sums).all():
+            raise FloatingPointError("its mean outputs hold NaN or infinite values; lower the learning rate or gamma")
+        known = counts > 0
+        payload = {
+            "outputs": (sums[known] / counts[known, None]).float(),
+            "classes": known.nonzero()[:, 0].int(),
+        }
+        if self.weighting == "samples":
+            payload["counts"] = counts[known].int()
+        update.extras[self.key] = payload
+
+    def _note(self, client: Client, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch to the sums by label in fp64. Labels out of range (an `ignore_index`) belong to no class."""
+        outputs = (logits if self.exchange == "logits" else logits.softmax(1)).double()
+        classes = torch.arange(outputs.shape[1], device=labels.device)
+        of_class = (labels == classes[:, None]).to(outputs)  # (C, B); a product, since index_add varies on GPUs
+        sums, counts = of_class @ outputs, of_class.sum(1)
+        if (before := client.scratch.get(self.key)) is not None:
+            sums, counts = before[0] + sums, before[1] + counts
+        client.scratch[self.key] = (sums, counts)
+
+    # -- server, after the visits --------------------------------------------------------------------------------------
+    def on_update(self, server: Server, update: Update) -> None:
+        """Note the client's rows. What it sent before stays for labels that it did not meet this time.
+
+        Raises:
+            ValueError: If two clients differ in their number of classes.
+        """
+        extras = update.extras.get(self.key)
+        if not extras:
+            return
+        own = server.state.get(self.key, {})
+        outputs, rows_of = extras["outputs"], extras["classes"].long()
+        width = outputs.shape[1]
+        arrived = own.get("arrived", {})
+        other = next((table for known in (arrived, own.get("tables", {})) for table in known.values()), None)
+        if other is not None and other["outputs"].shape[1] != width:
+            raise ValueError(
+                f"Client '{update.client}' has {width} classes, others {other['outputs'].shape[1]}. FD needs the same "
+                "classes for all; set head=... so that it gives their logits."
+            )
+        before = own.get("tables", {}).get(update.client)
+        table = torch.zeros(width, width) if before is None else before["outputs"].clone()
+        weights = torch.zeros(width, dtype=torch.float64) if before is None else before["weights"].clone()
+        table[rows_of] = outputs
+        weights[rows_of] = extras.get("counts", torch.ones(len(rows_of))).double()
+        server.state[self.key] = {
+            **own,
+            "arrived": {**arrived, update.client: {"outputs": table, "weights": weights}},
+        }
+
+
+def both_classes(logits: Tensor) -> Tensor:
+    """Return logits as `(batch, classes)`, in fp32 at least; one logit gets a 0 for class 0 beside it.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.callbacks.fd import both_classes
+        >>> both_classes(torch.tensor([[2.0], [-1.0]])).tolist()
+        [[0.0, 2.0], [0.0, -1.0]]
+    """
+    logits = rows(logits)
+    return F.pad(logits, (1, 0)) if logits.shape[1] == 1 else logits
