@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Plan, Server, Setup, Update, Wire
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
-from fedlightning.callbacks.shared.server_models import refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
 from fedlightning.wrappers import FeatureTap
 
 
@@ -100,12 +100,7 @@ class FD(FederatedCallback):
                 travels, or keeps something beside one: here none does.
         """
         refuse_without_a_model(self, setup)
-        for other in setup.callbacks:
-            if other is not self and (other.claims("shared_names") if other.keeps is None else other.keeps):
-                raise ValueError(
-                    f"FD lets no model travel, and each client's own is whole, so {other.key} has nothing to do with what it "
-                    f"keeps at a client beside a shared model. Remove FD or {other.key}."
-                )
+        refuse_what_stays(self, setup)
         seen = features_at_start(setup, self.feature_taps, self.key)
         if not seen:
             return

@@ -19,12 +19,11 @@ from fedlightning.algorithm import (
     Setup,
     Stage,
     Update,
-    WeightingName,
     Wire,
 )
 from fedlightning.callbacks.shared.prototypes import ClassMeans, fill_head, pack, unpack
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
-from fedlightning.callbacks.shared.server_models import refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
 from fedlightning.wrappers import FeatureTap
 
 
@@ -75,7 +74,7 @@ class FedProto(FederatedCallback):
         proto_pass: Literal["after", "during"] = "after",
         predictor: Literal["head", "nearest"] = "head",
         restrict: bool = True,
-        weighting: WeightingName = "uniform",
+        weighting: Literal["uniform", "samples"] = "uniform",
     ) -> None:
         if lam < 0:
             raise ValueError(
@@ -85,6 +84,8 @@ class FedProto(FederatedCallback):
             raise ValueError(f"FedProto got proto_pass={proto_pass!r}. Use 'after' or 'during'.")
         if predictor not in ("head", "nearest"):
             raise ValueError(f"FedProto got predictor={predictor!r}. Use 'head' or 'nearest'.")
+        if weighting not in ("uniform", "samples"):
+            raise ValueError(f"FedProto got weighting={weighting!r}. Use 'uniform' or 'samples'.")
         self.lam = lam
         self.head = head
         self.proto_pass = proto_pass
@@ -106,9 +107,10 @@ class FedProto(FederatedCallback):
         Raises:
             ValueError: If a batch has no labels, ``head`` is not there or not called exactly once a step, or it is no
                 linear layer with bias where ``predictor="nearest"``. Also if another callback works on a model that
-                travels: here none does.
+                travels, or keeps something beside one: here none does.
         """
         refuse_without_a_model(self, setup)
+        refuse_what_stays(self, setup)
         if features_at_start(setup, self.feature_taps, self.key):
             labels_of(setup.first_batch(), self.key)
         path = head_path(setup.module, self.head)

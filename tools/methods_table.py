@@ -109,7 +109,9 @@ def settings(heart: str, mnist: str) -> dict[str, Setting]:
 
     several = dict.fromkeys(("FedMultimodal", "Harmony"), "it is for data of several modalities")
     no_norm = {"FedBN": "its network has no BatchNorm layer", **several}
-    one_logit = dict.fromkeys(("FD", "FjORD", "pFedKnow"), "it needs a logit for each class, and the network has one for two")
+    one_logit = dict.fromkeys(
+        ("FD", "FjORD", "pFedKnow"), "it needs a logit for each class, and the network has one for two"
+    )
     labelled = {"pFedKnow": {"server": "0"}}
     every = [
         Setting(

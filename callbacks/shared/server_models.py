@@ -144,6 +144,20 @@ def refuse_without_a_model(callback: FederatedCallback, setup: Setup) -> None:
             )
 
 
+def refuse_what_stays(callback: FederatedCallback, setup: Setup) -> None:
+    """Refuse callbacks that keep something at a client beside a shared model, beside one that lets none travel.
+
+    Raises:
+        ValueError: If there is one. The sentence names the two callbacks.
+    """
+    for other in setup.callbacks:
+        if other is not callback and (other.claims("shared_names") if other.keeps is None else other.keeps):
+            raise ValueError(
+                f"{callback.key} lets no model travel, and each client's own is whole, so {other.key} has nothing to do with "
+                f"what it keeps at a client beside a shared model. Remove {callback.key} or {other.key}."
+            )
+
+
 def another_start(module: LightningModule, init: float | Literal["random"], *address: object) -> State:
     """Return the state of ``module`` initialised anew, or with noise on its parameters. Frozen entries stay.
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedProto, Local, LocalCheckpoint
+from fedlightning.callbacks import MOON, Ditto, FedPer, FedProto, Local, LocalCheckpoint
 from fedlightning.callbacks.shared.prototypes import fill_head, pack, unpack
 from fedlightning.tensors import module_state
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
@@ -289,8 +289,14 @@ def test_what_travels_is_ordered_by_class():
     assert pack({})["prototypes"].shape == (0, 0)
 
 
+@pytest.mark.parametrize("other", [MOON(), FedPer(personal="net.3"), Ditto()], ids=lambda other: other.key)
+def test_what_works_beside_a_shared_model_is_refused(other):
+    with pytest.raises(ValueError, match=f"FedProto lets no model travel, .*{other.key} has nothing to"):
+        federate(Toy(), toy_data(), [FedProto(), other])
+
+
 def test_wrong_use_is_refused():
-    for arguments in ({"lam": -1}, {"proto_pass": "before"}, {"predictor": "mean"}):
+    for arguments in ({"lam": -1}, {"proto_pass": "before"}, {"predictor": "mean"}, {"weighting": "log"}):
         (name,) = arguments
         with pytest.raises(ValueError, match=f"FedProto got {name}="):
             FedProto(**arguments)
