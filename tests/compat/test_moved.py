@@ -50,6 +50,7 @@ def test_a_pickle_of_an_earlier_version_opens():
     assert found.__module__ == "fedlightning.visit.record"
 
 
+@pytest.mark.slow
 def test_our_own_imports_warn_of_nothing():
     modules = ("trainer", "callbacks", "cli", "commands.run", "study.study", "testing", "engines.worker")
     code = "; ".join(f"import fedlightning.{module}" for module in modules)

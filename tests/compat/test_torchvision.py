@@ -23,6 +23,7 @@ def run(code: str) -> str:
 
 
 @needs_torchvision
+@pytest.mark.slow
 def test_lightning_torchvision_and_timm_work_after_fedlightning() -> None:
     output = run("""
         import importlib.util

@@ -88,6 +88,7 @@ def test_without_timm(monkeypatch: pytest.MonkeyPatch) -> None:
         TimmNet("resnet18", 2)
 
 
+@pytest.mark.slow
 def test_importing_the_models_does_not_import_timm() -> None:
     code = "import fedlightning.models, sys; assert 'timm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
