@@ -132,12 +132,24 @@ def refuse_second_visits(callback: FederatedCallback, setup: Setup, what: str, w
 def refuse_without_a_model(callback: FederatedCallback, setup: Setup) -> None:
     """Refuse callbacks that work on the model that travels, beside one that lets none travel.
 
+    They make it, or several of it, choose what is sent of it, put it together at a client, or adapt it after the last round.
+
     Raises:
         ValueError: If there is one. The sentence names the two callbacks.
     """
-    works = ("server_step", "on_reduced", "reduce", "correct_gradient")
+    works = (
+        "plan_round",
+        "on_receive",
+        "correct_gradient",
+        "on_reduced",
+        "reduce",
+        "server_step",
+        "global_module",
+        "final_jobs",
+    )
     for other in setup.callbacks:
-        if other is not callback and other.takes_part and (other.merges or any(map(other.claims, works))):
+        works_on_it = other.merges or other.sends_less or any(map(other.claims, works))
+        if other is not callback and other.takes_part and works_on_it:
             raise ValueError(
                 f"{callback.key} lets no model travel, so {other.key} has nothing to work on. Remove {callback.key} or "
                 f"{other.key}."

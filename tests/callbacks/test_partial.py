@@ -6,7 +6,21 @@ import pytest
 import torch
 from torch import nn
 
-from fedlightning.callbacks import FLIU, FedAdam, FedAvg, FedBN, FedPer, FedProx, Local
+from fedlightning.callbacks import (
+    FD,
+    FLIU,
+    IFCA,
+    FedAdam,
+    FedAvg,
+    FedBABU,
+    FedBN,
+    FedLP,
+    FedPer,
+    FedProto,
+    FedProx,
+    Local,
+    LocalAdaptation,
+)
 from fedlightning.callbacks.partial import batch_norm_names
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import SIZES, batches, descend
@@ -192,10 +206,16 @@ def test_local_has_no_global_model(tmp_path):
     assert not (trainer.run.path / "checkpoints" / "global.ckpt").exists()
 
 
-@pytest.mark.parametrize("other", [FedProx(1.0), FedAdam(), FLIU()], ids=lambda c: c.key)
-def test_what_works_on_a_travelling_model_is_refused_beside_local(other):
-    with pytest.raises(ValueError, match=f"Local lets no model travel, so {other.key} has nothing to work on"):
-        federate(Toy(), toy_data(SIZES), [other, Local()])
+WORKS_ON_IT = [FedProx(1.0), FedAdam(), FLIU(), IFCA(), FedLP(), LocalAdaptation(), FedBABU()]
+
+
+@pytest.mark.parametrize("alone", [Local(), FD(), FedProto()], ids=lambda c: c.key)
+@pytest.mark.parametrize("other", WORKS_ON_IT, ids=lambda c: c.key)
+def test_what_works_on_a_travelling_model_is_refused_where_none_travels(alone, other):
+    with pytest.raises(
+        ValueError, match=rf"{alone.key}\b.* lets no model travel, so {other.key} has nothing to work on"
+    ):
+        federate(Toy(), toy_data(SIZES), [other, alone])
 
 
 def test_default_of_local_is_named_in_the_trainer():
