@@ -139,6 +139,13 @@ def test_a_training_set_that_has_changed_beside_a_join_is_refused(tmp_path):
         fit(tmp_path, [FedAvg()], 2, join=True, sizes=(24, 40, 17, 32))
 
 
+def test_nobody_joins_a_run_that_is_over(tmp_path):
+    """They would not train, and test() of this trainer would have them among those that did."""
+    fit(tmp_path, [FedAvg()], 1, sizes=SIZES[:3])
+    with pytest.raises(ValueError, match=r"All 1 rounds of the run in .* are done, so client '3' cannot train .* above 1"):
+        fit(tmp_path, [FedAvg()], 1, join=True)
+
+
 @pytest.mark.parametrize("method", [CFL, FedAMP])
 def test_methods_with_state_that_clients_have_a_place_in_refuse(tmp_path, method):
     fit(tmp_path, [method()], 2, sizes=SIZES[:3])
