@@ -21,7 +21,9 @@ from fedlightning.callbacks import (
     FedAvgM,
     FedPer,
     GlobalCheckpoint,
+    HeteroFL,
     LocalCheckpoint,
+    pFedKnow,
 )
 from tests.helpers import Spy, Toy, ToyData, close, make_trainer, same, toy_data
 
@@ -151,6 +153,18 @@ def test_methods_with_state_that_clients_have_a_place_in_refuse(tmp_path, method
     fit(tmp_path, [method()], 2, sizes=SIZES[:3])
     with pytest.raises(ValueError, match=f"{method.__name__} keeps state at the server.*clients join .3."):
         fit(tmp_path, [method()], 3, join=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "option"), [(lambda: HeteroFL(rates=[1.0, 0.5]), "rates"), (lambda: pFedKnow(prune=[0.0, 0.5]), "prune")]
+)
+def test_what_is_dealt_in_turn_stays_with_the_clients_that_are_there(tmp_path, make, option):
+    fit(tmp_path, [make()], 1, held_out=["1", "3"])
+    sentence = f"{make().key} deals {option}=.* with client '1' between them, client '2' would change from"
+    with pytest.raises(ValueError, match=sentence):
+        fit(tmp_path, [make()], 2, join=True, held_out=["3"])
+    fit(tmp_path / "last", [make()], 1, held_out=["3"])
+    fit(tmp_path / "last", [make()], 2, join=True)  # behind the others: nobody's place changes
 
 
 class Remembers(FederatedCallback):
