@@ -144,7 +144,9 @@ def test_a_training_set_that_has_changed_beside_a_join_is_refused(tmp_path):
 def test_nobody_joins_a_run_that_is_over(tmp_path):
     """They would not train, and test() of this trainer would have them among those that did."""
     fit(tmp_path, [FedAvg()], 1, sizes=SIZES[:3])
-    with pytest.raises(ValueError, match=r"All 1 rounds of the run in .* are done, so client '3' cannot train .* above 1"):
+    with pytest.raises(
+        ValueError, match=r"All 1 rounds of the run in .* are done, so client '3' cannot train .* above 1"
+    ):
         fit(tmp_path, [FedAvg()], 1, join=True)
 
 
