@@ -94,7 +94,8 @@ class FeSEM(Clusters):
     ) -> None:
         if late_start not in ("centres", "first"):
             raise ValueError(
-                f"FeSEM got late_start={late_start!r}. Late clients train from the 'centres' (their mean) or the 'first' model."
+                f"FeSEM got late_start={late_start!r}. Late clients train from the 'centres' (their mean) or the 'first' "
+                "model."
             )
         if num_clusters < 1:
             raise ValueError(f"FeSEM got num_clusters={num_clusters}. Use 1 (FedAvg) or more centres.")
