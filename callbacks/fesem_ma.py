@@ -34,6 +34,7 @@ class FeSEMMA(FeSEM):
         stale: Absent clients count in both steps with their last models. Default False.
         steps: Pairs of E- and M-steps in a round. Default 1.
         weighting: `"uniform"` (paper) or `"samples"`, within a cluster.
+        late_start: What late clients train from, as in :class:`FeSEM`: `"centres"` (default) or `"first"`.
 
     Raises:
         ValueError: If an argument is outside its range.

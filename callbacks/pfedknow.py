@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from fedlightning.algorithm import (
     Wire,
     expand,
 )
+from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
 from fedlightning.callbacks.shared.server_models import refuse_global_steps
 from fedlightning.wrappers import FeatureTap
@@ -151,6 +152,16 @@ class pFedKnow(FederatedCallback):
             yield []
         if labelled:
             yield labelled
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Refuse to change what the clients that are there lose, which comes from a list in turn.
+
+        Raises:
+            ValueError: If that would happen.
+        """
+        super().on_clients_join(server, clients)
+        if isinstance(self.prune, list):
+            refuse_new_deal(self, server, clients, "prune", self.prune)
 
     def share_of(self, server: Server, client: str) -> float:
         """Return the share of each weight tensor that a client does not get."""

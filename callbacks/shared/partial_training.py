@@ -43,6 +43,7 @@ from fedlightning.algorithm import (
     training_loss,
 )
 from fedlightning.callbacks.checkpoints import LocalCheckpoint
+from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.wrappers.slices import ElementMean, Slices, take
@@ -201,6 +202,16 @@ class PartialTraining(FederatedCallback):
                 f"float_buffers='local' keeps running statistics at each client, but under {self._changing} the next "
                 "round's units are others. Use float_buffers='average'."
             )
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Refuse to change the widths of the clients that are there, which come from a list in turn.
+
+        Raises:
+            ValueError: If that would happen.
+        """
+        super().on_clients_join(server, clients)
+        if not isinstance(self.rates, dict) and not self.dynamic:
+            refuse_new_deal(self, server, clients, "rates", self.rates)
 
     def wire(self, module: Any) -> Wire:
         """Declare the rate down; the classes of a client and, for static batch normalisation, statistics up."""

@@ -51,6 +51,7 @@ def changes_since(
     fingerprint: Fingerprint,
     place: object,
     *,
+    rounds_done: int = 0,
     allow_changes: bool = False,
     allow_new_clients: bool = False,
 ) -> Changes:
@@ -61,6 +62,7 @@ def changes_since(
         server: The present server, of which the callbacks and the clients are compared.
         fingerprint: Returns the present fingerprint.
         place: The run's folder, for messages.
+        rounds_done: Finished rounds of the run.
         allow_changes: Accept another configuration.
         allow_new_clients: Accept clients that the run did not train before.
 
@@ -68,7 +70,8 @@ def changes_since(
         What has changed, all of which is allowed.
 
     Raises:
-        ValueError: If something has changed that is not allowed, or never is: a client is gone, or held out now.
+        ValueError: If something has changed that is not allowed, or never is: a client is gone, or held out now; or if
+            clients join and no round is left.
     """
     joined = joined_since(saved, server)
     if joined and not allow_new_clients:
@@ -76,6 +79,11 @@ def changes_since(
             f"The data have {_named(joined)}, which the run in {place} did not train. Resume with the run's own data and "
             "held_out, or let new clients take part from the next round on with allow_new_clients (then summary.json lists "
             "them)."
+        )
+    if joined and rounds_done >= server.max_rounds:  # else they would be among the scores of those that have trained
+        raise ValueError(
+            f"All {rounds_done} rounds of the run in {place} are done, so {_named(joined)} cannot train with the others. "
+            f"Raise max_rounds above {rounds_done}, or serve new clients by trainer.onboard or `fedlightning onboard`."
         )
     now = plain(fingerprint(joined, saved["held_out"] if joined else server.held_out))
     before = with_present_names(saved.get("lasting", {}), server.callbacks)

@@ -137,6 +137,7 @@ class Federation:
                 self.server,
                 self.fingerprint,
                 run.path,
+                rounds_done=self.rounds_done,
                 allow_changes=allow_changes,
                 allow_new_clients=allow_new_clients,
             )

@@ -186,8 +186,9 @@ class FederatedCallback(Callback):
         if server.state.get(self.key):
             names = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
             raise ValueError(
-                f"{self.key} keeps state at the server and does not say what becomes of it when clients join ({names}). "
-                "Start a new run with them, or serve them by trainer.onboard or `fedlightning onboard`."
+                f"{self.key} keeps state at the server and does not say what becomes of it when clients join ({names}): "
+                "it has no on_clients_join. Start a new run with them, or serve them by trainer.onboard or "
+                "`fedlightning onboard`."
             )
 
     def place_newcomers(self, server: Server, clients: Sequence[str]) -> Placing:

@@ -21,7 +21,9 @@ from fedlightning.callbacks import (
     FedAvgM,
     FedPer,
     GlobalCheckpoint,
+    HeteroFL,
     LocalCheckpoint,
+    pFedKnow,
 )
 from tests.helpers import Spy, Toy, ToyData, close, make_trainer, same, toy_data
 
@@ -139,11 +141,32 @@ def test_a_training_set_that_has_changed_beside_a_join_is_refused(tmp_path):
         fit(tmp_path, [FedAvg()], 2, join=True, sizes=(24, 40, 17, 32))
 
 
+def test_nobody_joins_a_run_that_is_over(tmp_path):
+    """They would not train, and test() of this trainer would have them among those that did."""
+    fit(tmp_path, [FedAvg()], 1, sizes=SIZES[:3])
+    with pytest.raises(
+        ValueError, match=r"All 1 rounds of the run in .* are done, so client '3' cannot train .* above 1"
+    ):
+        fit(tmp_path, [FedAvg()], 1, join=True)
+
+
 @pytest.mark.parametrize("method", [CFL, FedAMP])
 def test_methods_with_state_that_clients_have_a_place_in_refuse(tmp_path, method):
     fit(tmp_path, [method()], 2, sizes=SIZES[:3])
     with pytest.raises(ValueError, match=f"{method.__name__} keeps state at the server.*clients join .3."):
         fit(tmp_path, [method()], 3, join=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "option"), [(lambda: HeteroFL(rates=[1.0, 0.5]), "rates"), (lambda: pFedKnow(prune=[0.0, 0.5]), "prune")]
+)
+def test_what_is_dealt_in_turn_stays_with_the_clients_that_are_there(tmp_path, make, option):
+    fit(tmp_path, [make()], 1, held_out=["1", "3"])
+    sentence = f"{make().key} deals {option}=.* with client '1' between them, client '2' would change from"
+    with pytest.raises(ValueError, match=sentence):
+        fit(tmp_path, [make()], 2, join=True, held_out=["3"])
+    fit(tmp_path / "last", [make()], 1, held_out=["3"])
+    fit(tmp_path / "last", [make()], 2, join=True)  # behind the others: nobody's place changes
 
 
 class Remembers(FederatedCallback):
