@@ -35,7 +35,8 @@ from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
-from fedlightning.scoring.results import UNSEEN, Row, summarise
+from fedlightning.scoring.results import summarise
+from fedlightning.scoring.rows import UNSEEN, Row
 from fedlightning.scoring.table import print_results
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.seeding import preserved

@@ -9,39 +9,26 @@ order. Federations that cannot be stacked are refused before the first round.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from fedlightning.compat.signatures import takes_index
-from fedlightning.engines.stacked.batches import Gatherer, LoaderSource, resident
 from fedlightning.engines.stacked.evaluation import StackedEvaluation
-from fedlightning.engines.stacked.fit import StackedFit
-from fedlightning.engines.stacked.planning import Clock, chunk_size, configure
-from fedlightning.engines.stacked.random import ClientDraws
-from fedlightning.engines.stacked.stack import Stack, named_tensors
-from fedlightning.engines.stacked.step import StackedStep
-from fedlightning.engines.stacked.trainees import Recipe, Trainee
+from fedlightning.engines.stacked.planning import chunk_size
+from fedlightning.engines.stacked.stack import named_tensors
+from fedlightning.engines.stacked.training import StackedTraining
 from fedlightning.engines.stacked.vectorizable import Finding, examine
 from fedlightning.engines.watchdog import Watchdog
 from fedlightning.federation.engine import Engine, Task, Visit
 from fedlightning.federation.store import ClientStore
-from fedlightning.hooks import Phase
 from fedlightning.messages import Update
 from fedlightning.visit import visit as visits
 from fedlightning.visit.failing import client_failure
-from fedlightning.visit.freezing import only_training
-from fedlightning.visit.limits import limited
-from fedlightning.visit.probes import move_batch
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, ScoringTask, VisitSteps
 from fedlightning.visit.runner import LocalRunner
-from fedlightning.visit.visit_callback import acting, address_of
 
 Answer = TypeVar("Answer")
 PLAIN = (bool, int, float, str)
@@ -82,17 +69,6 @@ class Member:
             self.score = request
 
 
-@contextmanager
-def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """Within the block, the module is on the stack's device, because a step may read `self.device`."""
-    home = module.device
-    module.to(device)
-    try:
-        yield
-    finally:
-        module.to(home)
-
-
 def _architecture(module: LightningModule) -> Any:
     """Return a key: modules with equal keys can train in one stack (class, tensors, values that steps may read)."""
     tensors = [(name, value.shape, value.dtype) for part in named_tensors(module) for name, value in part.items()]
@@ -115,9 +91,9 @@ class VectorizedEngine(Engine):
         self._size = clients_per_stack
         self._found: Finding | None = None
         self.device = runner.blueprint.device
-        self._gatherer = Gatherer(self.device, runner.blueprint.precision.convert_input)
         self._evaluation = StackedEvaluation(runner)
         self.watchdog = Watchdog(lambda: self.attempts)
+        self._training = StackedTraining(runner, self.watchdog.watching)
 
     def check(self) -> None:
         """Refuse a federation that cannot be stacked.
@@ -286,9 +262,10 @@ class VectorizedEngine(Engine):
         order: list[int] = []
         try:
             template = self.runner.blueprint.build_around({}) if unbuilt else fits[0].client.module
-            trainees = self._trainees(fits, template)
+            trainees = self._training.trainees(fits, template)
             order = sorted(range(len(fits)), key=lambda place: -trainees[place].expected)
-            stack = self._fit(fits[0].phase, template, [trainees[place] for place in order], trainees[0].recipe)
+            in_order = [trainees[place] for place in order]
+            stack = self._training.fit(fits[0].phase, template, in_order, trainees[0].recipe, self.found)
             stack.to_cpu()
         except BaseException as caught:  # in a part that they share, such as the optimizer
             error = client_failure(caught)
@@ -309,82 +286,3 @@ class VectorizedEngine(Engine):
             fit.client.metrics |= trainee.metrics
             fit.client.record.lightning.setdefault(fit.phase.name, {}).update(precision={}, callbacks={})
             self._go_on(member, partial(member.visit.send, trainee))
-
-    def _trainees(self, fits: Sequence[Fit], template: LightningModule) -> list[Trainee]:
-        """Return the clients' batches and optimizers; `template` makes the optimizers of unbuilt clients."""
-        first, shared = fits[0], None
-        by_rows = self._plain_transfer(template)
-        trainees = []
-        for fit in fits:
-            module = template if fit.client.is_unbuilt else fit.client.module
-            loader = fit.loader if fit.loader is not None else self.runner.loader(fit.message, "train")
-            self.runner.start_fit(fit, loader)
-            batches = self._batches(loader)
-            in_epochs = (fit.phase.unit or self.runner.settings.unit) == "epochs"
-            epochs, steps = (fit.work, None) if in_epochs else (None, fit.work)
-            clock = Clock(epochs, steps, batches)
-            recipe = shared or configure(module, self.runner.settings, fit.phase, fit.client.round, clock)
-            if fit is first and not recipe.schedules and not clock.looked:
-                shared = recipe
-            seed = partial(self._seed, fit)
-            source = resident(loader, batches, seed) if by_rows else None
-            trainees.append(
-                Trainee(
-                    fit.client,
-                    source or LoaderSource(loader, partial(self._convert, module), seed),
-                    batches,
-                    recipe,
-                    max_epochs=epochs,
-                    max_steps=steps,
-                )
-            )
-        return trainees
-
-    def _fit(self, phase: Phase, module: LightningModule, trainees: Sequence[Trainee], recipe: Recipe) -> Stack:
-        """Train the clients in a stack and return it. `module` runs the step, and `recipe` was made for it."""
-        runner = self.runner
-        stack = Stack(module, len(trainees), self.device)
-        if trainees[0].client.is_unbuilt:
-            stack.fill([trainee.client.entries for trainee in trainees])
-        else:
-            for row, trainee in enumerate(trainees):
-                stack.pull(row, trainee.client.module)
-        clip = runner.settings.trainer_arguments.get("gradient_clip_val")
-        algorithm = runner.settings.trainer_arguments.get("gradient_clip_algorithm") or "norm"
-        with only_training(module, phase.train), on_device(module, self.device):
-            context = runner.blueprint.precision.train_step_context
-            step = StackedStep(
-                module, context, takes_index(module.training_step), ClientDraws() if self.found.draws else None
-            )
-            step.watch.looked = self.found.uses_index
-            StackedFit(
-                module,
-                stack,
-                trainees,
-                step,
-                recipe.optimizer,
-                callbacks=runner.callbacks,
-                correctors=acting(runner.callbacks.correctors(), phase),
-                phase=phase.name,
-                gatherer=self._gatherer,
-                clip_value=clip,
-                clip_algorithm=algorithm,
-                bytes_of_step=self.found.bytes_of_step,
-                watching=self.watchdog.watching,
-            ).run()
-        return stack
-
-    def _batches(self, loader: Any) -> int:
-        """Return the batches of an epoch, as Lightning counts them under `limit_train_batches`."""
-        return limited(len(loader), self.runner.settings.trainer_arguments.get("limit_train_batches"))
-
-    def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
-        return self.runner.settings.seed, fit.client.visit, fit.client.id, address_of(fit.phase), epoch
-
-    def _convert(self, module: LightningModule, batch: Any) -> Any:
-        return move_batch(module, self.runner.blueprint.precision.convert_input(batch))
-
-    @staticmethod
-    def _plain_transfer(module: LightningModule) -> bool:
-        hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        return not any(is_overridden(hook, module) for hook in hooks)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from fedlightning.federation.failures import Attempts
 from fedlightning.federation.store import ClientStore
 from fedlightning.messages import Message, Update
-from fedlightning.scoring.results import not_scored
+from fedlightning.scoring.rows import not_scored
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate
 from fedlightning.visit.runner import LocalRunner

@@ -28,7 +28,7 @@ from fedlightning.messages import Update
 from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
 from fedlightning.run.recorder import Recorder
-from fedlightning.scoring.results import Row, not_scored
+from fedlightning.scoring.rows import Row, not_scored
 from fedlightning.visit.requests import Evaluate
 
 MARKS = ("metrics", "loggers")

@@ -30,7 +30,9 @@ from fedlightning.hooks import NEWCOMER, CallbackList, FederatedCallback, Job, P
 from fedlightning.messages import Message, Update
 from fedlightning.run.checkpoints import Exporter
 from fedlightning.run.files import readable_json, write_text_atomically, writing
-from fedlightning.scoring.results import UNSEEN, Gap, Row, summarise, write_rows
+from fedlightning.scoring.results import summarise
+from fedlightning.scoring.row_files import write_rows
+from fedlightning.scoring.rows import UNSEEN, Gap, Row
 from fedlightning.scoring.tasks import ScoreClient, ScoredModel
 from fedlightning.tensors import clone, load_state, module_state
 from fedlightning.visit.client import Client

@@ -20,7 +20,7 @@ from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.hooks import NEWCOMER, POOLED, Job
 from fedlightning.messages import GLOBAL, Update
-from fedlightning.scoring.results import LATEST, Gap, Row
+from fedlightning.scoring.rows import LATEST, Gap, Row
 from fedlightning.scoring.tasks import EVERYBODY, LOCAL, Lost, Place, ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.requests import Evaluate, Scores

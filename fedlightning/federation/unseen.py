@@ -18,7 +18,7 @@ from fedlightning.federation.stages import rows_of_global, scores_of_global
 from fedlightning.federation.summary import describe_clients
 from fedlightning.hooks import NEWCOMER, Job
 from fedlightning.messages import Message
-from fedlightning.scoring.results import LATEST, UNSEEN, Gap, Row
+from fedlightning.scoring.rows import LATEST, UNSEEN, Gap, Row
 from fedlightning.scoring.tasks import LOCAL, ScoreClient, ScoredModel
 from fedlightning.tensors import module_state
 from fedlightning.visit.failing import client_failure, in_words

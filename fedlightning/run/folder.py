@@ -15,7 +15,8 @@ import torch
 from fedlightning.run.files import is_writer, readable_json, write_text_atomically, writing
 from fedlightning.run.metrics import MetricsFile
 from fedlightning.run.persistence import BEFORE, MANIFEST
-from fedlightning.scoring.results import Row, write_rows
+from fedlightning.scoring.row_files import write_rows
+from fedlightning.scoring.rows import Row
 
 RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
 AUTO = "auto"

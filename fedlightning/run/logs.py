@@ -19,7 +19,8 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.run.files import write_text_atomically
 from fedlightning.run.growing import Mark
 from fedlightning.run.stores import Store, store_of
-from fedlightning.scoring.results import LATEST, Row, summarise
+from fedlightning.scoring.results import summarise
+from fedlightning.scoring.rows import LATEST, Row
 
 BEGINNING = "loggers.json"
 """Where the loggers stood before round 1; there until a state tells where they stand."""

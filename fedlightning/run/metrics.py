@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.run.files import sha256, sync, writing
-from fedlightning.scoring.results import CELLS, COLUMNS, DamagedMetricsError, Row, read_rows
+from fedlightning.scoring.row_files import DamagedMetricsError, read_rows
+from fedlightning.scoring.rows import CELLS, COLUMNS, Row
 
 
 class MetricsFile:

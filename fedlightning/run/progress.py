@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedlightning.messages import Update
-from fedlightning.scoring.results import Row
+from fedlightning.scoring.rows import Row
 
 
 class NoProgress:

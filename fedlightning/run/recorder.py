@@ -14,7 +14,10 @@ from fedlightning.messages import Update
 from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.logs import Logs
-from fedlightning.scoring.results import ADDRESS, LATEST, UNSEEN, Row, RowTable, read_part, summarise
+from fedlightning.scoring.results import summarise
+from fedlightning.scoring.row_files import read_part
+from fedlightning.scoring.row_table import RowTable
+from fedlightning.scoring.rows import ADDRESS, LATEST, UNSEEN, Row
 
 HELD = 50_000
 """Scores above which older ones are left to `metrics.csv`: a megabyte and a half."""

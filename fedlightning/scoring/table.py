@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedlightning.hooks import POOLED
-from fedlightning.scoring.results import UNSEEN
+from fedlightning.scoring.rows import UNSEEN
 from fedlightning.scoring.tasks import LOCAL
 
 PREFERRED = ("accuracy", "balanced_accuracy", "f1_macro", "auroc", "loss")

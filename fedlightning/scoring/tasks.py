@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning.hooks import POOLED, Stage
 from fedlightning.messages import Message, tree_bytes
-from fedlightning.scoring.results import UNSEEN, Gap, Row
+from fedlightning.scoring.rows import UNSEEN, Gap, Row
 from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.client import Client
 from fedlightning.visit.failing import client_failure

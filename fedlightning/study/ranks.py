@@ -28,7 +28,8 @@ def ranks(studies: Mapping[str, StudyData], alpha: float = 0.05) -> dict[str, An
         ValueError: If the studies have different metrics, fewer than 3 methods in common, or are fewer than 2.
 
     Example:
-        >>> from fedlightning.scoring.results import Row, summarise
+        >>> from fedlightning.scoring.results import summarise
+        >>> from fedlightning.scoring.rows import Row
         >>> from fedlightning.study.runs import Run
         >>> from fedlightning.study.study import Study
         >>> def run(method, accuracy):

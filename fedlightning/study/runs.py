@@ -13,7 +13,8 @@ import yaml
 from fedlightning.run.files import UnreadableError, read_json
 from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.metrics import bare
-from fedlightning.scoring.results import Row, read_rows
+from fedlightning.scoring.row_files import read_rows
+from fedlightning.scoring.rows import Row
 from fedlightning.study.columns import GLOBAL, LOCAL, PERSONAL, UNSEEN
 
 STUDY_FILE = "study.json"

@@ -56,7 +56,8 @@ class Study(StudyData):
         ValueError: If there is no run, or no run has the metric or the checkpoint.
 
     Example:
-        >>> from fedlightning.scoring.results import Row, summarise
+        >>> from fedlightning.scoring.results import summarise
+        >>> from fedlightning.scoring.rows import Row
         >>> from fedlightning.study.runs import Run
         >>> def run(method, seed, *accuracies):
         ...     rows = [Row(5, "L1", "personal", "latest", "local", "test", f"client{i}", "test_accuracy", value, 10)

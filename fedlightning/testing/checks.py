@@ -20,7 +20,7 @@ import torch
 from fedlightning.federation.failures import TooFewClientsError
 from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback
-from fedlightning.scoring.results import UNSEEN
+from fedlightning.scoring.rows import UNSEEN
 from fedlightning.tensors import State, entry_kinds, first_nonfinite, module_state
 from fedlightning.testing.runs import (
     StopAfter,

@@ -13,7 +13,7 @@ from fedlightning.callbacks import FedAMP, FedAvg, FedPer, FedRep, LocalAdaptati
 from fedlightning.cli import main
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import FederatedCallback
-from fedlightning.scoring.results import read_rows
+from fedlightning.scoring.row_files import read_rows
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import assert_same, same_tree
 from fedlightning.testing.toys import ToyData as CheckData

@@ -12,7 +12,7 @@ import torch
 from fedlightning.callbacks import CFL, FedGroup, FedPer, FeSEM, FeSEMMA, Local
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import FederatedCallback
-from fedlightning.scoring.results import read_rows
+from fedlightning.scoring.row_files import read_rows
 from fedlightning.tensors import module_state
 from fedlightning.testing.runs import same_tree
 from tests.callbacks.common import Breaks, Plain, flat, start_of

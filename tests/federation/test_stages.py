@@ -14,7 +14,9 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import FLIU, FedAvg, FedPer
 from fedlightning.hooks import CallbackList
-from fedlightning.scoring.results import COLUMNS, Row, read_rows, summarise, write_rows
+from fedlightning.scoring.results import summarise
+from fedlightning.scoring.row_files import read_rows, write_rows
+from fedlightning.scoring.rows import COLUMNS, Row
 from fedlightning.tensors import module_state
 from fedlightning.visit.scorer import Scorer
 from tests.helpers import NormNet, Toy, federate, spied, toy_data

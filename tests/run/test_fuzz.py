@@ -24,7 +24,7 @@ from fedlightning.run.names import UntrustedError
 from fedlightning.run.objects import from_tree, to_tree
 from fedlightning.run.persistence import DamagedStateError
 from fedlightning.run.plain import TAG, NotPlainError, decode
-from fedlightning.scoring.results import DamagedMetricsError, read_rows
+from fedlightning.scoring.row_files import DamagedMetricsError, read_rows
 from fedlightning.study.runs import load_run
 from tests.helpers import Toy
 from tests.run.planted import make_run, sign

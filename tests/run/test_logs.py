@@ -17,7 +17,7 @@ from fedlightning.cli import main
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.logs import BEGINNING, Logs
 from fedlightning.run.stores import ROUND
-from fedlightning.scoring.results import Row
+from fedlightning.scoring.rows import Row
 from tests.experiments.tiny import small
 from tests.helpers import Toy, make_trainer, toy_data
 from tests.run.trackers import MLFlowServer, WandbServer

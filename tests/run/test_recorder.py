@@ -12,7 +12,8 @@ from fedlightning.callbacks import LocalAdaptation, LocalCheckpoint
 from fedlightning.run.files import readable_json
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.recorder import Recorder
-from fedlightning.scoring.results import Row, RowTable
+from fedlightning.scoring.row_table import RowTable
+from fedlightning.scoring.rows import Row
 from tests.helpers import NormNet, federate, toy_data
 
 

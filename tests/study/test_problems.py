@@ -12,7 +12,7 @@ import pytest
 import fedlightning  # noqa: F401  before lightning
 
 # isort: split
-from fedlightning.scoring.results import Row
+from fedlightning.scoring.rows import Row
 from fedlightning.study.export import comparison
 from fedlightning.study.study import Study, ranks, seed_ranks
 from tests.study.folders import METHODS, deployed, write_study

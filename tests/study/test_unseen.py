@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from fedlightning.scoring.results import Row, summarise
+from fedlightning.scoring.results import summarise
+from fedlightning.scoring.rows import Row
 from fedlightning.study.export import write_comparison
 from fedlightning.study.report.build import make_page
 from fedlightning.study.report.html import render

@@ -18,7 +18,7 @@ from fedlightning.engines.sequential import SequentialEngine
 from fedlightning.engines.vectorized import VectorizedEngine
 from fedlightning.federation import stages
 from fedlightning.federation.engine import Engine
-from fedlightning.scoring.results import Row
+from fedlightning.scoring.rows import Row
 from fedlightning.visit.requests import Evaluate
 from tests.helpers import ToyData, federate, samples
 

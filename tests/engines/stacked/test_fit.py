@@ -11,8 +11,8 @@ import fedlightning  # noqa: F401  before lightning
 
 # isort: split
 from fedlightning.callbacks import SCAFFOLD, FedAvg
-from fedlightning.engines import vectorized
 from fedlightning.engines.stacked import fit as stacked_fit
+from fedlightning.engines.stacked import training
 from fedlightning.engines.stacked.fit import StackedFit
 from tests.engines.test_vectorized import Loud, assert_equal, pair
 from tests.helpers import NormNet, Toy, toy_data
@@ -32,7 +32,7 @@ class Watched(StackedFit):
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    monkeypatch.setattr(vectorized, "StackedFit", Watched)
+    monkeypatch.setattr(training, "StackedFit", Watched)
     monkeypatch.setattr(Watched, "steps", [])
     return Watched.steps
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from fedlightning.callbacks.diagnostics.layer_rows import LayerRow, write_layers
-from fedlightning.scoring.results import Row, summarise, write_rows
+from fedlightning.scoring.results import summarise
+from fedlightning.scoring.row_files import write_rows
+from fedlightning.scoring.rows import Row
 
 CALLBACKS = {"siloed": "Local", "fedavg": "FedAvg", "central": "Central"}
 

@@ -1,0 +1,149 @@
+"""The training of a stack of clients: their batches, seeds and optimizers, then their steps together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from fedlightning.compat.signatures import takes_index
+from fedlightning.engines.stacked.batches import Gatherer, LoaderSource, resident
+from fedlightning.engines.stacked.fit import StackedFit
+from fedlightning.engines.stacked.planning import Clock, configure
+from fedlightning.engines.stacked.random import ClientDraws
+from fedlightning.engines.stacked.stack import Stack
+from fedlightning.engines.stacked.step import StackedStep
+from fedlightning.engines.stacked.trainees import Recipe, Trainee
+from fedlightning.engines.stacked.vectorizable import Finding
+from fedlightning.hooks import Phase
+from fedlightning.visit.freezing import only_training
+from fedlightning.visit.limits import limited
+from fedlightning.visit.probes import move_batch
+from fedlightning.visit.requests import Fit
+from fedlightning.visit.runner import LocalRunner
+from fedlightning.visit.visit_callback import acting, address_of
+
+
+@contextmanager
+def on_device(module: LightningModule, device: torch.device) -> Iterator[None]:
+    """Within the block, the module is on the stack's device, because a step may read `self.device`."""
+    home = module.device
+    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(home)
+
+
+class StackedTraining:
+    """Trains clients of one architecture in one stack.
+
+    Args:
+        runner: The client side of the federation.
+        watching: Watches what is done for one client alone.
+    """
+
+    def __init__(self, runner: LocalRunner, watching: Callable[[list[str]], AbstractContextManager[None]]) -> None:
+        self.runner = runner
+        self._watching = watching
+        self._device = runner.blueprint.device
+        self._gatherer = Gatherer(self._device, runner.blueprint.precision.convert_input)
+
+    def trainees(self, fits: Sequence[Fit], template: LightningModule) -> list[Trainee]:
+        """Return the clients' batches and optimizers.
+
+        Args:
+            fits: What their visits ask for.
+            template: Makes the optimizers of clients without a module of their own.
+        """
+        first, shared = fits[0], None
+        by_rows = self._plain_transfer(template)
+        trainees = []
+        for fit in fits:
+            module = template if fit.client.is_unbuilt else fit.client.module
+            loader = fit.loader if fit.loader is not None else self.runner.loader(fit.message, "train")
+            self.runner.start_fit(fit, loader)
+            batches = self._batches(loader)
+            in_epochs = (fit.phase.unit or self.runner.settings.unit) == "epochs"
+            epochs, steps = (fit.work, None) if in_epochs else (None, fit.work)
+            clock = Clock(epochs, steps, batches)
+            recipe = shared or configure(module, self.runner.settings, fit.phase, fit.client.round, clock)
+            if fit is first and not recipe.schedules and not clock.looked:
+                shared = recipe
+            seed = partial(self._seed, fit)
+            source = resident(loader, batches, seed) if by_rows else None
+            trainees.append(
+                Trainee(
+                    fit.client,
+                    source or LoaderSource(loader, partial(self._convert, module), seed),
+                    batches,
+                    recipe,
+                    max_epochs=epochs,
+                    max_steps=steps,
+                )
+            )
+        return trainees
+
+    def fit(
+        self, phase: Phase, module: LightningModule, trainees: Sequence[Trainee], recipe: Recipe, found: Finding
+    ) -> Stack:
+        """Train clients in a stack and return it.
+
+        Args:
+            phase: Their phase.
+            module: Runs the step.
+            trainees: The clients, those with the most steps first.
+            recipe: Optimizer and schedules, made for `module`.
+            found: What is known of the module's step.
+        """
+        runner = self.runner
+        stack = Stack(module, len(trainees), self._device)
+        if trainees[0].client.is_unbuilt:
+            stack.fill([trainee.client.entries for trainee in trainees])
+        else:
+            for row, trainee in enumerate(trainees):
+                stack.pull(row, trainee.client.module)
+        clip = runner.settings.trainer_arguments.get("gradient_clip_val")
+        algorithm = runner.settings.trainer_arguments.get("gradient_clip_algorithm") or "norm"
+        with only_training(module, phase.train), on_device(module, self._device):
+            context = runner.blueprint.precision.train_step_context
+            step = StackedStep(
+                module, context, takes_index(module.training_step), ClientDraws() if found.draws else None
+            )
+            step.watch.looked = found.uses_index
+            StackedFit(
+                module,
+                stack,
+                trainees,
+                step,
+                recipe.optimizer,
+                callbacks=runner.callbacks,
+                correctors=acting(runner.callbacks.correctors(), phase),
+                phase=phase.name,
+                gatherer=self._gatherer,
+                clip_value=clip,
+                clip_algorithm=algorithm,
+                bytes_of_step=found.bytes_of_step,
+                watching=self._watching,
+            ).run()
+        return stack
+
+    def _batches(self, loader: Any) -> int:
+        """Return the batches of an epoch, as Lightning counts them under `limit_train_batches`."""
+        return limited(len(loader), self.runner.settings.trainer_arguments.get("limit_train_batches"))
+
+    def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
+        return self.runner.settings.seed, fit.client.visit, fit.client.id, address_of(fit.phase), epoch
+
+    def _convert(self, module: LightningModule, batch: Any) -> Any:
+        return move_batch(module, self.runner.blueprint.precision.convert_input(batch))
+
+    @staticmethod
+    def _plain_transfer(module: LightningModule) -> bool:
+        hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        return not any(is_overridden(hook, module) for hook in hooks)

@@ -1,0 +1,168 @@
+"""Many rows in little memory, the oldest of them in a file."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from fedlightning.scoring.rows import KIND, Row
+
+
+@dataclass(frozen=True)
+class Spilled:
+    """Rows that lie in a file only.
+
+    Attributes:
+        start: First of them, counted from the first row of the table.
+        end: The one after the last.
+        last_round: Newest round among them.
+        kinds: Places of their kinds.
+        where: Bytes of the file: first, and the one after the last.
+    """
+
+    start: int
+    end: int
+    last_round: int
+    kinds: frozenset[int]
+    where: tuple[int, int]
+
+
+class RowTable(Sequence[Row]):
+    """Rows in a twentieth of the memory: a thousand clients write thousands a round.
+
+    Rows that are in a file anyway may be left there (:meth:`spill`) and are read when somebody asks for them.
+
+    Args:
+        rows: The first rows.
+
+    Example:
+        >>> table = RowTable([Row(1, "G", "global", "latest", "local", "val", "a", "loss", 0.5, 10)])
+        >>> table.extend(table[:])
+        >>> len(table), table[-1].value
+        (2, 0.5)
+    """
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._rounds, self._kinds, self._clients = array("i"), array("i"), array("i")
+        self._values, self._sizes = array("d"), array("q")
+        self._names: list[str] = []  # of clients
+        self._places: dict[str, int] = {}
+        self._known: list[tuple[str, ...]] = []  # kinds
+        self._kind_places: dict[tuple[str, ...], int] = {}
+        self._spilled: list[Spilled] = []
+        self._read: Callable[[int, int], list[Row]] = lambda start, end: []
+        self._last_read: tuple[Spilled | None, list[Row]] = (None, [])
+        self.extend(rows)
+
+    def extend(self, rows: Iterable[Row]) -> None:
+        """Append rows."""
+        rows = list(rows)
+        if not rows:
+            return
+        kinds, clients = list(map(KIND, rows)), [row.client for row in rows]
+        for kind in dict.fromkeys(kinds):
+            if kind not in self._kind_places:
+                self._kind_places[kind] = len(self._known)
+                self._known.append(kind)
+        for client in dict.fromkeys(clients):
+            if client not in self._places:
+                self._places[client] = len(self._names)
+                self._names.append(client)
+        self._kinds.extend(map(self._kind_places.__getitem__, kinds))
+        self._clients.extend(map(self._places.__getitem__, clients))
+        self._rounds.extend([row.round for row in rows])
+        self._values.extend([row.value for row in rows])
+        self._sizes.extend([row.num_samples for row in rows])
+
+    @property
+    def held(self) -> int:
+        """Rows in memory."""
+        return len(self._rounds)
+
+    def spill(self, where: Sequence[tuple[int, tuple[int, int]]], read: Callable[[int, int], list[Row]]) -> None:
+        """Leave the oldest rows that are in memory to a file.
+
+        Args:
+            where: For each part of them its number of rows and its bytes in the file.
+            read: Function from such bytes to the rows.
+        """
+        self._read = read
+        first = self._spilled[-1].end if self._spilled else 0
+        total = 0
+        for count, place in where:
+            part = slice(total, total + count)
+            newest, kinds = max(self._rounds[part], default=0), frozenset(self._kinds[part])
+            self._spilled.append(Spilled(first + total, first + total + count, newest, kinds, place))
+            total += count
+        for column in (self._rounds, self._kinds, self._clients, self._values, self._sizes):
+            del column[:total]
+
+    def where(self, kind: Callable[..., bool], since: int = 0) -> list[Row]:
+        """Return the rows of some kinds and rounds. Of what lies in a file, only parts that may hold such are read.
+
+        Args:
+            kind: Function from model, stage, checkpoint, data, split and metric to whether such rows are wanted.
+            since: First round.
+        """
+        wanted = {place for place, known in enumerate(self._known) if kind(*known)}
+        found: list[Row] = []
+        for part in self._spilled:
+            if part.last_round >= since and not wanted.isdisjoint(part.kinds):
+                found += [row for row in self._part(part) if row.round >= since and kind(*KIND(row))]
+        pairs = zip(self._rounds, self._kinds, strict=True)
+        return found + [self._row(at) for at, (round, place) in enumerate(pairs) if round >= since and place in wanted]
+
+    def _part(self, part: Spilled) -> list[Row]:
+        rows = self._read(*part.where)
+        if len(rows) != part.end - part.start:
+            raise RuntimeError(
+                f"The scores of the rounds up to {part.last_round} are not where they were written any more. Leave "
+                "metrics.csv as it is while the run goes on."
+            )
+        return rows
+
+    def _row(self, at: int) -> Row:
+        model, stage, checkpoint, data, split, metric = self._known[self._kinds[at]]
+        client = self._names[self._clients[at]]
+        return Row(
+            self._rounds[at], stage, model, checkpoint, data, split, client, metric, self._values[at], self._sizes[at]
+        )
+
+    def __len__(self) -> int:
+        return self._first_held + len(self._rounds)
+
+    @property
+    def _first_held(self) -> int:
+        return self._spilled[-1].end if self._spilled else 0
+
+    def __iter__(self) -> Iterator[Row]:
+        for part in self._spilled:
+            yield from self._part(part)
+        for at in range(len(self._rounds)):
+            yield self._row(at)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            try:
+                return [self[one] for one in range(*index.indices(len(self)))]
+            finally:
+                self._last_read = (None, [])
+        index = range(len(self))[index]
+        if index >= self._first_held:
+            return self._row(index - self._first_held)
+        part = self._spilled[bisect_right(self._spilled, index, key=lambda part: part.start) - 1]
+        if self._last_read[0] is not part:
+            self._last_read = (part, self._part(part))
+        return self._last_read[1][index - part.start]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]

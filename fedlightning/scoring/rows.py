@@ -1,0 +1,87 @@
+"""Scores of a run, as rows: one value of one metric of one client's data, at one stage of one round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One score.
+
+    Attributes:
+        round: counted from 1; 0 is the untrained model.
+        stage: ``G`` | ``L1`` | ``L2``; model: ``global`` | ``personal`` | the key of another
+            model of the server that the client has trained | ``unseen``: what a client that never trains gets
+            (:data:`UNSEEN`).
+        checkpoint: ``latest`` or a checkpoint callback's name (``best_global``, ``best_local``).
+        data: ``local``: the client's own; ``pooled``: the union over clients; ``client:NAME``: another client's (the
+            cross-client matrix: ``client``'s model on NAME's data).
+        split: ``val`` | ``test`` | ``train`` (what the module logged in training).
+        client: the client's id, or ``all`` for a global model on pooled data.
+        num_samples: how many samples the value was computed on.
+    """
+
+    round: int
+    stage: str
+    model: str
+    checkpoint: str
+    data: str
+    split: str
+    client: str
+    metric: str
+    value: float
+    num_samples: int
+
+    @property
+    def address(self) -> tuple[int | str, ...]:
+        """Everything but the value (which may be NaN, and then is not equal to itself) and its number of samples."""
+        return ADDRESS(self)
+
+    @property
+    def cells(self) -> tuple[int | str | float, ...]:
+        """All values, in the order of the columns of `metrics.csv`."""
+        return CELLS(self)
+
+
+COLUMNS = [field.name for field in fields(Row)]
+ADDRESS: Callable[[Row], tuple[Any, ...]] = attrgetter(*COLUMNS[:-2])
+CELLS: Callable[[Row], tuple[Any, ...]] = attrgetter(*COLUMNS)
+KIND: Callable[[Row], tuple[Any, ...]] = attrgetter("model", "stage", "checkpoint", "data", "split", "metric")
+"""What the rows of all clients have in common."""
+UNSEEN = "unseen"
+"""Model of a row of a client that takes no part in training: at stage G the global model, at L1 what it would deploy."""
+LATEST = "latest"
+"""Checkpoint of a row: the model as it stands, not one that a callback selected."""
+
+
+@dataclass(frozen=True)
+class Gap(Row):
+    """Scores that could not be computed, in the place of their rows. It is told to the user, and not written.
+
+    Attributes:
+        reason: The error in words.
+    """
+
+    reason: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """What is missing and why."""
+        return not_scored(self.client, self.stage, self.data, self.split, self.reason)
+
+
+def not_scored(client: str, stage: str, data: str, split: str, reason: str) -> str:
+    """Say that a client could not be scored.
+
+    Args:
+        client: The client's id.
+        stage: `"G"`, `"L1"` or `"L2"`.
+        data: Data of the score, as in :class:`Row`.
+        split: `"val"` or `"test"`.
+        reason: The error in words.
+    """
+    return f"client '{client}' was not scored at stage {stage} on {data} {split} data: {reason}"

@@ -1,0 +1,41 @@
+"""Arithmetic on model states: dictionaries from `state_dict` names to tensors.
+
+A *state* is what clients and the server exchange. The functions here never use the code of a module. All they need to
+know about one is the kind of each entry (`entry_kinds`).
+"""
+
+from fedlightning.tensors.arithmetic import (
+    add,
+    clone,
+    distance,
+    equal,
+    first_nonfinite,
+    interpolate,
+    select,
+    subtract,
+    zeros_like,
+)
+from fedlightning.tensors.mean import WeightedMean
+from fedlightning.tensors.memory import pack, side_by_side
+from fedlightning.tensors.modules import EntryKind, State, entry_kinds, load_state, module_state, tied_names
+
+__all__ = [
+    "EntryKind",
+    "State",
+    "WeightedMean",
+    "add",
+    "clone",
+    "distance",
+    "entry_kinds",
+    "equal",
+    "first_nonfinite",
+    "interpolate",
+    "load_state",
+    "module_state",
+    "pack",
+    "select",
+    "side_by_side",
+    "subtract",
+    "tied_names",
+    "zeros_like",
+]
