@@ -175,7 +175,7 @@ def test_a_layer_that_was_not_sent_has_not_moved():
     assert any(len(update.state) < 4 for update in spy.updates)
     rows = flat({"a": CFL().delta(trainer.server, global_state(trainer), spy.updates[0])})
     assert rows.shape == (1, sum(value.numel() for value in global_state(trainer).values()))
-    with pytest.raises(ValueError, match="CFL splits clusters by how the model moves, and no parameter that trains"):
+    with pytest.raises(ValueError, match="Local lets no model travel, so CFL has nothing to work on"):
         federate(Toy(), toy_data(), [Local(), CFL()])
 
 
