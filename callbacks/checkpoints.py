@@ -33,6 +33,7 @@ class LocalCheckpoint(FederatedCallback):
         0.4
     """
 
+    mixes_architectures = True
     chooses_by_scores = True
 
     def __init__(

@@ -48,6 +48,8 @@ class FedAvgM(FederatedCallback):
         tensor([2.9000])
     """
 
+    mixes_architectures = True
+
     def __init__(self, beta: float = 0.9, server_lr: float = 1.0, weighting: WeightingName | None = None) -> None:
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"FedAvgM got beta={beta}; a momentum must be in [0, 1). Use 0 for FedAvg.")

@@ -51,6 +51,8 @@ class FedOpt(FederatedCallback):
         tensor([0.4999, 0.5000])
     """
 
+    mixes_architectures = True
+
     def __init__(
         self,
         server_lr: float = 0.01,

@@ -65,6 +65,7 @@ class FedProto(FederatedCallback):
         ([], {'prototypes': (-1, -1), 'classes': (-1,)})
     """
 
+    mixes_architectures = True
     no_newcomers = "shares prototypes and no model, and has no model for a client that never trained"
 
     def __init__(
