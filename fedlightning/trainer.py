@@ -456,6 +456,7 @@ class FederatedTrainer(Fitted):
             run_dir=run.path if run is not None and is_writer() else None,
             held_out=held_out,
         )
+        server.public_source = lambda: (data.public_dataloader(), type(data).__name__)
         engine = make_engine(a["engine"], runner, store, a["workers"], a["clients_per_stack"])
         engine.attempts.policy = arguments.failure_policy(a)
         loggers = arguments.loggers(self._logger_argument, run) if is_writer() and go_on else []

@@ -227,6 +227,8 @@ class Federation:
             participation=server.participation,
             has_pooled=self.engine.runner.has_pooled,
             has_public=self.engine.runner.has_public,
+            public_size=self.engine.runner.public_size,
+            public_batch=self.engine.runner.public_batch,
             warn=warn,
         )
         for name, own in server.architectures.items():

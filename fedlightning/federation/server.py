@@ -14,6 +14,7 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.errors import warn
 from fedlightning.federation.architectures import Architecture, architectures_of, refuse_unlike
 from fedlightning.federation.explosions import Explosions
+from fedlightning.federation.server_fit import TrainsAtServer
 from fedlightning.hooks import POOLED, CallbackList, FederatedCallback, Job
 from fedlightning.layers import expand
 from fedlightning.messages import GLOBAL, Message, Update, check_extras
@@ -25,7 +26,7 @@ Scores = dict[tuple[str | None, str, str, str, str], dict[str, tuple[float, int]
 data, split and metric."""
 
 
-class Server:
+class Server(TrainsAtServer):
     """The server of one federation.
 
     Args:
