@@ -194,8 +194,11 @@ class Server(TrainsAtServer):
 
     @property
     def trainable(self) -> list[str]:
-        """Names of the trainable parameters: the only entries server optimizers and noise may touch."""
-        return self._own.trainable
+        """Names of the trainable parameters: the only entries server optimizers and noise may touch.
+
+        Those of the global model; while the updates of another model are combined, that model's.
+        """
+        return self.architecture(self.combining).trainable
 
     def participants(self) -> list[str]:
         """Draw this round's clients: a uniform sample without replacement, in client order."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
