@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ class FedOpt(FederatedCallback):
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Take one adaptive step on trainable parameters; every other entry is the clients' mean."""
-        own = {"m": {}, "v": {}, "step": 0} | memory(server, self.key)
+        own: dict[str, Any] = {"m": {}, "v": {}, "step": 0} | memory(server, self.key)
         trainable = set(server.trainable)
         step = own["step"] + 1
         scale = (1 - self.beta2**step) ** 0.5 / (1 - self.beta1**step) if self.bias_correction else 1.0

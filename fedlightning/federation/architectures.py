@@ -81,8 +81,9 @@ def refuse_mixed(server: Server) -> None:
         ConfigurationError: Naming the callback, or the entry.
     """
     owner = server.callbacks.role("model_of")
-    for callback in server.callbacks if owner is not None and not server.is_mixed else ():
-        if callback is not owner and callback.takes_part and not callback.mixes_architectures:
+    for callback in server.callbacks if not server.is_mixed else ():
+        if owner not in (None, callback) and callback.takes_part and not callback.mixes_architectures:
+            assert owner is not None
             raise ConfigurationError(
                 f"{callback.key} works on the one global model, and {owner.key} keeps several. Remove one of them."
             )

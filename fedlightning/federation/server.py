@@ -162,6 +162,17 @@ class Server(TrainsAtServer):
         owner = self.callbacks.role("model_of")
         return GLOBAL if owner is None else owner.model_of(self, client)
 
+    def selected(self, name: str, client: str | None = None) -> dict[str, Any] | None:
+        """Return a model of the server that a checkpoint callback has selected, with its score; `None` if there is none.
+
+        Args:
+            name: Name of the checkpoint.
+            client: For whom, where a model is selected for each architecture. `None`: the global one.
+        """
+        model = GLOBAL if client is None else self.model_of(client)
+        found = (kept for kept in self.checkpoints.values() if (kept["name"], kept.get("of", GLOBAL)) == (name, model))
+        return next(found, None)
+
     @property
     def module(self) -> LightningModule:
         """A module of the global model's architecture as the federation began, for names and layers."""

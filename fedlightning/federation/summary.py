@@ -107,7 +107,7 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
     folder, exporter = run.path / "checkpoints", checkpoints.Exporter(blueprint.template_of)
     with writing(folder):
         (folder / "clients").mkdir(parents=True, exist_ok=True)
-    names = [kept["name"] for kept in server.checkpoints.values()]
+    names = [kept["name"] for kept in server.checkpoints.values() if "of" not in kept]
     whole = None
     if names or server.global_module(None) is not None:
         name = next(iter(names), "latest")

@@ -13,6 +13,7 @@ from fedlightning.callbacks import (
     FedAvgM,
     FedProto,
     FedProx,
+    GlobalCheckpoint,
     LGFedAvg,
     Local,
     LocalCheckpoint,
@@ -226,6 +227,28 @@ def test_server_optimizers_keep_moments_for_every_model(make):
 def test_a_method_for_one_global_model_is_refused_beside_several():
     with pytest.raises(ValueError, match=r"SCAFFOLD works on the one global model, and OneModelEach keeps several"):
         federate(Toy(), data(), [OneModelEach(), SCAFFOLD()])
+
+
+def test_the_model_of_each_architecture_is_selected_by_its_clients(tmp_path):
+    trainer = federate(
+        models(), data(), [OneModelEach(), GlobalCheckpoint()], tmp_path, max_rounds=4, evaluate_every=1, seed=3
+    )
+    for name, members in (("small", ["0", "2"]), ("deep", ["1", "3"])):
+        rows = [row for row in trainer.recorder.rows if (row.stage, row.metric) == ("G", "val_loss")]
+        means = {
+            number: sum(
+                row.value * trainer.server.num_samples[row.client]
+                for row in rows
+                if row.round == number and row.client in members
+            )
+            for number in range(1, 5)
+        }
+        kept = trainer.server.selected("best_global", members[0])
+        assert kept["of"] == name and kept["round"] == min(means, key=means.get)
+        same({"": kept["model"]}, {"": module_state(trainer.module(members[1], "best_global"))})
+    trainer.test(verbose=False)
+    rows = [row for row in trainer.recorder.rows if row.checkpoint == "best_global" and row.split == "test"]
+    assert {(row.client, row.data) for row in rows} == {(client, "local") for client in "0123"}
 
 
 def test_the_summary_and_a_dry_run_name_the_architectures(tmp_path):
