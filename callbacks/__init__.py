@@ -24,6 +24,7 @@ from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
 from fedlightning.callbacks.fedcovid import FedCovid
+from fedlightning.callbacks.feddf import FedDF
 from fedlightning.callbacks.federateddropout import FederatedDropout
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgroup import FedGroup
@@ -85,6 +86,7 @@ __all__ = [
     "FedBABU",
     "FedBN",
     "FedCovid",
+    "FedDF",
     "FederatedDropout",
     "FederationSensitivity",
     "FedFomo",

@@ -16,5 +16,15 @@ ROWS = (
         weights="uniform (default) or samples",
         composes="LocalCheckpoint; no method that shares weights; needs public data, labelled for its transfer learning",
     ),
+    Algorithm(
+        "FedDF", "global",
+        "FedAvg for each architecture; then all returned models together teach each mean on unlabelled public data.",
+        'Lin et al., "Ensemble distillation for robust model fusion in federated learning", NeurIPS 2020',
+        down="w of the client's architecture",
+        server_state="one model for each architecture",
+        deployed="the model of the client's architecture; GlobalCheckpoint",
+        weights="samples (default) or uniform",
+        composes="FedProx, server optimizers (moments for each model), SCAFFOLD with one architecture; not with parts of models",
+    ),
 )
 # fmt: on
