@@ -17,6 +17,7 @@ from fedlightning.callbacks.diagnostics.layer_values import LayerValues
 from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 from fedlightning.callbacks.ditto import Ditto
+from fedlightning.callbacks.dsfl import DSFL
 from fedlightning.callbacks.fd import FD
 from fedlightning.callbacks.fedala import FedALA
 from fedlightning.callbacks.fedamp import FedAMP
@@ -76,6 +77,7 @@ __all__ = [
     "CFL",
     "Dapper",
     "Ditto",
+    "DSFL",
     "FD",
     "FedAdagrad",
     "FedAdam",

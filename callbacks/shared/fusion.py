@@ -111,6 +111,12 @@ class EnsembleFusion(FederatedCallback):
                 f"{self.key} fuses a model for each architecture that clients have, and '{own}' is the server's alone. Leave "
                 "server=... of ClientModels out."
             )
+        for client in server.held_out:
+            if server.architecture_of(client).name not in names:
+                raise ValueError(
+                    f"{self.key} has no model for the held-out client '{client}': nobody who trains has its architecture "
+                    f"'{server.architecture_of(client).name}'. Assign it another one."
+                )
         for client in server.clients:
             self._make_model(server, client)
             if server.float_buffers == "local":

@@ -26,5 +26,16 @@ ROWS = (
         weights="samples (default) or uniform",
         composes="FedProx, server optimizers (moments for each model), SCAFFOLD with one architecture; not with parts of models",
     ),
+    Algorithm(
+        "DSFL", "personal",
+        "DS-FL: probabilities on unlabelled public data travel; clients and a server's model learn their sharpened mean.",
+        'Itahara et al., "Distillation-based semi-supervised federated learning for communication-efficient collaborative '
+        'training with non-IID private data", IEEE TMC 2021',
+        down="ids and sharpened mean probabilities of public samples", up="its probabilities on them",
+        client_state="its whole model", server_state="its own model, the newest targets",
+        deployed="each client's own model; LocalCheckpoint (the server's is a global model: GlobalCheckpoint)",
+        weights="uniform (default) or samples",
+        composes="LocalCheckpoint, GlobalCheckpoint; no method that shares weights; needs public data",
+    ),
 )
 # fmt: on
