@@ -24,6 +24,7 @@ from fedlightning.callbacks.fedamp import FedAMP
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
+from fedlightning.callbacks.fedbe import FedBE
 from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.feddf import FedDF
 from fedlightning.callbacks.federateddropout import FederatedDropout
@@ -86,6 +87,7 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedBABU",
+    "FedBE",
     "FedBN",
     "FedCovid",
     "FedDF",

@@ -27,6 +27,16 @@ ROWS = (
         composes="FedProx, server optimizers (moments for each model), SCAFFOLD with one architecture; not with parts of models",
     ),
     Algorithm(
+        "FedBE", "global",
+        "Clients' models, their mean and models sampled around it teach the mean on unlabelled public data.",
+        'Chen, Chao, "FedBE: making Bayesian model ensemble applicable to federated learning", ICLR 2021',
+        down="w of the client's architecture",
+        server_state="one model for each architecture",
+        deployed="the model of the client's architecture; GlobalCheckpoint",
+        weights="samples (default) or uniform",
+        composes="as FedDF",
+    ),
+    Algorithm(
         "DSFL", "personal",
         "DS-FL: probabilities on unlabelled public data travel; clients and a server's model learn their sharpened mean.",
         'Itahara et al., "Distillation-based semi-supervised federated learning for communication-efficient collaborative '
