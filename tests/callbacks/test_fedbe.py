@@ -31,10 +31,12 @@ def drawn_by_hand(states, weights, mean, distribution, samples, draw):
         seed = int(torch.randint(2**62, (), generator=draw))
         for gammas in np.random.default_rng(seed).dirichlet([1.0] * len(states), size=samples):
             share = [g * w for g, w in zip(gammas, weights, strict=True)]
-            found.append({
-                k: (sum(a * s[k].double() for a, s in zip(share, states, strict=True)) / sum(share)).float()
-                for k in mean
-            })
+            found.append(
+                {
+                    k: (sum(a * s[k].double() for a, s in zip(share, states, strict=True)) / sum(share)).float()
+                    for k in mean
+                }
+            )
         return found
     for _ in range(samples):
         model = {}
@@ -110,7 +112,10 @@ def test_three_rounds_are_what_the_paper_says(options):
 
 def test_draws_have_the_clients_mean_and_variance():
     draw = torch.Generator().manual_seed(0)
-    states = [{"w": torch.tensor([0.0, 5.0]), "n": torch.tensor(3)}, {"w": torch.tensor([4.0, 5.0]), "n": torch.tensor(3)}]
+    states = [
+        {"w": torch.tensor([0.0, 5.0]), "n": torch.tensor(3)},
+        {"w": torch.tensor([4.0, 5.0]), "n": torch.tensor(3)},
+    ]
     mean = weighted(states, [3.0, 1.0])
     found = torch.stack([one["w"] for one in gaussian(states, [3.0, 1.0], mean, {"w": "w"}, 4000, draw)])
     torch.testing.assert_close(found.mean(0), torch.tensor([1.0, 5.0]), atol=0.1, rtol=0)
@@ -163,7 +168,13 @@ def test_two_architectures_resume_bit_for_bit(tmp_path):
 def test_what_goes_with_it_and_wrong_use():
     for other in (FedProx(mu=0.1), SCAFFOLD(), FedAdam()):
         federate(Toy(), public_data(), [FedBE(epochs=2), other], max_rounds=2)
-    for arguments in ({"distribution": "beta"}, {"alpha": 0.0}, {"epochs": -1}, {"combine": "votes"}, {"swa_start": 1.0}):
+    for arguments in (
+        {"distribution": "beta"},
+        {"alpha": 0.0},
+        {"epochs": -1},
+        {"combine": "votes"},
+        {"swa_start": 1.0},
+    ):
         (name,) = arguments
         with pytest.raises(ValueError, match=f"FedBE got {name}="):
             FedBE(**arguments)
