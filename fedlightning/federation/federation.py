@@ -226,6 +226,7 @@ class Federation:
             participation=server.participation,
             has_pooled=self.engine.runner.has_pooled,
             has_public=self.engine.runner.has_public,
+            shared_names=server.shared_names,
             warn=warn,
         )
         server.callbacks.event("check", setup)
