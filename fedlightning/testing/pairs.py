@@ -82,7 +82,7 @@ def check_both_act(
     """
     known: dict[Any, Any] = {} if runs is None else runs
     idle, plain = [(first, second), (second, first)], FederatedCallback()
-    plain.weighting = weighting = next((it.weighting for it in (first, second) if it.weighting is not None), None)
+    plain.weighting = weighting = next((it.weighting for it in (first, second) if isinstance(it.weighting, str)), None)
     lengths: tuple[dict[str, Any], ...] = ({}, {"sizes": (12, 7, 10, 15), "max_rounds": 5})
     for length in lengths:  # what works on several clients or in late rounds may do nothing in a short run
 
