@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,11 +119,35 @@ def comes_by(setup: Setup, taps: Taps, owner: str) -> bool:
     """Return whether anything that travels changes what ``taps`` catch on a first batch; True without data."""
     before, changed = features_at_start(setup, taps, owner), copy.deepcopy(setup.module)
     entries = module_state(changed)
-    moving = [name for name in setup.shared_names() if setup.kinds[name] in ("trainable", "float_buffer")]
+    moving = [name for name in setup.shared_names() if setup.kinds.get(name) in ("trainable", "float_buffer")]
     with isolated("comes by"):  # upwards, so that a variance stays positive
         load_state(changed, {name: entries[name] + torch.rand_like(entries[name]) for name in moving})
-    after = features_at_start(dataclasses.replace(setup, module=changed), taps, owner)
+    after = features_at_start(replace(setup, module=changed), taps, owner)
     return not before or any(not torch.equal(before[label], after[label]) for label in before)
+
+
+def refuse_other_widths(setup: Setup, taps: Taps, owner: str) -> None:
+    """Refuse clients' models whose representations differ in width, where they are compared or averaged.
+
+    Args:
+        setup: The federation.
+        taps: Function that makes the tap on a module's representation.
+        owner: The algorithm, for the message.
+
+    Raises:
+        ValueError: Naming two architectures and their widths.
+    """
+    widths: dict[str, int] = {}
+    for name, module in setup.modules.items():
+        seen = features_at_start(replace(setup, module=module), taps, owner)
+        widths |= {name: next(iter(seen.values())).shape[1]} if seen else {}
+    for name, width in widths.items():
+        first, known = next(iter(widths.items()))
+        if width != known:
+            raise ValueError(
+                f"{owner} needs representations of one width from all clients, but those of '{first}' have {known} numbers, "
+                f"those of '{name}' {width}. Give the layer before the head the same width in all models."
+            )
 
 
 def freeze_teachers(client: Client, key: str) -> None:
