@@ -211,7 +211,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         if self._num_classes is None or split not in self._splits:
             return None
         labels = self._splits[split].labels
-        return None if labels is None else np.bincount(labels[held], minlength=self._num_classes).tolist()
+        if labels is None:
+            return None
+        own = labels[held]
+        return np.bincount(own[own >= 0], minlength=self._num_classes).tolist()  # -100: a sample that losses ignore
 
     def fingerprint(self, split: str) -> str:
         digest = hashlib.sha256(json.dumps(self.client_ids).encode())

@@ -227,6 +227,7 @@ class Federation:
             participation=server.participation,
             has_pooled=self.engine.runner.has_pooled,
             has_public=self.engine.runner.has_public,
+            shared_names=server.shared_names,
             public_size=self.engine.runner.public_size,
             public_batch=self.engine.runner.public_batch,
             warn=warn,
