@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
         found = batch[0] if batch else None
     if not isinstance(found, Tensor):
         raise ValueError(
-            f"{owner} gives the model the inputs of a batch, one tensor, and a batch is a {what} here. Let the loader give x, "
-            f"(x, y, ...), or a dict with one entry beside {', '.join(LABEL_KEYS)}."
+            f"{owner} gives the model the inputs of a batch, one tensor, and a batch is a {what} here. Let the loader give "
+            f"x, (x, y, ...), or a dict with one entry beside {', '.join(LABEL_KEYS)}."
         )
     return found
 
@@ -124,8 +125,8 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
     name = type(setup.template).__name__
     if not setup.has_public():
         raise ValueError(
-            f"{owner} trains on public data, but the data module has none. Set public=0.1 (a share of every client's training "
-            "samples that all may see), or public: another data set."
+            f"{owner} trains on public data, but the data module has none. Set public=0.1 (a share of every client's "
+            "training samples that all may see), or public: another data set."
         )
     setup.public_size()  # refuses samples without positions
     if not setup.module.automatic_optimization:
@@ -149,13 +150,11 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
             logits = logits_of(module, move_batch(module, batch))
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         raise ValueError(
-            f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take the "
-            "inputs and return logits (batch, classes)."
+            f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take "
+            "the inputs and return logits (batch, classes)."
         ) from error
-    try:
+    with suppress(ValueError):  # what else the task's targets are is its own business
         known += [] if own is None else [labels_of(own, owner)]
-    except ValueError:
-        pass  # the task's own business
     largest = max((int(found.max()) for found in known if len(found)), default=-1)
     if largest >= logits.shape[1]:
         raise ValueError(

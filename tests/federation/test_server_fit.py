@@ -199,7 +199,7 @@ def test_what_cannot_work_is_refused(servers: Any, how: dict[str, Any], words: s
 def test_bad_losses_are_refused(servers: Any) -> None:
     server = servers()
     module = server.module_with(server.model)
-    with pytest.raises(FloatingPointError, match="step 1. Lower"):
+    with pytest.raises(FloatingPointError, match=r"step 1\. Lower"):
         server.fit(module, server.public(), lambda module, batch: module(batch[0]).sum() * float("nan"), steps=3)
     assert module._trainer is None
     with pytest.raises(ValueError, match="a tensor with one number"):
@@ -249,5 +249,5 @@ def test_without_public_data_the_sentence_says_how_to_get_some(tmp_path: Path) -
 
     server = federate(Watch(), NoPublic(), tmp_path, max_rounds=1).federation.server
     assert server.public_size == 0
-    with pytest.raises(ValueError, match="NoPublic has no public data.*public=0.1.*public: another data set"):
+    with pytest.raises(ValueError, match=r"NoPublic has no public data.*public=0.1.*public: another data set"):
         server.public()
