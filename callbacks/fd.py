@@ -59,6 +59,7 @@ class FD(FederatedCallback):
         ([], {'outputs': (-1, -1), 'classes': (-1,)})
     """
 
+    mixes_architectures = True
     no_newcomers = "shares mean predictions and no model, and has no model for a client that never trained"
 
     def __init__(

@@ -43,6 +43,8 @@ class FedPer(FederatedCallback):
         ['0.weight', '0.bias']
     """
 
+    mixes_architectures = True
+
     def __init__(
         self, personal: str | list[str] | None = None, num_layers: int = 1, weighting: WeightingName | None = None
     ) -> None:
@@ -88,6 +90,8 @@ class LGFedAvg(FederatedCallback):
         >>> LGFedAvg(shared="2").shared_names(None, nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1)))
         ['2.weight', '2.bias']
     """
+
+    mixes_architectures = True
 
     def __init__(
         self, shared: str | list[str] | None = None, num_layers: int = 2, weighting: WeightingName | None = None
@@ -174,6 +178,7 @@ class Local(FederatedCallback):
         []
     """
 
+    mixes_architectures = True
     optimizer_state = "keep"
     no_newcomers = "trains each client alone, and has no model for one that never trained"
 

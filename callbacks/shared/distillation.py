@@ -98,7 +98,7 @@ def kl(teacher_logits: Tensor, student_logits: Tensor, temperature: float = 1.0)
         >>> import torch
         >>> logits = torch.tensor([[2.0, -1.0]])
         >>> float(kl(logits, logits)), round(float(kl(logits, -logits, 2.0)), 3)
-            (0.0, 3.811)
+        (0.0, 3.811)
     """
     teacher = rows(teacher_logits.detach()) / temperature
     student = rows(student_logits) / temperature

@@ -274,7 +274,8 @@ class VectorizedEngine(Engine):
                 phase.terms_of,
                 phase.repeats,
             )
-            architecture = None if fit.client.is_unbuilt else _architecture(fit.client.module)
+            name = self.runner.blueprint.architecture_of(fit.client.id)
+            architecture = name if fit.client.is_unbuilt else _architecture(fit.client.module)
             groups.setdefault((same, architecture), []).append(member)
         return list(groups.values())
 
@@ -284,7 +285,7 @@ class VectorizedEngine(Engine):
         unbuilt = fits[0].client.is_unbuilt
         order: list[int] = []
         try:
-            template = self.runner.blueprint.build_around({}) if unbuilt else fits[0].client.module
+            template = self.runner.blueprint.build_around({}, fits[0].client.id) if unbuilt else fits[0].client.module
             trainees = self._training.trainees(fits, template)
             order = sorted(range(len(fits)), key=lambda place: -trainees[place].expected)
             in_order = [trainees[place] for place in order]

@@ -83,6 +83,7 @@ class DryRun:
         metrics: Scores on test data, by name without the split.
         held_out: Clients that take no part in training and are scored as unseen clients.
         public: What is known of the public data; empty without any.
+        architectures: By name, class, parameters and clients of the clients' models, where they differ.
     """
 
     model: str
@@ -109,6 +110,7 @@ class DryRun:
     metrics: list[str] = field(default_factory=list)
     held_out: list[ClientSize] = field(default_factory=list)
     public: dict[str, Any] = field(default_factory=dict)
+    architectures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -141,7 +143,13 @@ def _lines(run: DryRun, most: int = 12) -> Iterator[str]:
         yield f"  public: {public_in_words(run.public)}"
     yield ""
     frozen = "" if run.trainable == run.parameters else f", {run.trainable:,} of them train"
-    yield f"  model      {run.model}: {run.parameters:,} parameters{frozen}; {run.shared:,} numbers travel"
+    if not run.architectures:
+        yield f"  model      {run.model}: {run.parameters:,} parameters{frozen}; {run.shared:,} numbers travel"
+    for name, own in run.architectures.items():
+        clients = f"{len(own['clients'])} clients" if own["clients"] else "the server"
+        yield f"  model      {name} ({own['class']}): {own['parameters']:,} parameters, {clients}"
+    if run.architectures:
+        yield f"  shared     {run.shared:,} numbers of the model travel"
     yield f"  batch      {run.batch}"
     takes = (
         "all clients" if run.participants == len(run.clients) else f"{run.participants} of {len(run.clients)} clients"

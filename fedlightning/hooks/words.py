@@ -165,6 +165,8 @@ class Setup:
     Attributes:
         module: A built copy of the federation's module, wrapped by every callback.
         template: The user's module as it was given.
+        modules: By name, a built module of every architecture, where clients have different ones; :attr:`module` is one of
+            them, and the check runs once for each.
         kinds: Kind of every state entry of `module`.
         callbacks: All federated callbacks in order.
         clients: The clients' ids.
@@ -204,6 +206,7 @@ class Setup:
     participation: int | float = 1.0
     has_pooled: Callable[[str], bool] = lambda split: True
     has_public: Callable[[], bool] = lambda: False
+    modules: Mapping[str, LightningModule] = field(default_factory=dict)
     public_size: Callable[[], int] = lambda: 0
     public_batch: Callable[[], Any] = lambda: None
     warn: Callable[[str], None] = lambda text: None

@@ -22,6 +22,7 @@ from fedlightning.datamodules.overlap import content_hash
 from fedlightning.datamodules.public import is_iterable
 from fedlightning.hooks import FederatedCallback
 from fedlightning.hooks.words import Stage
+from fedlightning.models.client_models import ClientModels
 from fedlightning.run.environment import plain
 
 ARGUMENTS = (
@@ -159,6 +160,14 @@ def _hash(value: Any) -> str:
 
 def _of_model(model: LightningModule) -> dict[str, Any]:
     found: dict[str, Any] = {"model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    if isinstance(model, ClientModels):
+        found |= {"models": ", ".join(model.models), "model.server": model.server}
+        found["model.assign"] = (
+            model.assign if isinstance(model.assign, str) else "by name"
+        )  # see federation/changes.py
+        for name in model.models:
+            found |= {f"{name}: {key}": value for key, value in _of_model(model.model(name)).items()}
+        return found
     found |= {f"model.{name}": value for name, value in model.hparams.items()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():

@@ -113,7 +113,7 @@ class Client:
     def module(self) -> LightningModule:
         """The client's LightningModule, built on first access."""
         if self._module is None:
-            self._module = self._blueprint.build_around(self._entries)
+            self._module = self._blueprint.build_around(self._entries, self.id)
         return self._module
 
     @property

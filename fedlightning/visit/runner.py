@@ -90,7 +90,7 @@ class LocalRunner:
             record: The client's record; not changed.
             evaluating: Whether the visit only evaluates.
         """
-        entries = self.blueprint.plain_entries(record.personal | message.state)
+        entries = self.blueprint.plain_entries(record.personal | message.state, message.client)
         module = self.blueprint.build(message.client) if entries is None else None
         client = Client(self, copy.copy(message), record.copy(), module, entries)
         client.evaluating = evaluating
