@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fedlightning.blueprint.optimizers import optimizers_of
@@ -227,7 +227,6 @@ class Federation:
             participation=server.participation,
             has_pooled=self.engine.runner.has_pooled,
             has_public=self.engine.runner.has_public,
-            shared_names=server.shared_names,
             public_size=self.engine.runner.public_size,
             public_batch=self.engine.runner.public_batch,
             warn=warn,
@@ -241,6 +240,7 @@ class Federation:
                 kinds=server.architectures[name].kinds,
                 optimizers=optimizers_of(module),
                 modules=modules if server.is_mixed else {},
+                shared_names=partial(server.shared_in, name),
             )
             server.callbacks.event("check", whose)
         self.engine.check()
