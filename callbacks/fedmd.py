@@ -100,7 +100,8 @@ class FedMD(FederatedCallback):
 
         Raises:
             ValueError: If public data are missing or of another shape, have no labels for the transfer learning, or `forward`
-                gives no logits for them. Also if another callback works on a model that travels, or keeps something beside one.
+                gives no logits for them. Also if another callback works on a model that travels, or keeps something beside
+                one.
         """
         refuse_without_a_model(self, setup)
         refuse_what_stays(self, setup)

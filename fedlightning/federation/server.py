@@ -283,7 +283,16 @@ class Server(TrainsAtServer):
             without: A callback that is not asked.
             model: Key of the model that travels.
         """
-        own = self.architecture(model)
+        return self.shared_in(self.architecture(model).name, without)
+
+    def shared_in(self, architecture: str, without: FederatedCallback | None = None) -> tuple[str, ...]:
+        """Return the names that travel of a model of an architecture, whether or not the server has one.
+
+        Args:
+            architecture: Its name.
+            without: A callback that is not asked.
+        """
+        own = self.architectures[architecture]
         if not self._choosers and own.name in self._unchosen:
             return self._unchosen[own.name]
         names = list(own.kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_absent_clients_distil_the_newest_targets_with_their_ids_when_they_retur
     )
     visits, ids = visits_of(spy, 6)
     clients = [client for (client,) in visits]
-    assert any(a == b for a, b in zip(clients, clients[1:], strict=False)) and len(set(clients)) > 1
+    assert any(a == b for a, b in pairwise(clients)) and len(set(clients)) > 1
     for message in (m for m in spy.messages if m.tag == "predict" and m.round):
         payload = message.extras["DSFL"]
         was_there = clients[message.round - 1] == message.client
