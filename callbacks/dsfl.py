@@ -235,12 +235,12 @@ class DSFL(FederatedCallback):
         update.extras[self.key] = {"probabilities": probabilities}
 
 
-def _probabilities(module: nn.Module, batch: Any) -> Tensor:
+def _probabilities(module: LightningModule, batch: Any) -> Tensor:
     """Return a module's probabilities for a batch."""
     return logits_of(module, batch).softmax(1)
 
 
-def _cross_entropy(module: nn.Module, paired: Any) -> Tensor:
+def _cross_entropy(module: LightningModule, paired: Any) -> Tensor:
     """Return the cross entropy to a batch's targets."""
     logits = logits_of(module, paired.batch)
     return F.cross_entropy(logits, paired.targets.to(logits))

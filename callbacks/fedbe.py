@@ -93,8 +93,8 @@ class FedBE(EnsembleFusion):
         check_ensemble("FedBE", combine)
         if not 0.0 <= swa_start < 1.0 or swa_every < 0:
             raise ValueError(
-                f"FedBE got swa_start={swa_start} and swa_every={swa_every}: use a share of the steps in [0, 1), and a number of "
-                "steps, 0 or more."
+                f"FedBE got swa_start={swa_start} and swa_every={swa_every}: use a share of the steps in [0, 1), and a "
+                "number of steps, 0 or more."
             )
         self.distribution = distribution
         self.samples = samples
