@@ -158,10 +158,13 @@ class DSFL(FederatedCallback):
         if not self.distil_epochs:
             yield [Job(client) for client in clients]
             return
-        own = {"done": [], **server.state.get(self.key, {})}
+        own = dict(server.state.get(self.key, {}))
         server.state[self.key] = {**own, "predict": server.public_ids(self.public_samples)}
         sent = yield [Job(client, tag=PREDICT, keep=True) for client in clients]
         rows = {update.client: update.extras[self.key]["probabilities"] for update in sent if update.error is None}
+        if not rows:  # the only one failed
+            server.state[self.key] = own
+            return
         weights = {client: server.num_samples[client] if self.weighting == "samples" else 1 for client in rows}
         targets = mean_rows(rows, weights, self.key)
         if self.aggregation == "era":
