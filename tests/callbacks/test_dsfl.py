@@ -164,7 +164,7 @@ def test_clients_that_fail_are_left_out_and_a_round_of_them_ends_in_a_sentence(c
     trainer, spy = spied(Toy("sgd"), data, [callback], max_rounds=2, on_client_error="skip")
     targets = [m.extras[callback.key] for m in spy.messages if m.tag in ("distil", "digest")]
     assert targets and all(torch.isfinite(value).all() for extras in targets for value in extras.values())
-    with pytest.raises(FederationError, match="Round 1: .*client '0' failed"):
+    with pytest.raises(FederationError, match=r"Round 1: .*client '0' failed"):
         federate(Toy("sgd"), Broken(toy_data((24,)).tensors), [callback], max_rounds=2, on_client_error="skip")
 
 
