@@ -218,9 +218,10 @@ class FLoRA(ClientRanks):
         server.state[self.key] = {**kept, "version": kept["version"] + 1, "stacks": stacks}
         return new
 
-    def on_federation_end(self, server: Server) -> None:
-        """Forget what clients have where visits after the last round have changed it: the next message is whole."""
-        if self.key in server.state and any(callback.claims("final_jobs") for callback in server.callbacks):
+    def on_round_end(self, server: Server) -> None:
+        """Forget what clients have before visits after the last round change it: the next messages are whole."""
+        last = server.round + 1 >= server.max_rounds and self.key in server.state
+        if last and any(callback.claims("final_jobs") for callback in server.callbacks):
             server.state[self.key] = {**server.state[self.key], "stacks": {}, "has": {}}
 
 

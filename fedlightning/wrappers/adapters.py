@@ -185,7 +185,8 @@ def adapted_layers(module: nn.Module) -> dict[str, Adapted]:
     layers = {}
     for path in cast(AdapterMixin, module).adapted_paths:
         names = [f"{path}.lora_{factor}.{ADAPTER}.weight" for factor in "AB"] + [f"{path}.base_layer.weight"]
-        layers[path] = Adapted(*names, *(tuple(sorted(tied.get(name, {name}))) for name in names))
+        every = [tuple(sorted(tied.get(name, {name}))) for name in names]
+        layers[path] = Adapted(names[0], names[1], names[2], every[0], every[1], every[2])
     return layers
 
 
