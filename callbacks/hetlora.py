@@ -124,6 +124,21 @@ class HetLoRA(ClientRanks):
                     f"{self.key} has pruned. Use gamma=1, or remove one of them."
                 )
 
+    def on_federation_start(self, server: Server) -> None:
+        """Refuse adapters of which one factor travels and the other one stays.
+
+        Raises:
+            ValueError: Naming the layer.
+        """
+        travels = set(server.shared_names())
+        for path, layer in adapted_layers(server.module).items():
+            if (layer.a in travels) != (layer.b in travels):
+                stays = layer.a if layer.b in travels else layer.b
+                raise ValueError(
+                    f"'{stays}' stays at the clients, but {self.key} cuts, weighs and prunes both factors of '{path}' "
+                    f"together. Name the whole layer among what stays ('{path}'), or none of it."
+                )
+
     # -- a round -------------------------------------------------------------------------------------------------------
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Truncate the adapters to the client's present rank."""

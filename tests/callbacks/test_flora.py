@@ -46,7 +46,6 @@ SKIP = {
 CASES = {
     "FLoRA": Case(FLoRA(r=[3, 2]), skip=SKIP),
     "FLoRA head": Case(FLoRA(r=2, head=["head"]), skip=SKIP, arguments={"full": True}),
-    "FLoRA small": Case(FLoRA(r=1, target_modules=["middle"]), skip=SKIP, arguments={"participation": 2}),
 }
 KEPT = {"FLoRA": Kept("FLoRA", server=("has", "stacks", "version"), client=("version",))}
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import fedlightning
-from fedlightning.callbacks import SCAFFOLD, FedAdam, FedALA, FedIT, FedLP, FedPer, FedProx, HetLoRA
+from fedlightning.callbacks import SCAFFOLD, Ditto, FedAdam, FedALA, FedIT, FedLP, FedPer, FedProx, HetLoRA
 from fedlightning.callbacks.hetlora import norm_of_change, padded
 from fedlightning.messages import Update
 from fedlightning.tensors import clone, module_state
@@ -226,6 +226,19 @@ def test_others_act_on_the_padded_adapters():
     trainer, spy = spied(module, data, [method, FedPer(personal=["net.3"])], max_rounds=2)
     assert {name.rpartition(".lora")[0] for name in spy.updates[0].state} == {"net.0"}
     assert len(module_state(trainer.client("2").module)[A.format("net.3")]) == 1
+
+
+def test_a_personal_model_has_the_client_s_rank():
+    """It began with the largest rank, so every client of another rank failed."""
+    trainer = federate(toy(), toy_data(), [HetLoRA(r=[4, 2, 1]), Ditto()], max_rounds=2)
+    assert not trainer.server.failures
+    for client, rank in {"0": 4, "1": 2, "2": 1}.items():
+        assert len(trainer.store.get(client).state["Ditto"]["model"][A.format("net.0")]) == rank
+
+
+def test_both_factors_travel_or_none():
+    with pytest.raises(ValueError, match=r"'net.3.lora_B.*stays at the clients, but HetLoRA cuts.*\('net.3'\)"):
+        federate(Toy(), toy_data(), [HetLoRA(), FedPer(personal=["net.3.lora_B"])])
 
 
 @pytest.mark.parametrize(
