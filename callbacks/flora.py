@@ -166,11 +166,11 @@ class FLoRA(ClientRanks):
         """Merge the stacks that came into the network, and make the adapters new."""
         own = message.extras[self.key]
         sizes = own["sizes"].tolist() if "sizes" in own else []
-        known = client.state.get(self.key, {}).get("version", 0) - (own["version"] - len(sizes))
-        if sizes and known < 0:
+        have, first = client.state.get(self.key, {}).get("version", 0), own["version"] - len(sizes)
+        if sizes and have != first:
             raise ValueError(
-                f"{self.key}: client '{client.id}' lacks {-known} merges before those that came, so its record is older than "
-                "what the server believes it has. Start the run anew, or give the client back its record."
+                f"{self.key}: the record of client '{client.id}' has {have} merges, and what came continues from {first}. It "
+                "is not the record that the server knows; give the client back that one, or start the run anew."
             )
         now = client.entries
         fresh: State = {}
@@ -178,7 +178,7 @@ class FLoRA(ClientRanks):
             if f"{path}.A" in own:
                 stacks = zip(own[f"{path}.A"].split(sizes), own[f"{path}.B"].split(sizes, dim=1), strict=True)
                 weight = now[layer.base]
-                for a, b in list(stacks)[known:]:  # of a visit whose update was refused the client has them already
+                for a, b in stacks:  # one after another, as the server did: rounding is the same
                     weight = merged(weight, a, b)
                 message.state[layer.base] = weight
             fresh[layer.b] = torch.zeros_like(now[layer.b])

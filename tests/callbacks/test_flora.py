@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -195,6 +197,12 @@ def test_every_visit_begins_with_the_server_s_network_and_fresh_adapters():
             whole = sum(value.numel() for value in message.state.values())
             assert message.num_bytes == 4 * (numbers + whole) + 8 * len(own.get("sizes", ())) + 3 * 8
     assert {("net.0", True), ("net.0", False)} <= forms
+
+
+def test_another_record_than_the_server_knows_is_refused():
+    message = SimpleNamespace(extras={"FLoRA": {"version": 3, "sizes": torch.tensor([2])}})
+    with pytest.raises(ValueError, match=r"record of client 'a' has 3 merges, and what came continues from 2"):
+        FLoRA().on_receive(SimpleNamespace(id="a", state={"FLoRA": {"version": 3}}), message)
 
 
 def test_a_client_whose_update_was_refused_merges_nothing_twice():
