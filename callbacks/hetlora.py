@@ -180,9 +180,8 @@ class HetLoRA(ClientRanks):
 
     def _tail(self, own: Mapping[str, Any], state: Mapping[str, Tensor]) -> Tensor:
         """Return `sum ||B[:, k:]|| ||A[k:]||` over the layers."""
-        rank, norm = own["rank"], torch.linalg.vector_norm
-        kept = self.pruned(rank)
-        tails = [(state[layer.b][:, kept:rank], state[layer.a][kept:rank]) for layer in own["layers"]]
+        kept, norm = self.pruned(own["rank"]), torch.linalg.vector_norm
+        tails = [(state[layer.b][:, kept:], state[layer.a][kept:]) for layer in own["layers"]]  # pruned rows are zero
         return torch.stack([norm(b) * norm(a) for b, a in tails]).sum()
 
     def on_send(self, client: Client, update: Update) -> None:
