@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Plan, Server, Setup, Update, Wire
-from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
+from fedlightning.callbacks.shared.distillation import both_classes
+from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
 from fedlightning.wrappers import FeatureTap
 
@@ -58,6 +59,7 @@ class FD(FederatedCallback):
         ([], {'outputs': (-1, -1), 'classes': (-1,)})
     """
 
+    mixes_architectures = True
     no_newcomers = "shares mean predictions and no model, and has no model for a client that never trained"
 
     def __init__(
@@ -246,16 +248,3 @@ class FD(FederatedCallback):
             **own,
             "arrived": {**arrived, update.client: {"outputs": table, "weights": weights}},
         }
-
-
-def both_classes(logits: Tensor) -> Tensor:
-    """Return logits as `(batch, classes)`, in fp32 at least; one logit gets a 0 for class 0 beside it.
-
-    Example:
-        >>> import torch
-        >>> from fedlightning.callbacks.fd import both_classes
-        >>> both_classes(torch.tensor([[2.0], [-1.0]])).tolist()
-        [[0.0, 2.0], [0.0, -1.0]]
-    """
-    logits = rows(logits)
-    return F.pad(logits, (1, 0)) if logits.shape[1] == 1 else logits

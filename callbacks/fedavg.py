@@ -32,6 +32,8 @@ class FedAvg(FederatedCallback):
         tensor([2.])
     """
 
+    mixes_architectures = True
+
     def __init__(self, weighting: WeightingName = "samples") -> None:
         self.weighting = weighting
 
@@ -59,6 +61,8 @@ class FedSGD(FederatedCallback):
         Traceback (most recent call last):
         ValueError: FedSGD takes one step per round, ... Set local_steps=1 and a batch size of at least 80.
     """
+
+    mixes_architectures = True
 
     def __init__(self, weighting: WeightingName = "samples") -> None:
         self.weighting = weighting

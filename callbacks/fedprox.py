@@ -39,6 +39,8 @@ class FedProx(FederatedCallback):
         tensor([ 0.5000, -1.0000])
     """
 
+    mixes_architectures = True
+
     def __init__(self, mu: float = 0.1, weighting: WeightingName | None = None) -> None:
         if mu < 0:
             raise ValueError(f"FedProx got mu={mu}; a proximal strength cannot be negative. Use 0 for FedAvg.")

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from fedlightning.datamodules.views import ArrayDataset, IndexView
 
 _ATTRIBUTES = ("targets", "labels")
-_KEYS = ("label", "labels", "y", "target", "targets")
+LABEL_KEYS = ("label", "labels", "y", "target", "targets")
 MOST_FLOAT_CLASSES = 100
 """Float targets with more different values than this are measurements, even if all of them are whole numbers."""
 
@@ -73,7 +73,7 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
             )
         return found
     found = _known(dataset, _ATTRIBUTES)
-    return _walk(dataset, _KEYS, positional=True) if found is None and walk else found
+    return _walk(dataset, LABEL_KEYS, positional=True) if found is None and walk else found
 
 
 def as_classes(values: Any) -> np.ndarray | None:

@@ -10,6 +10,7 @@ method from its pseudocode to a checked callback. Wrapped modules are in :mod:`f
 from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.renamed import renamed_arguments
+from fedlightning.datamodules.public import PairedBatch
 from fedlightning.errors import warn
 from fedlightning.federation.server import Server
 from fedlightning.hooks import (
@@ -113,6 +114,7 @@ __all__ = [
     "isolated",
     # looks at a module that leave no trace
     "NoLossError",
+    "PairedBatch",
     "move_batch",
     "probes",
     "training_loss",

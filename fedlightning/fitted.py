@@ -337,7 +337,9 @@ class Fitted:
         about = {"checkpoint": checkpoint} | ({} if client is None else {"client": client})
         with writing(Path(path)):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Exporter(self._fitted().server.blueprint.template).save(Path(path), module, about)
+            blueprint = self._fitted().server.blueprint
+            architecture = blueprint.architecture_of("server" if client is None else client)
+            Exporter(blueprint.template_of).save(Path(path), module, about, architecture)
 
     def __repr__(self) -> str:
         """Return the arguments that differ from their defaults, and how far the federation is."""

@@ -363,8 +363,9 @@ class FederatedTrainer(Fitted):
                 steps = {"local_steps": 1} if self.arguments["local_steps"] is not None else {"local_epochs": 1}
                 server, trained = whole.server, whole.engine.runner.data
                 unseen = server.held_out[:UNSEEN_CLIENTS]
-                few = FewClients(data, [*distinct_clients(trained), *unseen])
-                small = self._copy(SMALL | steps | {"held_out": unseen})._assemble(model, few, None)
+                few = FewClients(data, [*distinct_clients(trained, server.blueprint.architecture_of), *unseen])
+                assigned = server.blueprint.assigned
+                small = self._copy(SMALL | steps | {"held_out": unseen})._assemble(model, few, None, assigned=assigned)
                 return rehearse(whole, small, self.max_rounds)
 
     def _copy(self, changes: Mapping[str, Any]) -> FederatedTrainer:
@@ -411,13 +412,19 @@ class FederatedTrainer(Fitted):
         return run, True
 
     def _assemble(
-        self, model: LightningModule, data: FederatedDataModule, run: RunFolder | None, go_on: bool = True
+        self,
+        model: LightningModule,
+        data: FederatedDataModule,
+        run: RunFolder | None,
+        go_on: bool = True,
+        assigned: Mapping[str, str] | None = None,
     ) -> Federation:
         a = self.arguments
         with quiet():
             data.prepare_data()
             data.setup("fit" if go_on else "test")
         arguments.check_clients(data)
+        assigned = arguments.assigned_models(model, data) if assigned is None else assigned
         held_out = arguments.held_out_clients(a["held_out"], data)
         data = without(data, held_out)
         arguments.check_folder(Path.cwd() if run is None else run.path)
@@ -436,7 +443,7 @@ class FederatedTrainer(Fitted):
         check_devices(settings.trainer_arguments)
         model = warm_started(model, a["init_from"])
         arguments.check_keeping(self.ordinary_callbacks, settings.optimizer_state)
-        blueprint = Blueprint(model, self.callbacks, settings)
+        blueprint = Blueprint(model, self.callbacks, settings, assigned)
         runner = LocalRunner(blueprint, data)
         memory = a["client_memory_gb"]
         store = ClientStore(limit=None if memory is None else int(memory * 1e9))
@@ -449,6 +456,7 @@ class FederatedTrainer(Fitted):
             run_dir=run.path if run is not None and is_writer() else None,
             held_out=held_out,
         )
+        server.public_source = lambda: (data.public_dataloader(), type(data).__name__)
         engine = make_engine(a["engine"], runner, store, a["workers"], a["clients_per_stack"])
         engine.attempts.policy = arguments.failure_policy(a)
         loggers = arguments.loggers(self._logger_argument, run) if is_writer() and go_on else []

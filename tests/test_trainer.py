@@ -281,8 +281,8 @@ def test_a_round_holds_a_constant_number_of_models(monkeypatch, state, tmp_path)
     modules, updates, held = weakref.WeakSet(), [], []
     build = Blueprint.build
 
-    def noted(self, owner):
-        modules.add(module := build(self, owner))
+    def noted(self, owner, architecture=None):
+        modules.add(module := build(self, owner, architecture))
         return module
 
     class Count(FederatedCallback):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fedlightning.arguments.inputs import (
+    assigned_models,
     check_clients,
     check_model,
     check_new_clients,
@@ -17,6 +18,7 @@ from fedlightning.arguments.values import REPLACED, check, check_folder, failure
 
 __all__ = [
     "REPLACED",
+    "assigned_models",
     "check",
     "check_clients",
     "check_folder",

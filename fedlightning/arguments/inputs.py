@@ -20,6 +20,7 @@ from fedlightning.datamodules.held_out import draw_held_out
 from fedlightning.datamodules.loaders import LoaderDataModule
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import POOLED
+from fedlightning.models.client_models import ClientModels
 
 if TYPE_CHECKING:
     from fedlightning.federation.server import Server
@@ -33,7 +34,8 @@ def check_model(model: Any) -> LightningModule:
     """
     adapt(model)
     if isinstance(model, LightningModule):
-        check_module(model)
+        for module in map(model.model, model.models) if isinstance(model, ClientModels) else [model]:
+            check_module(module)
         return model
     if model is None:
         raise ConfigurationError("There is no model to train. Pass a LightningModule: fit(MyModule(), datamodule).")
@@ -42,6 +44,20 @@ def check_model(model: Any) -> LightningModule:
     raise ConfigurationError(
         f"fit() got a {type(model).__name__} as model. Pass a LightningModule: it says how to train and what to optimise."
     )
+
+
+def assigned_models(model: LightningModule, data: FederatedDataModule) -> dict[str, str]:
+    """Return the name of each client's model, held-out ones too; nothing where all have the same.
+
+    Raises:
+        ConfigurationError: If a client has none.
+    """
+    if not isinstance(model, ClientModels):
+        return {}
+    try:
+        return model.assignment({client: data.num_samples(client) for client in data.client_ids}, data.planted_groups)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def check_prediction_data(found: Any, client: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,11 +18,30 @@ from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import detached
 from fedlightning.errors import ConfigurationError
 from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.models.client_models import ClientModels
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State, module_state
 
 BUILDERS = ("wrap_module", "on_build", "on_receive")
 """Events in which callbacks take part in building a client's module."""
+
+
+class _Made:
+    """How copies of one template are made.
+
+    Attributes:
+        copier: Makes copies of the template.
+        is_wrapped: Whether a client's module is more than a copy of it.
+        is_plain: Whether it is a copy, and no callback takes part in building it.
+        entries: The template's entries.
+    """
+
+    def __init__(self, template: LightningModule, callbacks: CallbackList, converts: bool) -> None:
+        self.copier = Copier(template)
+        claimed = {name for name in BUILDERS for callback in callbacks if callback.claims(name)}
+        self.is_wrapped = "wrap_module" in claimed or is_overridden("configure_model", template)
+        self.is_plain = self.copier.is_complete and not (self.is_wrapped or claimed or converts)
+        self.entries = module_state(template)
 
 
 @dataclass
@@ -30,20 +50,19 @@ class Blueprint:
     so a server that never sees data can have one.
 
     Attributes:
-        template: The user's module; it is copied, never trained.
+        template: The user's module; it is copied, never trained. :class:`~fedlightning.models.ClientModels`: several.
         callbacks: The federated callbacks.
         settings: How every client trains.
+        assigned: Name of each client's architecture, where there are several; the server has the default one.
     """
 
     template: LightningModule
     callbacks: CallbackList
     settings: LocalSettings
+    assigned: Mapping[str, str] = field(default_factory=dict)
     losses: StepLosses = field(init=False, repr=False, default_factory=StepLosses)
     _trainer: Trainer | None = field(init=False, default=None, repr=False)
-    _copier: Copier | None = field(init=False, default=None, repr=False)
-    _is_wrapped: bool = field(init=False, default=False)  # a client's module is more than a copy of the template
-    _is_plain: bool = field(init=False, default=False)  # it is a copy, and no callback takes part in building it
-    _entries: State = field(init=False, default_factory=dict, repr=False)  # the template's
+    _made: dict[str, _Made] = field(init=False, default_factory=dict, repr=False)  # by architecture
 
     # -- device and precision ----------------------------------------------------------------------------------------
     @property
@@ -79,29 +98,44 @@ class Blueprint:
 
     def without_callbacks(self, ordinary: list[Callback]) -> Blueprint:
         """Return a blueprint of the same template and settings whose fits only have the given Lightning callbacks."""
-        made = Blueprint(self.template, CallbackList([]), replace(self.settings, callbacks=ordinary))
+        made = Blueprint(self.template, CallbackList([]), replace(self.settings, callbacks=ordinary), self.assigned)
         if getattr(self.precision, "scaler", None) is None:  # a gradient scaler's state must not move
             made._trainer, made.losses = self.trainer, self.losses
         return made
 
-    # -- modules -----------------------------------------------------------------------------------------------------
+    # -- architectures -----------------------------------------------------------------------------------------------
     @property
-    def copier(self) -> Copier:
-        """Makes copies of the template."""
-        if self._copier is None or self._copier.module is not self.template:  # a resumed run has its own template
-            self._copier = Copier(self.template)
-            claimed = {name for name in BUILDERS for callback in self.callbacks if callback.claims(name)}
-            self._is_wrapped = "wrap_module" in claimed or is_overridden("configure_model", self.template)
-            self._is_plain = self._copier.is_complete and not (self._is_wrapped or claimed or self.converts)
-            self._entries = module_state(self.template)
-        return self._copier
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the architectures; ``("",)`` where everybody has the template's."""
+        return tuple(self.template.models) if isinstance(self.template, ClientModels) else ("",)
 
-    def build(self, owner: str) -> LightningModule:
-        """Build a fresh copy of the template, wrapped by every callback. Equal owners get equal bits."""
-        copier = self.copier
-        with isolated(self.settings.seed, "build") if self._is_wrapped else nullcontext():
-            module: LightningModule = detached(copier.copy())
-            if self._is_wrapped:
+    def architecture_of(self, owner: str) -> str:
+        """Return the name of the architecture that a client's module has, or the server's global model."""
+        default = self.template.default if isinstance(self.template, ClientModels) else ""
+        return self.assigned.get(owner, default)
+
+    def template_of(self, architecture: str) -> LightningModule:
+        """Return the module of which clients with an architecture get copies."""
+        return self.template.model(architecture) if isinstance(self.template, ClientModels) else self.template
+
+    # -- modules -----------------------------------------------------------------------------------------------------
+    def _making(self, architecture: str) -> _Made:
+        template, made = self.template_of(architecture), self._made.get(architecture)
+        if made is None or made.copier.module is not template:  # a resumed run has its own template
+            made = self._made[architecture] = _Made(template, self.callbacks, self.converts)
+        return made
+
+    def build(self, owner: str, architecture: str | None = None) -> LightningModule:
+        """Build a fresh copy of the template, wrapped by every callback. Equal owners get equal bits.
+
+        Args:
+            owner: A client's id, or `"server"`.
+            architecture: Name of the architecture. `None`: the owner's.
+        """
+        made = self._making(self.architecture_of(owner) if architecture is None else architecture)
+        with isolated(self.settings.seed, "build") if made.is_wrapped else nullcontext():
+            module: LightningModule = detached(made.copier.copy())
+            if made.is_wrapped:
                 module.configure_model()
                 for callback in self.callbacks:
                     module = self._wrapped(module, callback, owner)
@@ -123,18 +157,19 @@ class Blueprint:
                 f"{' '.join(str(error).split()).rstrip('.')}.{way}"
             ) from error
 
-    def build_around(self, entries: State) -> LightningModule:
-        """Build a module around given entries in one go; for clients whose module no callback takes part in building."""
-        return detached(self.copier.copy(entries))
+    def build_around(self, entries: State, owner: str) -> LightningModule:
+        """Build an owner's module around given entries in one go; where no callback takes part in building it."""
+        return detached(self._making(self.architecture_of(owner)).copier.copy(entries))
 
-    def plain_entries(self, merged: State) -> State | None:
-        """Return all entries of a client's module that holds `merged`, not copied.
+    def plain_entries(self, merged: State, owner: str) -> State | None:
+        """Return all entries of an owner's module that holds `merged`, not copied.
 
         Args:
             merged: What the client keeps and what it was sent.
+            owner: The client's id, or `"server"`.
 
         Returns:
             The entries, or `None` if a callback takes part in building the module: then it must be built.
         """
-        copier = self.copier
-        return self._entries | merged if self._is_plain and copier.holds(merged) else None
+        made = self._making(self.architecture_of(owner))
+        return made.entries | merged if made.is_plain and made.copier.holds(merged) else None

@@ -21,11 +21,13 @@ from fedlightning.engines.stacked.stack import named_tensors
 from fedlightning.engines.stacked.training import StackedTraining
 from fedlightning.engines.stacked.vectorizable import Finding, examine
 from fedlightning.engines.watchdog import Watchdog
+from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine, Task, Visit
 from fedlightning.federation.store import ClientStore
 from fedlightning.messages import Update
 from fedlightning.visit import visit as visits
 from fedlightning.visit.failing import client_failure
+from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Fit, Score, ScoringTask, VisitSteps
 from fedlightning.visit.runner import LocalRunner
@@ -215,8 +217,12 @@ class VectorizedEngine(Engine):
             self._go_on(member, partial(next, member.visit))
             members.append(member)
         while waiting := [member for member in members if member.answer is None]:
-            for group in self._groups([member for member in waiting if member.fit is not None]):
+            fitting = [member for member in waiting if member.fit is not None]
+            for group in self._groups([member for member in fitting if cast(Fit, member.fit).phase.is_task]):
                 self._train(group)
+            for member in fitting:
+                if member.fit is not None and not member.fit.phase.is_task:
+                    self._fit_alone(member)
             self._score_trained([member for member in waiting if member.score is not None])
         for member in members:
             assert member.answer is not None
@@ -226,6 +232,23 @@ class VectorizedEngine(Engine):
     def _go_on(self, member: Member, step: Callable[[], Any]) -> None:
         with self.watchdog.watching([member.client]):
             member.go_on(step)
+
+    def _fit_alone(self, member: Member) -> None:
+        """Fit one client by its own local loop, in a phase whose loss or data are not the task's."""
+        fit = cast(Fit, member.fit)
+        self.runner.bind(fit.client)
+        try:
+            with self.watchdog.watching([member.client]):
+                result = self.runner.fit(fit)
+        except NotInFastLoop as reason:  # the visit cannot begin again in a stack
+            raise ConfigurationError(
+                f"engine='vectorized' trains phase '{fit.phase.name}' client by client, and the fast loop cannot: {reason}. "
+                "Use local_loop='trainer', or engine='sequential' or 'processes'."
+            ) from reason
+        except BaseException as error:
+            self._go_on(member, partial(member.visit.throw, error))
+        else:
+            self._go_on(member, partial(member.visit.send, result))
 
     def _score_trained(self, members: Sequence[Member]) -> None:
         """Score the models that visits wait for, together where possible. A client whose scores fail, fails alone."""
@@ -251,7 +274,8 @@ class VectorizedEngine(Engine):
                 phase.terms_of,
                 phase.repeats,
             )
-            architecture = None if fit.client.is_unbuilt else _architecture(fit.client.module)
+            name = self.runner.blueprint.architecture_of(fit.client.id)
+            architecture = name if fit.client.is_unbuilt else _architecture(fit.client.module)
             groups.setdefault((same, architecture), []).append(member)
         return list(groups.values())
 
@@ -261,7 +285,7 @@ class VectorizedEngine(Engine):
         unbuilt = fits[0].client.is_unbuilt
         order: list[int] = []
         try:
-            template = self.runner.blueprint.build_around({}) if unbuilt else fits[0].client.module
+            template = self.runner.blueprint.build_around({}, fits[0].client.id) if unbuilt else fits[0].client.module
             trainees = self._training.trainees(fits, template)
             order = sorted(range(len(fits)), key=lambda place: -trainees[place].expected)
             in_order = [trainees[place] for place in order]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fedlightning.federation.server import Server
-from fedlightning.messages import Update
+from fedlightning.messages import GLOBAL, Update
 from fedlightning.tensors import WeightedMean
 
 
@@ -39,13 +39,16 @@ class Aggregation:
         reduced = {model: mean.result() for model, mean in self.means.items()}
         for model, updates in self.updates.items():
             assert self.reducer is not None
+            server.combining = model
             reduced[model] = self.reducer.reduce(server, updates)
         step = server.callbacks.role("server_step")
         for model, state in reduced.items():
             if not state:
                 continue
+            server.combining = model
             for callback in server.callbacks:
                 state = callback.on_reduced(server, state)
             old: dict[str, Tensor] = {name: server.models[model][name] for name in state}
             new = state if step is None else step.server_step(server, old, state)
             server.models[model] = {**server.models[model], **new}
+        server.combining = GLOBAL

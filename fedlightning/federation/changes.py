@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.errors import warn
 from fedlightning.federation.server import Server
+from fedlightning.models.client_models import ClientModels
 from fedlightning.run.environment import plain
 from fedlightning.run.fingerprint import differences, with_later_options, with_present_names
 from fedlightning.wrappers import user_class
@@ -103,6 +105,28 @@ def changes_since(
             "allow_config_change (then summary.json lists it)."
         )
     return Changes(changed, joined)
+
+
+def keep_assigned(saved: Mapping[str, Any], blueprint: Blueprint, place: object) -> None:
+    """Let clients that have trained keep the architecture that they had; a rule may give it to others now.
+
+    Args:
+        saved: As in :func:`changes_since`.
+        blueprint: That of the present run; takes over the assignment.
+        place: The run's folder, for messages.
+
+    Raises:
+        ValueError: If clients are assigned by name, and one has another name than before.
+    """
+    had, now = saved.get("assigned", {}), blueprint.assigned
+    by_name = isinstance(blueprint.template, ClientModels) and not isinstance(blueprint.template.assign, str)
+    for client in had if by_name else ():
+        if client in now and now[client] != had[client]:
+            raise ValueError(
+                f"Client '{client}' of the run in {place} has a model '{had[client]}', and ClientModels assigns it "
+                f"'{now[client]}' now. Assign it the model that it has trained."
+            )
+    blueprint.assigned = {client: had.get(client, name) for client, name in now.items()}
 
 
 def check_scored(saved: Mapping[str, Any], server: Server, place: object) -> None:

@@ -85,6 +85,9 @@ def _fault_of_state(server: Server, message: Message, update: Update) -> str | N
     if missing and not any(callback.claims("on_send") for callback in server.callbacks):  # which may drop entries
         return f"'{missing[0]}' was asked for and is missing"
     model = server.models[update.model]
+    unknown = next((name for name in state if name not in model), None)
+    if unknown is not None:
+        return f"model '{update.model}' has no '{unknown}'"
     resized = server.callbacks.role("reduce") is not None  # that algorithm knows sub-models
     for name, value in state.items():
         now = model[name]
@@ -113,7 +116,8 @@ def _fault_of_extras(server: Server, update: Update) -> str | None:
         extras = update.extras.get(callback.key)
         if extras:
             try:
-                check_extras(callback.key, extras, callback.wire(server.module).up, server.shapes)
+                own = server.architecture_of(update.client)
+                check_extras(callback.key, extras, callback.wire(own.module).up, own.shapes)
             except ValueError as error:
                 return str(error)
     return None

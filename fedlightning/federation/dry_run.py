@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.federation.architectures import describe
 from fedlightning.federation.dry_run_report import CallbackRole, ClientSize, DryRun
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.federation import Federation
@@ -120,11 +121,12 @@ class TimedEngine(Engine):
             yield answer
 
 
-def distinct_clients(data: FederatedDataModule) -> list[str]:
-    """Return clients that differ in the size of a batch, in the classes they hold, or in having validation or test data.
+def distinct_clients(data: FederatedDataModule, architecture_of: Callable[[str], str] = lambda client: "") -> list[str]:
+    """Return clients that differ in model, size of a batch, classes they hold, or in having validation or test data.
 
     Args:
         data: A data module that is set up. No sample is read.
+        architecture_of: Gives the name of a client's architecture.
     """
     ids = [client for client in data.client_ids if data.num_samples(client) > 0]
     if len(ids) <= FEW:
@@ -136,7 +138,7 @@ def distinct_clients(data: FederatedDataModule) -> list[str]:
         counts = data.class_counts(client)
         classes = None if counts is None else sum(count > 0 for count in counts)
         has = tuple(data.num_samples(client, split) > 0 for split in ("val", "test"))
-        found.setdefault((min(size, data.num_samples(client)), classes, has), client)
+        found.setdefault((architecture_of(client), min(size, data.num_samples(client)), classes, has), client)
     chosen = list(found.values())[:MOST]
     return chosen if len(chosen) > 1 else ids[:2]
 
@@ -200,11 +202,13 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
     shared = set(server.shared_names())
     return DryRun(
         model=type(runner.blueprint.template).__name__,
+        architectures=describe(server) if server.is_mixed else {},
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         trainable=sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
         shared=sum(value.numel() for name, value in module_state(module).items() if name in shared),
         batch="" if first is None else shapes(first),
         clients=clients,
+        public=whole.engine.runner.data.public_report() or {},
         participants=len(server.participants()),
         rounds=rounds,
         work=f"{settings.work} {settings.unit if settings.work != 1 else settings.unit[:-1]}",

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fedlightning.datamodules.public import public_in_words
+
 
 @dataclass
 class ClientSize:
@@ -80,6 +82,8 @@ class DryRun:
         warnings: What the run would warn of.
         metrics: Scores on test data, by name without the split.
         held_out: Clients that take no part in training and are scored as unseen clients.
+        public: What is known of the public data; empty without any.
+        architectures: By name, class, parameters and clients of the clients' models, where they differ.
     """
 
     model: str
@@ -105,6 +109,8 @@ class DryRun:
     warnings: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     held_out: list[ClientSize] = field(default_factory=list)
+    public: dict[str, Any] = field(default_factory=dict)
+    architectures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -133,9 +139,17 @@ def _lines(run: DryRun, most: int = 12) -> Iterator[str]:
         names = ", ".join(client.id for client in run.held_out[:most]) + (", ..." if len(run.held_out) > most else "")
         val, test = (sum(getattr(client, name) for client in run.held_out) for name in ("val", "test"))
         yield f"  held out, never trained: {len(run.held_out)} clients ({names}), scored on {val} val and {test} test samples"
+    if run.public:
+        yield f"  public: {public_in_words(run.public)}"
     yield ""
     frozen = "" if run.trainable == run.parameters else f", {run.trainable:,} of them train"
-    yield f"  model      {run.model}: {run.parameters:,} parameters{frozen}; {run.shared:,} numbers travel"
+    if not run.architectures:
+        yield f"  model      {run.model}: {run.parameters:,} parameters{frozen}; {run.shared:,} numbers travel"
+    for name, own in run.architectures.items():
+        clients = f"{len(own['clients'])} clients" if own["clients"] else "the server"
+        yield f"  model      {name} ({own['class']}): {own['parameters']:,} parameters, {clients}"
+    if run.architectures:
+        yield f"  shared     {run.shared:,} numbers of the model travel"
     yield f"  batch      {run.batch}"
     takes = (
         "all clients" if run.participants == len(run.clients) else f"{run.participants} of {len(run.clients)} clients"

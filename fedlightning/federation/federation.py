@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
-from fedlightning.federation.changes import Changes, Fingerprint, changes_since, check_scored
+from fedlightning.federation.architectures import refuse_mixed
+from fedlightning.federation.changes import Changes, Fingerprint, changes_since, check_scored, keep_assigned
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
@@ -128,6 +129,7 @@ class Federation:
         assert run is not None
         self.rounds_done, extra = restore_state(run.last, self.server, self.store, trust_old)
         self.rounds_saved = self.rounds_done
+        keep_assigned(extra, self.server.blueprint, run.path)
         changes = Changes()
         if not go_on:
             check_scored(extra, self.server, run.path)
@@ -204,12 +206,12 @@ class Federation:
                 f"min_clients={needed}, but a round visits {visited} of the {len(server.clients)} clients: no round could "
                 "be finished. Lower it, or raise participation."
             )
-        module = blueprint.build("server")
         if sum(server.num_samples.values()) == 0:
             raise ValueError(f"None of the {len(server.clients)} clients has a training sample. Check the partition.")
+        refuse_mixed(server)
         setup = Setup(
-            module=module,
-            template=blueprint.template,
+            module=blueprint.build("server"),
+            template=blueprint.template_of(server.architecture().name),
             kinds=server.kinds,
             callbacks=list(server.callbacks),
             clients=server.clients,
@@ -217,7 +219,6 @@ class Federation:
             max_rounds=server.max_rounds,
             local_epochs=blueprint.settings.local_epochs,
             local_steps=blueprint.settings.local_steps,
-            optimizers=optimizers_of(module),
             optimizer_state=blueprint.settings.optimizer_state,
             trainer_arguments=blueprint.settings.trainer_arguments,
             num_batches=self.engine.runner.num_batches,
@@ -226,9 +227,22 @@ class Federation:
             participation=server.participation,
             has_pooled=self.engine.runner.has_pooled,
             has_public=self.engine.runner.has_public,
+            public_size=self.engine.runner.public_size,
+            public_batch=self.engine.runner.public_batch,
             warn=warn,
         )
-        server.callbacks.event("check", setup)
+        modules = {name: blueprint.build("server", name) for name in server.architectures}
+        for name, module in modules.items():
+            whose = replace(
+                setup,
+                module=module,
+                template=blueprint.template_of(name),
+                kinds=server.architectures[name].kinds,
+                optimizers=optimizers_of(module),
+                modules=modules if server.is_mixed else {},
+                shared_names=partial(server.shared_in, name),
+            )
+            server.callbacks.event("check", whose)
         self.engine.check()
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
         self.unseen.check()
@@ -258,7 +272,7 @@ class Federation:
         updates = run_round(server, self.engine, inside, client_done)
         _explain(server, updates, self.engine.attempts.policy)
         server.explosions.end_round(server.round + 1)
-        rows = stage_scores.update_rows(updates)
+        rows = stage_scores.update_rows(updates, server.model_of)
         if due:
             evaluate = Evaluate(("val",), self.evaluate_data)
             global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
@@ -291,13 +305,14 @@ class Federation:
         """Write the complete state, if this round is one to write."""
         if self.recorder.run is None or not self.recorder.writes or self.save_every == 0:
             return
-        if self.rounds_done % self.save_every == 0 or self.rounds_done == self.server.max_rounds:
+        server = self.server
+        if self.rounds_done % self.save_every == 0 or self.rounds_done == server.max_rounds:
             extra = {
                 "seconds": self.seconds,
                 "final": self.final_done,
                 "history": self.history,
                 "lasting": self.lasting,
-                "clients": self.server.clients,
+                "clients": server.clients,
                 "held_out": self.server.held_out,
                 **self.recorder.mark(),
                 **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
@@ -306,6 +321,7 @@ class Federation:
                 "failures": self.server.failures,
                 "explosions": self.server.explosions.plain(),
                 "local_loop": self.engine.runner.loop.reason,
+                "assigned": dict(server.blueprint.assigned),
             } | ({"changes": self.changes} if self.changes else {})
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
             self.rounds_saved = self.rounds_done

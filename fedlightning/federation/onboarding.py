@@ -78,7 +78,7 @@ def blueprint_of_visits(blueprint: Blueprint, epochs: int) -> Blueprint:
         blueprint.settings, local_epochs=epochs, local_steps=None, optimizer_state="reset", log_clients=False
     )
     keeper = KeepTrained(blueprint.callbacks.role("personal_module"))
-    return Blueprint(blueprint.template, CallbackList([*blueprint.callbacks, keeper]), settings)
+    return Blueprint(blueprint.template, CallbackList([*blueprint.callbacks, keeper]), settings, blueprint.assigned)
 
 
 def blueprint_of_placing(blueprint: Blueprint) -> Blueprint:
@@ -88,7 +88,7 @@ def blueprint_of_placing(blueprint: Blueprint) -> Blueprint:
         blueprint: The federation's.
     """
     settings = replace(blueprint.settings, optimizer_state="reset", log_clients=False)
-    return Blueprint(blueprint.template, blueprint.callbacks, settings)
+    return Blueprint(blueprint.template, blueprint.callbacks, settings, blueprint.assigned)
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Onboarding:
 
     def _visits(self) -> Iterator[Visit]:
         for client in self.server.held_out:
-            job = Job(client, returns=(), tag=NEWCOMER)
+            job = self.server.job(client, returns=(), tag=NEWCOMER)
             message = self._or_noted(client, "was sent no message", "training", partial(self.server.message, job))
             if message is not None:
                 yield Visit(message, Evaluate())
@@ -266,13 +266,14 @@ class Onboarding:
             write_text_atomically(folder / SUMMARY, readable_json(self.summary(), default=str))
 
     def _export(self, folder: Path) -> None:
-        exporter = Exporter(self.server.blueprint.template)
+        blueprint, exporter = self.server.blueprint, Exporter(self.server.blueprint.template_of)
         for client in self.trained if self.epochs else self.server.held_out:
             make, about = partial(self.module, client), {"client": client}
             module = self._or_noted(client, "has no model", "checkpoint", make, decision="not written")
             if module is not None:
                 about["checkpoint"] = ONBOARDED if self.epochs else "latest"
-                exporter.save(folder / f"{quote(client, safe='')}.ckpt", module, about)
+                architecture = blueprint.architecture_of(client)
+                exporter.save(folder / f"{quote(client, safe='')}.ckpt", module, about, architecture)
 
 
 def _own(tree: Any) -> Any:

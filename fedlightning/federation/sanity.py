@@ -32,6 +32,7 @@ from fedlightning.visit.fast import evaluation as fast_evaluation
 from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
+from fedlightning.wrappers import user_class
 
 Answer = TypeVar("Answer")
 MOST_CLIENTS = 3
@@ -74,16 +75,20 @@ def check_steps(runner: LocalRunner, splits: Sequence[str]) -> None:
     with isolated(runner.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _refuse_late_layers(runner)
-        if _is_one_device(runner.settings.trainer_arguments):
-            monitors = _check(runner, "train", partial(_train, plain))
-            _refuse_unknown_monitors(runner, plain, [("A learning-rate scheduler", name) for name in monitors or ()])
-        for split in splits:
-            _check(runner, split, partial(_score, plain, split))
+        for architecture in runner.blueprint.architectures:
+            if _is_one_device(runner.settings.trainer_arguments):
+                monitors = _check(runner, "train", partial(_train, plain), architecture)
+                followed = [("A learning-rate scheduler", name) for name in monitors or ()]
+                _refuse_unknown_monitors(runner, plain, followed, architecture)
+            for split in splits:
+                _check(runner, split, partial(_score, plain, split), architecture)
 
 
-def _check(runner: LocalRunner, split: str, step: Callable[[LightningModule, Any, str], Answer]) -> Answer | None:
+def _check(
+    runner: LocalRunner, split: str, step: Callable[[LightningModule, Any, str], Answer], architecture: str
+) -> Answer | None:
     first: ConfigurationError | None = None
-    for client, loader in islice(_loaders(runner, split), MOST_CLIENTS):
+    for client, loader in islice(_loaders(runner, split, architecture), MOST_CLIENTS):
         module = runner.blueprint.build(client)
         try:
             with kept(loader.dataset):
@@ -156,11 +161,13 @@ class OneLoss(StepLosses):
         raise OneBatchDone
 
 
-def _loaders(runner: LocalRunner, split: str) -> Iterator[tuple[str, DataLoader[Any]]]:
-    """Yield clients with a loader over the samples of a split, spread evenly; for an evaluation, of one batch."""
+def _loaders(runner: LocalRunner, split: str, architecture: str) -> Iterator[tuple[str, DataLoader[Any]]]:
+    """Yield clients of an architecture with a loader over the samples of a split, spread evenly; for an evaluation, of
+    one batch.
+    """
     data = runner.data
     for client in data.client_ids:
-        if data.num_samples(client, split) == 0:
+        if data.num_samples(client, split) == 0 or runner.blueprint.architecture_of(client) != architecture:
             continue
         made = data.client_dataloader(client, split)
         loader = None if made is None else spread(made, whole=split == "train")
@@ -208,9 +215,13 @@ def _is_one_device(arguments: Mapping[str, Any]) -> bool:
 
 def _refuse_late_layers(runner: LocalRunner) -> None:
     """Refuse a module that makes layers in `setup`, which the server's model would not have."""
-    if not is_overridden("setup", runner.blueprint.template):
+    for architecture in runner.blueprint.architectures:
+        _refuse_late_layers_of(runner.blueprint.build("server", architecture))
+
+
+def _refuse_late_layers_of(module: LightningModule) -> None:
+    if not is_overridden("setup", module):
         return
-    module = runner.blueprint.build("server")
     before = set(module_state(module))
     try:
         module.setup("fit")
@@ -219,22 +230,24 @@ def _refuse_late_layers(runner: LocalRunner) -> None:
     late = [name for name in module_state(module) if name not in before]
     if late:
         raise ConfigurationError(
-            f"{type(runner.blueprint.template).__name__}.setup makes '{late[0]}', which the server's model does not have "
+            f"{user_class(module).__name__}.setup makes '{late[0]}', which the server's model does not have "
             "before a fit starts. Make layers in __init__ or configure_model."
         )
 
 
 # -- monitors ----------------------------------------------------------------------------------------------------------
-def _refuse_unknown_monitors(runner: LocalRunner, plain: LocalRunner, followed: list[tuple[str, str]]) -> None:
+def _refuse_unknown_monitors(
+    runner: LocalRunner, plain: LocalRunner, followed: list[tuple[str, str]], architecture: str
+) -> None:
     """Refuse callbacks and schedulers that monitor what the module logs neither in training nor in validation."""
-    template = runner.blueprint.template
+    template = runner.blueprint.template_of(architecture)
     strict = [callback for callback in runner.settings.callbacks if getattr(callback, "strict", True)]
     watching = [(type(callback).__name__, getattr(callback, "monitor", None)) for callback in strict]
     monitors = followed + [(owner, monitor) for owner, monitor in watching if isinstance(monitor, str)]
     if not monitors or is_overridden("on_train_epoch_end", template):
         return
     try:
-        known = _logged_names(runner, plain)
+        known = _logged_names(runner, plain, architecture)
     except Exception:  # the step that fails is found by the checks
         return
     for owner, monitor in monitors:
@@ -245,15 +258,15 @@ def _refuse_unknown_monitors(runner: LocalRunner, plain: LocalRunner, followed: 
             )
 
 
-def _logged_names(runner: LocalRunner, plain: LocalRunner) -> set[str]:
+def _logged_names(runner: LocalRunner, plain: LocalRunner, architecture: str) -> set[str]:
     """Return the names that the module logs for one training batch, and for one batch of validation as a whole epoch."""
     names: set[str] = set()
-    for client, loader in islice(_loaders(runner, "train"), 1):
+    for client, loader in islice(_loaders(runner, "train", architecture), 1):
         module = runner.blueprint.build(client)
         module.log = partial(_listen, names, module.log)  # type: ignore[method-assign]
         with kept(loader.dataset):
             _train(plain, module, loader, client)
-    for client, loader in islice(_loaders(runner, "val"), 1):
+    for client, loader in islice(_loaders(runner, "val", architecture), 1):
         with kept(loader.dataset):
             names.update(plain.scorer.score(runner.blueprint.build(client), loader, "val"))
     return names

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
-from fedlightning.hooks import NEWCOMER, POOLED, Job
+from fedlightning.hooks import NEWCOMER, POOLED
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.scoring.rows import LATEST, Gap, Row
 from fedlightning.scoring.tasks import EVERYBODY, LOCAL, Lost, Place, ScoreClient, ScoredModel, ScoreModel
@@ -30,17 +30,21 @@ class ScoringError(RuntimeError):
     """A stage at which no model could be scored."""
 
 
-def update_rows(updates: Iterable[Update]) -> list[Row]:
+def update_rows(updates: Iterable[Update], model_of: Callable[[str], str] = lambda client: GLOBAL) -> list[Row]:
     """Return the L2 scores and training metrics that came with the updates of a round.
 
-    They go under the model that the client was sent: `"personal"` for the global one, else its key, so that a client
-    that trains several models in a round has a row for each.
+    They go under the model that the client was sent: `"personal"` for the global one and for the client's own, else its key,
+    so that a client that trains several models in a round has a row for each.
+
+    Args:
+        updates: The updates.
+        model_of: Gives the key of the model that a client is sent in ordinary visits.
     """
     rows = []
     trained: Counter[tuple[str, str]] = Counter()
     for update in updates:
         number, client = update.round + 1, update.client
-        model = "personal" if update.origin == GLOBAL else update.origin
+        model = "personal" if update.origin in (GLOBAL, model_of(client)) else update.origin
         if update.metrics or update.evaluations:  # a client may train a model of the server more than once in a round
             trained[client, model] += 1
             model += f" {trained[client, model]}" if trained[client, model] > 1 else ""
@@ -146,8 +150,9 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
         known: Stage G's rows of this round; a client that holds exactly the global model takes its local scores from
             there.
     """
-    shared = module_state(server.module_with(server.model)) if known else None
-    one_for_all = server.callbacks.role("global_module") is None  # else stage G scored each client's cluster's model
+    # else stage G scored each client's cluster's model, or that of its architecture
+    one_for_all = server.callbacks.role("global_module") is None and not server.is_mixed
+    shared = module_state(server.module_with(server.model)) if known and not server.is_mixed else None
     known_of = scores_of_global(known if one_for_all else ())
     scored = ScoredModel(server.round + 1, "L1", "personal")
     taken_over: dict[str, list[Row]] = {}
@@ -156,7 +161,7 @@ def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence
     asked = [client for client in server.clients if client not in taken_over]
     tasks = (
         ScoreClient(
-            server.message(Job(client, work=0)),
+            server.message(server.job(client, work=0)),
             evaluate,
             scored,
             others=server.clients,
@@ -174,7 +179,8 @@ def _deploy_what_is_sent(server: Server, engine: Engine, shared: State) -> bool:
     asked = ("on_broadcast", "personal_module", "on_client_evaluated")
     if any(callback.claims(name) for callback in server.callbacks for name in asked):
         return False
-    entries = engine.runner.blueprint.plain_entries({name: server.model[name] for name in server.shared_names()})
+    sent = {name: server.model[name] for name in server.shared_names()}
+    entries = engine.runner.blueprint.plain_entries(sent, "server")
     return entries is not None and equal(entries, shared)
 
 
@@ -229,11 +235,17 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
     rows = []
     for kept in server.checkpoints.values():
         scored = ScoredModel(kept["round"], "G", GLOBAL, kept["name"])
-        rows += score_global(server, engine, server.module_with(kept["model"]), evaluate, scored)
+        module, of = server.module_with(kept["model"], kept.get("of", GLOBAL)), kept.get("of")
+        if of is None:
+            rows += score_global(server, engine, module, evaluate, scored)
+            continue
+        own = [client for client in server.clients if server.model_of(client) == of]
+        alone = replace(evaluate, data=tuple(data for data in evaluate.data if data == LOCAL))
+        rows += _without_gaps(server, engine, rows_of_global(engine, module, own, alone, scored))
 
     def task(client: str, kept: dict[str, Any], data: tuple[str, ...]) -> ScoreClient:
         scored = ScoredModel(kept["round"], kept["stage"], "personal", kept["name"])
-        message = server.message(Job(client, work=0))
+        message = server.message(server.job(client, work=0))
         return ScoreClient(message, replace(evaluate, data=data), scored, others=server.clients, kept=kept["model"])
 
     drawn: list[tuple[str, str]] = []  # the tasks: client and callback
@@ -298,7 +310,13 @@ def deployed_module(server: Server, engine: Engine, client: str | None, checkpoi
         raise ValueError(f"There is no client '{client}'. The clients are {server.clients}.")
     unseen = client in server.held_out
     kept = server.checkpoints if client is None else engine.store.get(client).checkpoints
-    chosen = next((entry for entry in kept.values() if entry["name"] == checkpoint), None)
+    if client is None:
+        chosen = server.selected(checkpoint)
+    else:
+        chosen = next((entry for entry in kept.values() if entry["name"] == checkpoint), None)
+        ours = server.selected(checkpoint, client) if server.callbacks.role("model_of") is not None else None
+        if chosen is None and ours is not None:
+            return server.module_with(ours["model"], ours["of"])
     if chosen is None and checkpoint != "latest":
         raise ValueError(f"There is no checkpoint '{checkpoint}' here; there is {[k['name'] for k in kept.values()]}.")
     if client is None:
@@ -308,7 +326,7 @@ def deployed_module(server: Server, engine: Engine, client: str | None, checkpoi
                 "This federation has no global model: part of the model stays with the clients. Name a client."
             )
         return module
-    runner, message = engine.runner, server.message(Job(client, work=0, tag=NEWCOMER if unseen else ""))
+    runner, message = engine.runner, server.message(server.job(client, work=0, tag=NEWCOMER if unseen else ""))
     with runner.client(message, engine.store.get(client), evaluating=True) as visited:
         module = runner.personal_module(visited, chosen["stage"] if chosen is not None else "L1")
         if chosen is not None:

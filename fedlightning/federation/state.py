@@ -17,9 +17,9 @@ from fedlightning.run.persistence import DamagedStateError
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.record import ClientRecord
 
-FIELDS = ("models", "state", "checkpoints", "bytes_up", "bytes_down", "steps")
+FIELDS = ("models", "state", "checkpoints", "bytes_up", "bytes_down", "steps", "model_architectures")
 """Attributes of the server that a saved state holds."""
-SERVER_TYPES: dict[str, Any] = dict.fromkeys(FIELDS[:3], dict) | dict.fromkeys(FIELDS[3:], int)
+SERVER_TYPES: dict[str, Any] = dict.fromkeys(FIELDS[:3], dict) | dict.fromkeys(FIELDS[3:6], int) | {FIELDS[6]: dict}
 RECORD_TYPES: dict[str, Any] = {
     field.name: dict if field.default_factory is not MISSING else int | float if field.name == "lr_sum" else int
     for field in fields(ClientRecord)
@@ -68,13 +68,20 @@ def restore_state(
         ValueError: If the state belongs to other clients or another model; the sentence says which.
     """
     saved = persistence.load(folder, trust_old)
-    found = saved.server()
+    found = {"model_architectures": {}} | saved.server()  # which earlier versions do not have
     _check(saved, "the server's state", found, SERVER_TYPES)
     for model, state in found["models"].items():
         if not _is_state(state):
             raise DamagedStateError(f"The state in {folder} is damaged: model '{model}' is no named tensors.")
+        architecture = found["model_architectures"].get(model)
+        if architecture is not None and architecture not in server.architectures:
+            raise ValueError(
+                f"The state in {folder} has a model '{model}' of architecture '{architecture}', which is not among "
+                f"{list(server.architectures)}. Resume with the ClientModels that the run was started with."
+            )
+        own = server.architecture() if architecture is None else server.architectures[architecture]
         shapes = {name: tuple(value.shape) for name, value in state.items()}
-        now = {name: tuple(shape) for name, shape in server.shapes.items()}
+        now = {name: tuple(shape) for name, shape in own.shapes.items()}
         if shapes != now:
             differing = sorted(set(shapes.items()) ^ set(now.items()))[0][0]
             raise ValueError(
@@ -99,7 +106,7 @@ def restore_state(
         )
     load_state(template, began)
     server.blueprint.template = template
-    server.module = server.blueprint.build("server")
+    server.rebuild()
     for name in FIELDS:
         setattr(server, name, found[name])
     for client, record in saved.records():
@@ -126,6 +133,8 @@ def _fits(name: str, value: Any, kind: Any) -> bool:
         return False
     if name == "personal":
         return _is_state(value)
+    if name == "model_architectures":
+        return isinstance(value, dict) and all(isinstance(word, str) for pair in value.items() for word in pair)
     return kind is not dict or all(isinstance(key, str) and isinstance(entry, dict) for key, entry in value.items())
 
 

@@ -9,6 +9,7 @@ from urllib.parse import quote
 from lightning.pytorch import LightningModule
 
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.federation.architectures import describe
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import deployed_module
@@ -50,6 +51,7 @@ def summary_of(
         "data": describe_data(engine.runner.data),
         "callbacks": callbacks,
         "model": type(server.blueprint.template).__name__,
+        **({"architectures": describe(server)} if server.is_mixed else {}),
         "seed": arguments["seed"],
         "bytes_up": server.bytes_up,
         "bytes_down": server.bytes_down,
@@ -71,6 +73,7 @@ def describe_data(data: FederatedDataModule) -> dict[str, Any]:
         "splits": {split: data.fingerprint(split) for split in SPLITS},
         "clients": describe_clients(data, data.client_ids),
         **({} if data.planted_groups is None else {"groups": data.planted_groups}),
+        **({} if (public := data.public_report()) is None else {"public": public}),
     }
 
 
@@ -101,15 +104,16 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
         ClientFailedError: If one failure is to end the run.
     """
     told = len(server.failures)
-    folder, exporter = run.path / "checkpoints", checkpoints.Exporter(server.blueprint.template)
+    blueprint = server.blueprint
+    folder, exporter = run.path / "checkpoints", checkpoints.Exporter(blueprint.template_of)
     with writing(folder):
         (folder / "clients").mkdir(parents=True, exist_ok=True)
-    names = [kept["name"] for kept in server.checkpoints.values()]
+    names = [kept["name"] for kept in server.checkpoints.values() if "of" not in kept]
     whole = None
     if names or server.global_module(None) is not None:
         name = next(iter(names), "latest")
         whole = deployed_module(server, engine, None, name)
-        exporter.save(folder / "global.ckpt", whole, {"checkpoint": name})
+        exporter.save(folder / "global.ckpt", whole, {"checkpoint": name}, server.architecture().name)
     for client in server.clients:
         name = next((entry["name"] for entry in engine.store.get(client).checkpoints.values()), "latest")
         path = folder / "clients" / f"{quote(client, safe='')}.ckpt"
@@ -120,7 +124,8 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
         elif whole is not None and type(module) is type(whole) and equal(module_state(module), module_state(whole)):
             checkpoints.link(path, folder / "global.ckpt")
         else:
-            exporter.save(path, module, {"client": client, "checkpoint": name})
+            about = {"client": client, "checkpoint": name}
+            exporter.save(path, module, about, blueprint.architecture_of(client))
     return len(server.failures) > told
 
 

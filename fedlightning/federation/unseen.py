@@ -16,8 +16,8 @@ from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
 from fedlightning.federation.stages import rows_of_global, scores_of_global
 from fedlightning.federation.summary import describe_clients
-from fedlightning.hooks import NEWCOMER, Job
-from fedlightning.messages import Message
+from fedlightning.hooks import NEWCOMER
+from fedlightning.messages import GLOBAL, Message
 from fedlightning.scoring.rows import LATEST, UNSEEN, Gap, Row
 from fedlightning.scoring.tasks import LOCAL, ScoreClient, ScoredModel
 from fedlightning.tensors import module_state
@@ -112,28 +112,35 @@ class Unseen:
         for kept in server.checkpoints.values() if server.held_out and self.refusal is None else ():
             if checkpoint in ("all", kept["name"]):
                 scored = ScoredModel(kept["round"], "G", UNSEEN, kept["name"])
-                module = server.module_with(kept["model"])
-                rows += rows_of_global(self.engine, module, server.held_out, Evaluate(tuple(splits)), scored)
+                of = kept.get("of", GLOBAL)
+                module = server.module_with(kept["model"], of)
+                ids = [client for client in server.held_out if server.model_of(client) == of]
+                rows += rows_of_global(self.engine, module, ids, Evaluate(tuple(splits)), scored)
         return self._without_gaps(rows)
 
     def message(self, client: str) -> Message:
         """Return the message with which a client that has not trained is served."""
-        message = self.server.message(Job(client, work=0, tag=NEWCOMER))
+        message = self.server.message(self.server.job(client, work=0, tag=NEWCOMER))
         self._tell_what_stays(message)
         return message
 
     def _stage_g(self, evaluate: Evaluate) -> list[Row]:
         server = self.server
+        scored = ScoredModel(server.round + 1, "G", UNSEEN)
         module = server.global_module(None)
+        if module is None and server.is_mixed:
+            local = Evaluate(evaluate.splits)
+            own = [(client, server.global_module(client)) for client in server.held_out]
+            found = (rows_of_global(self.engine, m, [client], local, scored) for client, m in own if m is not None)
+            return [row for rows in found for row in rows]
         if module is None:
             return []
-        scored = ScoredModel(server.round + 1, "G", UNSEEN)
         return rows_of_global(self.engine, module, server.held_out, evaluate, scored)
 
     def _stage_l1(self, evaluate: Evaluate, known: Sequence[Row]) -> list[Row]:
         server = self.server
-        shared = module_state(server.module_with(server.model)) if known else None
-        one_for_all = server.callbacks.role("global_module") is None
+        shared = module_state(server.module_with(server.model)) if known and not server.is_mixed else None
+        one_for_all = server.callbacks.role("global_module") is None and not server.is_mixed
         known_of = scores_of_global(known if one_for_all else ())
         scored = ScoredModel(server.round + 1, "L1", UNSEEN)
         found: dict[str, list[Row]] = {}
@@ -169,11 +176,12 @@ class Unseen:
             return
         self._told = True
         server = self.server
-        travels = {*server.shared_names(), *message.state}
-        stays = [name for name in server.trainable if name not in travels]
+        own = server.architecture_of(message.client)
+        travels = {*server.shared_names(model=message.model), *message.state}
+        stays = [name for name in own.trainable if name not in travels]
         if stays:
             warn(
-                f"{len(stays)} of {len(server.trainable)} trainable entries ('{stays[0]}' ...) stay with the clients, so "
+                f"{len(stays)} of {len(own.trainable)} trainable entries ('{stays[0]}' ...) stay with the clients, so "
                 "an unseen client holds them as the module began, untrained. Its scores at stage L1 are those of that "
                 "model."
             )

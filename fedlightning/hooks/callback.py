@@ -48,6 +48,9 @@ class FederatedCallback(Callback):
             what lets a client train twice in a round refuses it. `None` (default): True for a callback that merges, or
             chooses what travels (:meth:`shared_names`), so that the rest trains at the client.
         sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it.
+        mixes_architectures: True where clients' models may have different architectures
+            (:class:`~fedlightning.models.ClientModels`), and the server several models (:meth:`model_of`); else such a
+            federation is refused.
         takes_part: False in a callback that only watches: a resumed run may go on with or without it.
         chooses_by_scores: True in a callback that selects models by their scores: a resumed run must score the same rounds.
         infinite_arguments: Arguments that may be infinite. No other number may, and none may be NaN.
@@ -74,6 +77,7 @@ class FederatedCallback(Callback):
     merges: bool = False
     keeps: bool | None = None
     sends_less: bool = False
+    mixes_architectures: bool = False
     takes_part: bool = True
     chooses_by_scores: bool = False
     infinite_arguments: tuple[str, ...] = ()
@@ -237,6 +241,14 @@ class FederatedCallback(Callback):
 
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the model that this client deploys and is evaluated on. A role; default: `client.module`."""
+        raise NotImplementedError
+
+    def model_of(self, server: Server, client: str) -> str:
+        """Return the key in `server.models` of the model that a client is sent, such as that of its architecture. A role.
+
+        Default: the global model. It holds for ordinary visits and for evaluation; a plan's jobs name theirs
+        (`server.job` makes one by this).
+        """
         raise NotImplementedError
 
     # -- when you need it: a visit -------------------------------------------------------------------------------------

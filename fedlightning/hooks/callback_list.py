@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ROLES = (
     "plan_round",
     "place_newcomers",
+    "model_of",
     "final_jobs",
     "local_phases",
     "reduce",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.tensors import EntryKind, State
@@ -70,6 +71,8 @@ class Job:
     keep: bool = False
 
 
+PhaseLoss = Callable[["Client", LightningModule, Any, int], Tensor]
+"""A loss of a phase's own: of the client, its module, a batch on the device, and the batch's index."""
 Plan = Generator[list[Job], list[Update], None]
 """A round as a generator: yields lists of jobs, is sent their updates."""
 Placing = Generator[list[Job], list[Update], Mapping[str, str]]
@@ -93,6 +96,14 @@ class Phase:
         terms_of: Keys of callbacks whose corrections and loss terms act although the phase is not federated.
         keep_as: Called with the client when the phase ends, to store its result. The module's parameters are then put
             back to what they were before the phase.
+        data: `"train"`: the job's training data; `"public"`: all public data, in an addressed order; or a loader, such as
+            `client.public(ids, targets=...)` gives. Public samples do not count in the client's weight.
+        loss: Function of client, module, batch (on the device) and its index that returns the loss to minimise. It takes
+            the place of `training_step`, which is not called; optimizers are those of `configure_optimizers`. `None`: the
+            task's own loss. Needs automatic optimization.
+
+    Raises:
+        ValueError: If `data` or `loss` is something else.
     """
 
     name: str = "fit"
@@ -105,6 +116,23 @@ class Phase:
     federated: bool = True
     terms_of: tuple[str, ...] = ()
     keep_as: Callable[[Client], None] | None = None
+    data: Literal["train", "public"] | DataLoader[Any] = "train"
+    loss: PhaseLoss | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.data, DataLoader) or self.data in ("train", "public")):
+            raise ValueError(
+                f"Phase(data={self.data!r}): use 'train', 'public', or a DataLoader such as client.public(...)."
+            )
+        if self.loss is not None and not callable(self.loss):
+            raise ValueError(
+                f"Phase(loss={self.loss!r}): give a function of client, module, batch and batch_idx that returns the loss."
+            )
+
+    @property
+    def is_task(self) -> bool:
+        """Whether it trains the task: `training_step` on the job's training data."""
+        return self.loss is None and isinstance(self.data, str) and self.data == "train"
 
 
 @dataclass(frozen=True)
@@ -137,6 +165,8 @@ class Setup:
     Attributes:
         module: A built copy of the federation's module, wrapped by every callback.
         template: The user's module as it was given.
+        modules: By name, a built module of every architecture, where clients have different ones; :attr:`module` is one of
+            them, and the check runs once for each.
         kinds: Kind of every state entry of `module`.
         callbacks: All federated callbacks in order.
         clients: The clients' ids.
@@ -153,6 +183,9 @@ class Setup:
         participation: Share (float) or number (int) of clients that take part in a round.
         has_pooled: Tells whether the union of the clients' data of a split can be had in one place.
         has_public: Tells whether there are public data.
+        shared_names: Gives the names that travel in round 1; with `without=callback`, those that would without its choice.
+        public_size: Gives the number of public samples; 0 without any. Raises ValueError where they have no positions.
+        public_batch: Gives the first batch of public data; raises ValueError without any.
         warn: Warns the user of something that does not stop the run.
     """
 
@@ -174,4 +207,8 @@ class Setup:
     participation: int | float = 1.0
     has_pooled: Callable[[str], bool] = lambda split: True
     has_public: Callable[[], bool] = lambda: False
+    shared_names: Callable[..., Sequence[str]] = lambda without=None: ()
+    modules: Mapping[str, LightningModule] = field(default_factory=dict)
+    public_size: Callable[[], int] = lambda: 0
+    public_batch: Callable[[], Any] = lambda: None
     warn: Callable[[str], None] = lambda text: None

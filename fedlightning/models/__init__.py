@@ -6,6 +6,7 @@ In order of importance:
   targets. `SupervisedModule` is what they share.
 * `networks`: `MLP`, `DigitsCNN`, `MnistCNN` and `CifarCNN`. `player_fl`, `heart` and `transformer`: the networks of the
   PLayer-FL and FENDA-FL papers and a small transformer for text.
+* `ClientModels`: a LightningModule of its own for each client.
 * `MultimodalNet`: an encoder for each modality and a fusion, for samples that may lack some.
 * `TimmNet`: any image model of timm (imported only when used).
 * `ClassificationMetrics` and `RegressionMetrics`: their scores over a whole split.
@@ -14,6 +15,7 @@ In order of importance:
 """
 
 from fedlightning.models.classifier import Classifier
+from fedlightning.models.client_models import ClientModels
 from fedlightning.models.heads import head_name
 from fedlightning.models.heart import FendaNet, LogisticRegression, TinyNet
 from fedlightning.models.metrics import ClassificationMetrics
@@ -31,6 +33,7 @@ __all__ = [
     "CifarCNN",
     "ClassificationMetrics",
     "Classifier",
+    "ClientModels",
     "DigitsCNN",
     "FendaNet",
     "LogisticRegression",

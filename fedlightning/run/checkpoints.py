@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,12 @@ class Exporter:
     hyper-parameters that are no plain values, which the file must not hold: a file with code in it is a file that runs code.
 
     Args:
-        template: The user's module, unwrapped.
+        template_of: Gives the user's module of an architecture, unwrapped.
     """
 
-    def __init__(self, template: LightningModule) -> None:
-        self._kind = type(template)
-        complete = detached_copy(template)
-        complete.configure_model()
-        self._shapes = {name: value.shape for name, value in module_state(complete).items()}
+    def __init__(self, template_of: Callable[[str], LightningModule]) -> None:
+        self._template_of = template_of
+        self._known: dict[str, tuple[type[LightningModule], dict[str, torch.Size]]] = {}
         self._writer = _Writer()
         with quiet():
             self._trainer = Trainer(
@@ -97,23 +96,34 @@ class Exporter:
                 plugins=[self._writer],
             )
 
-    def save(self, path: Path, module: LightningModule, extra: dict[str, Any]) -> None:
+    def _of(self, architecture: str) -> tuple[type[LightningModule], dict[str, torch.Size]]:
+        """Return the class of the user's module and its entries' shapes."""
+        if architecture not in self._known:
+            complete = detached_copy(self._template_of(architecture))
+            complete.configure_model()
+            shapes = {name: value.shape for name, value in module_state(complete).items()}
+            self._known[architecture] = type(complete), shapes
+        return self._known[architecture]
+
+    def save(self, path: Path, module: LightningModule, extra: dict[str, Any], architecture: str = "") -> None:
         """Save a module.
 
         Args:
             path: The file, replaced atomically.
             module: The module, detached from any trainer.
             extra: Plain values to keep under `"fedlightning"`.
+            architecture: Name of the architecture of which it is.
 
         Raises:
             UnwritableError: If the file cannot be written.
         """
-        own = {"class": f"{self._kind.__module__}:{self._kind.__qualname__}", **extra}
+        kind, known = self._of(architecture)
+        own = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
         shapes = {name: value.shape for name, value in module_state(module).items()}
         self._writer.own = own
         temporary = path.with_name(path.name + ".tmp")
-        if type(module) is not self._kind or shapes != self._shapes:
-            self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {self._kind.__name__}")
+        if type(module) is not kind or shapes != known:
+            self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {kind.__name__}")
         with writing(path):
             try:
                 self._write(temporary, module)

@@ -18,8 +18,11 @@ from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.compat.quiet import quiet
 from fedlightning.compat.renamed import old_names
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.overlap import content_hash
+from fedlightning.datamodules.public import is_iterable
 from fedlightning.hooks import FederatedCallback
 from fedlightning.hooks.words import Stage
+from fedlightning.models.client_models import ClientModels
 from fedlightning.run.environment import plain
 
 ARGUMENTS = (
@@ -43,6 +46,8 @@ FORMAT = "fingerprint"
 """Entry that says which things a fingerprint covers; runs of earlier versions have none and covered less."""
 PUBLIC = "data (public)"
 """Entry of the public data."""
+PUBLIC_CONTENT = "data (public content)"
+"""Entry of what the public data hold."""
 SCORED = "scored rounds and stages"
 """Entry of what callbacks choose models from."""
 PLAIN = (int, float, str, bool, type(None))
@@ -87,7 +92,7 @@ def fingerprint(
     if held_out:  # else nothing, as in runs of earlier versions
         sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
         found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
-    found[PUBLIC] = _of_public(data)
+    found[PUBLIC], found[PUBLIC_CONTENT] = _of_public(data), _content_of_public(data)
     return found | _of_loader(data) | _of_model(model)
 
 
@@ -129,6 +134,17 @@ def _of_public(data: FederatedDataModule) -> str | None:
     return f"{size} samples{which} in batches of {getattr(loader, 'batch_size', None)}"
 
 
+def _content_of_public(data: FederatedDataModule) -> str | None:
+    """Return a hash of what the public data hold; `None` if there are none, or nothing that stays the same."""
+    loader = data.public_dataloader()
+    if loader is None or is_iterable(loader):
+        return None
+    try:
+        return content_hash(loader.dataset, loader.collate_fn)
+    except Exception:  # of the user's dataset, which the run itself will show
+        return None
+
+
 def _common(values: Mapping[str, Any]) -> Any:
     """Return what all clients have; where they differ, the values and a short hash of who has which."""
     distinct = sorted({str(value) for value in values.values()})
@@ -144,6 +160,14 @@ def _hash(value: Any) -> str:
 
 def _of_model(model: LightningModule) -> dict[str, Any]:
     found: dict[str, Any] = {"model": f"{type(model).__module__}.{type(model).__qualname__}"}
+    if isinstance(model, ClientModels):
+        found |= {"models": ", ".join(model.models), "model.server": model.server}
+        found["model.assign"] = (
+            model.assign if isinstance(model.assign, str) else "by name"
+        )  # see federation/changes.py
+        for name in model.models:
+            found |= {f"{name}: {key}": value for key, value in _of_model(model.model(name)).items()}
+        return found
     found |= {f"model.{name}": value for name, value in model.hparams.items()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -229,6 +253,8 @@ def with_later_options(
     later = {f"{place}.{name}": value for place, kind in owners for name, value in _own_defaults(kind).items()}
     if PUBLIC in now:  # noted since public data can be made of the clients'
         later[PUBLIC] = now[PUBLIC]
+    if PUBLIC_CONTENT in now:  # noted since they can be of another data set
+        later[PUBLIC_CONTENT] = now[PUBLIC_CONTENT]
     if SCORED in now:
         later[SCORED] = now[SCORED]
     return {name: value for name, value in plain(later).items() if name in now} | dict(before)

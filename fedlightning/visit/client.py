@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -16,12 +16,14 @@ from torch.utils.data import DataLoader
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.public import addressable, public_loader, size_of
 from fedlightning.datamodules.views import samples_at
 from fedlightning.hooks import Phase
 from fedlightning.messages import ClientLog, Message
 from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.visit import probes
+from fedlightning.visit.outputs import outputs
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.scorer import Scorer
 from fedlightning.wrappers.features import FeatureTap
@@ -111,7 +113,7 @@ class Client:
     def module(self) -> LightningModule:
         """The client's LightningModule, built on first access."""
         if self._module is None:
-            self._module = self._blueprint.build_around(self._entries)
+            self._module = self._blueprint.build_around(self._entries, self.id)
         return self._module
 
     @property
@@ -320,11 +322,11 @@ class Client:
             stream: Name of the draws; each name is an independent one.
 
         Raises:
-            ValueError: If the data module has no public data.
+            ValueError: If the data module has no public data, or they are iterable.
         """
-        loader = self._runner.data.public_dataloader()
-        if loader is None:
-            raise ValueError(f"{type(self._runner.data).__name__} has no public data (public_fraction=0.1 makes some)")
+        return self._public_draws(addressable(*self._public()), ratio, stream)
+
+    def _public_draws(self, loader: DataLoader[Any], ratio: float, stream: str) -> Iterator[Any]:
         dataset: Any = loader.dataset
         size = min(loader.batch_size or 1, len(dataset))
         count = min(max(size, round(ratio * self.num_samples)), len(dataset))
@@ -333,6 +335,60 @@ class Client:
             order = subset[torch.randperm(count, generator=self.rng(f"{stream}-{lap}"))].tolist()
             for start in range(0, count - size + 1, size):
                 yield loader.collate_fn(samples_at(dataset, order[start : start + size]))
+
+    def _public(self) -> tuple[Any, str]:
+        """Return the data module's loader of public data, or `None`, and the data module's name."""
+        data = self._runner.data
+        return data.public_dataloader(), type(data).__name__
+
+    @property
+    def public_size(self) -> int:
+        """Number of public samples; 0 without any."""
+        return size_of(*self._public())
+
+    def public(
+        self,
+        ids: Tensor | None = None,
+        *,
+        targets: Tensor | None = None,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+    ) -> DataLoader[Any]:
+        """Return a loader of public samples, for a :class:`Phase` or :meth:`outputs`.
+
+        Args:
+            ids: Positions of the samples in the public data, int64; batches come in their order. `None`: all.
+            targets: A row for each of `ids`. A batch is then the pair `(batch, target_rows)`.
+            batch_size: Samples of a batch. `None`: that of the public data.
+            shuffle: Draw an order by address; every epoch of a fit draws its own.
+
+        Raises:
+            ValueError: If there are no public data, they are iterable, or `ids` and `targets` do not fit them.
+        """
+        loader = public_loader(
+            *self._public(), ids, targets=targets, batch_size=batch_size, shuffle=shuffle, reader=f"public of {self.id}"
+        )
+        self._runner.start_sampler(loader, self.message, purpose="public")
+        return loader
+
+    def outputs(
+        self,
+        loader: Iterable[Any],
+        forward: Callable[[LightningModule, Any], Tensor],
+        module: LightningModule | None = None,
+    ) -> Tensor:
+        """Return what a function of module and batch gives over a loader, in eval mode, without gradients or a trace.
+
+        Args:
+            loader: Batches, such as :meth:`public` gives. Each is moved to the run's device.
+            forward: Returns rows for a batch, on the device and in the precision of the run.
+            module: A module other than the client's own.
+
+        Returns:
+            All rows, in fp32 at least, on the CPU.
+        """
+        module = self.module if module is None else module
+        return outputs(module, loader, forward, self.device, self.precision, *self.next_probe())
 
     def model_state(self) -> State:
         """Return a CPU copy of the module's present state."""

@@ -25,6 +25,7 @@ from fedlightning.visit.fast.errors import NotInFastLoop
 from fedlightning.visit.fast.fit import train_fast
 from fedlightning.visit.lightning_loop import release, train_with_lightning
 from fedlightning.visit.loss_terms import loss_terms
+from fedlightning.visit.phase_loss import phase_loss
 from fedlightning.visit.surroundings import Surroundings
 from fedlightning.visit.visit_callback import KeepingVisitCallback, VisitCallback, acting
 
@@ -81,7 +82,7 @@ def fit(
     everything = [*callbacks, visit, *ordinary]
     trainer: Any
     validates, name = val_loader is not None, type(client.module).__name__
-    with loss_terms(client, acting(callbacks.loss_terms(), phase)):
+    with phase_loss(client, phase), loss_terms(client, acting(callbacks.loss_terms(), phase)):
         try:
             if fast_trainer is None:
                 trainer = train_with_lightning(
@@ -101,7 +102,8 @@ def fit(
     batches = trainer.num_training_batches
     states = {callback.state_key: callback.state_dict() for callback in ordinary}
     record["callbacks"] = {key: state for key, state in states.items() if state}
-    client.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
+    if phase.loss is None:  # else it is no metric of the task
+        client.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
     release(trainer) if isinstance(trainer, Trainer) else trainer.release()
     if visit.attempts == 0 and work > 0 and client.module.automatic_optimization and batches:
         raise RuntimeError(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedlightning.compat.signatures import takes_index
+from fedlightning.datamodules.public import PairedBatch
 from fedlightning.seeding import isolated
 from fedlightning.tensors import State
 from fedlightning.wrappers.muting import frozen_buffers, muted
@@ -29,7 +30,9 @@ class NoLossError(ValueError):
 
 
 def move_batch(module: LightningModule, batch: Any) -> Any:
-    """Return a batch on the module's device, moved by its own transfer hooks."""
+    """Return a batch on the module's device, moved by its own transfer hooks, which see nothing of paired targets."""
+    if isinstance(batch, PairedBatch):
+        return PairedBatch(move_batch(module, batch.batch), batch.targets.to(module.device))
     batch = module.on_before_batch_transfer(batch, 0)
     batch = module.transfer_batch_to_device(batch, module.device, 0)
     return module.on_after_batch_transfer(batch, 0)

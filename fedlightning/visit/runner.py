@@ -20,6 +20,7 @@ from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.compat.attached import detached
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.own_generators import kept, readdress
+from fedlightning.datamodules.public import first_batch, size_of
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import samples_at
 from fedlightning.hooks import POOLED, CallbackList, Phase, Stage
@@ -89,7 +90,7 @@ class LocalRunner:
             record: The client's record; not changed.
             evaluating: Whether the visit only evaluates.
         """
-        entries = self.blueprint.plain_entries(record.personal | message.state)
+        entries = self.blueprint.plain_entries(record.personal | message.state, message.client)
         module = self.blueprint.build(message.client) if entries is None else None
         client = Client(self, copy.copy(message), record.copy(), module, entries)
         client.evaluating = evaluating
@@ -209,14 +210,49 @@ class LocalRunner:
         return self.data.pooled_dataloader(split) is not None
 
     def has_public(self) -> bool:
-        """Return True if the data module has public data."""
-        return self.data.public_dataloader() is not None
+        """Return True if the data module has public data.
+
+        Raises:
+            ValueError: If they cannot be drawn from by index.
+        """
+        loader = self.data.public_dataloader()
+        dataset: Any = None if loader is None else loader.dataset
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f"{type(self.data).__name__}.public_dataloader gives an iterable {type(dataset).__name__}, but clients "
+                "draw public samples at random, by their index. Give a dataset with __len__ and __getitem__."
+            )
+        return loader is not None
+
+    def public_size(self) -> int:
+        """Return the number of public samples; 0 without any."""
+        return size_of(self.data.public_dataloader(), type(self.data).__name__)
+
+    def public_batch(self) -> Any:
+        """Return the first public batch, for checks at the start."""
+        loader = self.data.public_dataloader()
+        with isolated(self.settings.seed, "first public batch"), kept(getattr(loader, "dataset", None)):
+            return self.blueprint.precision.convert_input(first_batch(loader, type(self.data).__name__))
+
+    def batches_of(self, request: Fit) -> Any:
+        """Return the batches that a fit trains on.
+
+        Raises:
+            ValueError: If its phase brings data without a batch.
+        """
+        data = request.phase.data
+        if isinstance(data, str) and data == "train":
+            return self.loader(request.message, "train") if request.loader is None else request.loader
+        loader = request.client.public(shuffle=True) if isinstance(data, str) else data
+        if len(loader) == 0:
+            raise ValueError(f"phase '{request.phase.name}' has no batch to train on; leave the phase out")
+        return loader
 
     # -- what a visit asks for ---------------------------------------------------------------------------------------
     def fit(self, request: Fit) -> VisitCallback:
         """Fit one client."""
         client, message, phase = request.client, request.message, request.phase
-        loader = self.loader(message, "train") if request.loader is None else request.loader
+        loader = self.batches_of(request)
         inside = self.surroundings(client, phase)
         fast_trainer = None if self.settings.logs(client.id) else self.loop.fast_trainer(client.module, loader)
         val_loader = self.validation_loader(message)

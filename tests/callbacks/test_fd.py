@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning.callbacks import FD, MOON, Ditto, FedAdam, FedPer, FedProx, GlobalCheckpoint, Local
-from fedlightning.callbacks.fd import both_classes
+from fedlightning.callbacks.shared.distillation import both_classes
 from fedlightning.tensors import module_state
 from tests.callbacks.test_fedproto import class_data
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept

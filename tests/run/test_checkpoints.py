@@ -89,7 +89,7 @@ def test_a_link_replaces_what_was_there_and_works_without_links(
 
 def test_what_an_interrupted_link_left_is_not_written_through(tmp_path: Path) -> None:
     whole, client = tmp_path / "global.ckpt", tmp_path / "client.ckpt"
-    exporter = Exporter(Toy())
+    exporter = Exporter(lambda architecture: Toy())
     exporter.save(whole, Toy(), {})
     before = whole.read_bytes()
     (tmp_path / "client.ckpt.tmp").hardlink_to(whole)

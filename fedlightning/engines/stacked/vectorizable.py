@@ -97,6 +97,8 @@ def examine(runner: LocalRunner) -> Finding:
 
 def analyse(runner: LocalRunner) -> Finding:
     """Check as :func:`examine` does, without raising."""
+    if len({runner.blueprint.architecture_of(client) for client in runner.data.client_ids}) > 1:
+        return Finding("clients have models of different architectures")
     module = runner.blueprint.build(next(iter(runner.data.client_ids)))
     reason = _of_settings(runner) or _of_callbacks(runner) or _of_data(runner) or _of_module(module)
     if reason is not None:

@@ -23,7 +23,7 @@ ROUNDS = 2**32
 
 def default_plan(server: Server) -> Plan:
     """Visit each participant once."""
-    yield [Job(client) for client in server.participants()]
+    yield [server.job(client) for client in server.participants()]
 
 
 def run_round(
@@ -70,7 +70,7 @@ def run_round(
             server.steps += update.steps if job.work != 0 else 0  # such a job reports the steps of an earlier one
             note_work(server, update)
             if update.error is None and job.work != 0:
-                server.explosions.look(update, server.models[update.model], server.trainable)
+                server.explosions.look(update, server.models[update.model], server.architecture(update.model).trainable)
             if update.error is None and update.state:
                 aggregation.fold(update)
             elif update.error is None:

@@ -1,0 +1,180 @@
+"""What distillation on public data shares: inputs and logits of a batch, the divergence, and checks before round 1."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedlightning.algorithm import Setup, isolated, move_batch
+from fedlightning.callbacks.shared.representations import LABEL_KEYS, labels_of, rows
+from fedlightning.wrappers import frozen_buffers, muted
+
+
+def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
+    """Return the inputs of a batch: a tensor itself, the first of a tuple or list, a dict's one entry that is no label.
+
+    Args:
+        batch: A batch as the loader gives it.
+        owner: The algorithm that asks, for the message.
+
+    Raises:
+        ValueError: If there is nothing of the kind. The sentence says what the batch is.
+
+    Example:
+        >>> import torch
+        >>> inputs_of([torch.zeros(2, 3), torch.zeros(2)]).shape, inputs_of({"x": torch.zeros(4), "label": 1}).shape
+        (torch.Size([2, 3]), torch.Size([4]))
+    """
+    found, what = batch, type(batch).__name__
+    if isinstance(batch, Mapping):
+        others = [key for key in batch if key not in LABEL_KEYS]
+        found = batch[others[0]] if len(others) == 1 else None
+        what = f"dict with {', '.join(map(str, batch))}"
+    elif isinstance(batch, tuple | list):
+        found = batch[0] if batch else None
+    if not isinstance(found, Tensor):
+        raise ValueError(
+            f"{owner} gives the model the inputs of a batch, one tensor, and a batch is a {what} here. Let the loader give "
+            f"x, (x, y, ...), or a dict with one entry beside {', '.join(LABEL_KEYS)}."
+        )
+    return found
+
+
+def both_classes(logits: Tensor) -> Tensor:
+    """Return logits as `(batch, classes)`, in fp32 at least; one logit gets a 0 for class 0 beside it.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.callbacks.shared.distillation import both_classes
+        >>> both_classes(torch.tensor([[2.0], [-1.0]])).tolist()
+        [[0.0, 2.0], [0.0, -1.0]]
+    """
+    logits = rows(logits)
+    return F.pad(logits, (1, 0)) if logits.shape[1] == 1 else logits
+
+
+def logits_of(module: LightningModule, batch: Any) -> Tensor:
+    """Return `module(inputs)` as `(batch, classes)`, in fp32 at least; one logit gets a 0 for class 0 beside it.
+
+    Args:
+        module: The model: its `forward` takes the inputs and returns logits.
+        batch: A batch on the module's device, with labels or without.
+
+    Raises:
+        ValueError: If `forward` returns something else.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> logits_of(nn.Linear(3, 1), [torch.zeros(2, 3), torch.zeros(2)]).shape
+        torch.Size([2, 2])
+    """
+    inputs = inputs_of(batch)
+    logits = module(inputs)
+    if isinstance(logits, Tensor) and logits.ndim == 1 and len(logits) == len(inputs):
+        logits = logits[:, None]
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(inputs):
+        what = f"a tensor {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+        raise ValueError(f"forward gives {what} for {len(inputs)} samples, and not logits (batch, classes)")
+    return both_classes(logits)
+
+
+def kl(teacher_logits: Tensor, student_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return `T^2 KL( softmax(teacher / T) || softmax(student / T) )`, mean over the batch, in fp32 at least.
+
+    Args:
+        teacher_logits: Logits `(batch, classes)`; no gradient flows into them.
+        student_logits: Logits of the same shape.
+        temperature: `T`. The factor keeps the size of gradients as `T` grows (Hinton et al., 2015).
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[2.0, -1.0]])
+        >>> float(kl(logits, logits)), round(float(kl(logits, -logits, 2.0)), 3)
+        (0.0, 3.811)
+    """
+    teacher = rows(teacher_logits.detach()) / temperature
+    student = rows(student_logits) / temperature
+    divergence = F.kl_div(student.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)
+    return temperature**2 * divergence
+
+
+def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
+    """Refuse before round 1 what distillation on public data cannot work with.
+
+    Args:
+        owner: The algorithm, for the messages.
+        setup: The federation.
+        labels: Whether public batches need class labels.
+
+    Returns:
+        The number of classes.
+
+    Raises:
+        ValueError: If there are no public data or iterable ones, a public batch has no inputs, inputs of another shape than
+            the clients' or (with `labels`) no labels, `forward` gives no logits `(batch, classes)` for it or fewer than
+            there are classes, architectures differ in their number, or the module optimizes manually.
+    """
+    name = type(setup.template).__name__
+    if not setup.has_public():
+        raise ValueError(
+            f"{owner} trains on public data, but the data module has none. Set public=0.1 (a share of every client's "
+            "training samples that all may see), or public: another data set."
+        )
+    setup.public_size()  # refuses samples without positions
+    if not setup.module.automatic_optimization:
+        raise ValueError(
+            f"{owner} minimises a loss of its own in the place of training_step, but {name} optimizes manually inside "
+            "training_step. Use automatic optimization."
+        )
+    batch, own = setup.public_batch(), setup.first_batch()
+    inputs = inputs_of(batch, owner)
+    known = [labels_of(batch, f"{owner}, on public data,")] if labels else []
+    if own is not None:
+        theirs = inputs_of(own, owner)
+        if inputs.shape[1:] != theirs.shape[1:]:
+            raise ValueError(
+                f"{owner} needs public samples like the clients': a public sample has the shape {tuple(inputs.shape[1:])}, a "
+                f"client's {tuple(theirs.shape[1:])}. Resize them, or take public data from the clients (public=0.1)."
+            )
+    logits = _logits_at_start(owner, name, setup.module, batch)
+    for other, module in setup.modules.items():
+        classes = _logits_at_start(owner, f"'{other}'", module, batch).shape[1]
+        if classes != logits.shape[1]:
+            raise ValueError(
+                f"{owner} compares the logits of all models, but {name} gives {logits.shape[1]} and '{other}' {classes}. "
+                "Give all architectures the same classes."
+            )
+    with suppress(ValueError):  # what else the task's targets are is its own business
+        known += [] if own is None else [labels_of(own, owner)]
+    largest = max((int(found.max()) for found in known if len(found)), default=-1)
+    if largest >= logits.shape[1]:
+        raise ValueError(
+            f"{owner} needs a logit for each class, but {name} gives {logits.shape[1]}, and a label is {largest}. Give the "
+            "network an output for each class."
+        )
+    return int(logits.shape[1])
+
+
+def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any) -> Tensor:
+    """Return the logits of a batch by a copy of a module.
+
+    Raises:
+        ValueError: If its forward gives none.
+    """
+    module = copy.deepcopy(module).eval()
+    try:
+        with torch.no_grad(), isolated("public logits"), muted(module), frozen_buffers(module):
+            return logits_of(module, move_batch(module, batch))
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take "
+            "the inputs and return logits (batch, classes)."
+        ) from error

@@ -1,0 +1,127 @@
+"""What the server knows of an architecture, and which models have which: :class:`Architecture`, :class:`Architectures`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.errors import ConfigurationError
+from fedlightning.tensors import EntryKind, entry_kinds, module_state, tied_names
+from fedlightning.wrappers import user_class
+
+if TYPE_CHECKING:
+    from fedlightning.federation.server import Server
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture: its entries as the federation began.
+
+    Attributes:
+        name: Its name in :class:`~fedlightning.models.ClientModels`; empty where everybody has the same.
+        module: A module as the federation began, for names and layers.
+        kinds: Kind of every entry, fixed before anything is frozen.
+        shapes: Shape of every entry.
+        tied: By entry, all names under which it is tied.
+    """
+
+    name: str
+    module: LightningModule
+    kinds: dict[str, EntryKind] = field(init=False)
+    shapes: dict[str, torch.Size] = field(init=False)
+    tied: dict[str, frozenset[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shapes = {name: value.shape for name, value in module_state(self.module).items()}
+        for name, value in (("kinds", entry_kinds(self.module)), ("shapes", shapes), ("tied", tied_names(self.module))):
+            object.__setattr__(self, name, value)
+
+    @property
+    def trainable(self) -> list[str]:
+        """Names of the trainable parameters."""
+        return [name for name, kind in self.kinds.items() if kind == "trainable"]
+
+    def first_difference(self, other: Architecture, names: tuple[str, ...]) -> str | None:
+        """Return the first of some entries of `other` that is not here in the same kind and shape; `None` if all are."""
+        for name in names:
+            if (self.kinds.get(name), self.shapes.get(name)) != (other.kinds[name], other.shapes[name]):
+                return name
+        return None
+
+
+def architectures_of(blueprint: Blueprint) -> dict[str, Architecture]:
+    """Build every architecture of a federation once, by name."""
+    return {name: Architecture(name, blueprint.build("server", name)) for name in blueprint.architectures}
+
+
+def describe(server: Server) -> dict[str, dict[str, Any]]:
+    """Describe the architectures: class of the module, parameters, and which clients have it."""
+    clients = (*server.clients, *server.held_out)
+    return {
+        name: {
+            "class": user_class(own.module).__name__,
+            "parameters": sum(parameter.numel() for parameter in own.module.parameters()),
+            "clients": [client for client in clients if server.architecture_of(client) is own],
+        }
+        for name, own in server.architectures.items()
+    }
+
+
+def refuse_mixed(server: Server) -> None:
+    """Refuse callbacks that are not written for several models at the server, and entries that not all models have.
+
+    Args:
+        server: The server.
+
+    Raises:
+        ConfigurationError: Naming the callback, or the entry.
+    """
+    owner = server.callbacks.role("model_of")
+    for callback in server.callbacks if not server.is_mixed else ():
+        if owner not in (None, callback) and callback.takes_part and not callback.mixes_architectures:
+            assert owner is not None
+            raise ConfigurationError(
+                f"{callback.key} works on the one global model, and {owner.key} keeps several. Remove one of them."
+            )
+    if not server.is_mixed:
+        return
+    for callback in server.callbacks:
+        if callback.takes_part and not callback.mixes_architectures:
+            raise ConfigurationError(
+                f"{callback.key} works on models of one architecture, and ClientModels gives clients several "
+                f"({', '.join(server.architectures)}). Use a method for models that differ (docs/heterogeneous.md), or one "
+                "architecture for all."
+            )
+    for client in (*server.clients, *server.held_out):
+        model = server.model_of(client) if server.callbacks.role("model_of") is None else None
+        own = server.architecture_of(client)
+        if model is not None and own is not server.architecture(model):
+            refuse_unlike(model, server.architecture(model), server.shared_names(model=model), client, own)
+
+
+def refuse_unlike(model: str, sent: Architecture, names: tuple[str, ...], client: str, own: Architecture) -> None:
+    """Refuse to send a client entries that its model does not have.
+
+    Args:
+        model: Key of the server's model.
+        sent: Its architecture.
+        names: Names of the entries.
+        client: The client's id.
+        own: The client's architecture.
+
+    Raises:
+        ConfigurationError: Naming the entry.
+    """
+    name = None if own is sent else own.first_difference(sent, names)
+    if name is not None:
+        have = tuple(own.shapes[name]) if name in own.shapes else "missing"
+        raise ConfigurationError(
+            f"'{name}' travels between clients of different architectures: it is {tuple(sent.shapes[name])} in "
+            f"'{sent.name}', the architecture of the {model} model, and {have} in '{own.name}', which client '{client}' has. "
+            "Only a part that all models have under the same names and shapes can be shared: use a method that shares "
+            "predictions, prototypes or a common part (docs/heterogeneous.md), or one architecture for all."
+        )
