@@ -46,9 +46,11 @@ from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fjord import FjORD
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.flora import FLoRA
 from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
+from fedlightning.callbacks.hetlora import HetLoRA
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
 from fedlightning.callbacks.ifca import IFCA, HypCluster
@@ -115,12 +117,14 @@ __all__ = [
     "FFALoRA",
     "FjORD",
     "FLIU",
+    "FLoRA",
     "GlobalCheckpoint",
     "GPFL",
     "GradientVariance",
     "Harmony",
     "HessianTrace",
     "HeteroFL",
+    "HetLoRA",
     "HeurFedAMP",
     "HeurpFedLA",
     "HypCluster",

@@ -161,7 +161,7 @@ def test_the_server_s_model_is_scored_and_selected(tmp_path):
 def test_clients_that_fail_are_left_out_and_a_round_of_them_ends_in_a_sentence(callback):
     data = public_data((24, 40))
     data.tensors["1"]["train"][0][:] = float("nan")
-    trainer, spy = spied(Toy("sgd"), data, [callback], max_rounds=2, on_client_error="skip")
+    _, spy = spied(Toy("sgd"), data, [callback], max_rounds=2, on_client_error="skip")
     targets = [m.extras[callback.key] for m in spy.messages if m.tag in ("distil", "digest")]
     assert targets and all(torch.isfinite(value).all() for extras in targets for value in extras.values())
     with pytest.raises(FederationError, match=r"Round 1: .*client '0' failed"):
