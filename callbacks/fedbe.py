@@ -174,7 +174,7 @@ class Average:
     """Stochastic weight averaging: which steps' models count, and the learning rate between them.
 
     Izmailov, Podoprikhin, Garipov, Vetrov, Wilson, "Averaging weights leads to wider optima and better generalization", UAI
-    2018. The first model is that after `start` steps or the next `every`, then every `every` steps, and the last one always.
+    2018. The models after `start + every` steps, `start + 2 every` and so on count, and the last one always.
 
     Args:
         start: Steps before the first model.
@@ -187,7 +187,7 @@ class Average:
         ...     parameter.data += 1
         ...     average.after_step([parameter])
         >>> average.count, average.totals[0] / average.count
-        (3, tensor([3.6667], dtype=torch.float64))
+        (2, tensor([4.5000], dtype=torch.float64))
     """
 
     def __init__(self, start: int, every: int, steps: int) -> None:
