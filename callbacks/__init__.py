@@ -42,6 +42,7 @@ from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fjord import FjORD
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.fml import FML
 from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
@@ -107,6 +108,7 @@ __all__ = [
     "FFALoRA",
     "FjORD",
     "FLIU",
+    "FML",
     "GlobalCheckpoint",
     "GPFL",
     "GradientVariance",

@@ -81,6 +81,7 @@ class GlobalCheckpoint(FederatedCallback):
         {'monitor': 'val_accuracy', 'mode': 'max', 'stage': 'G', 'mean': 'train'}
     """
 
+    mixes_architectures = True
     chooses_by_scores = True
 
     def __init__(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from fedlightning.catalogue.algorithm import Algorithm, beside_global
 
+PRIVATE = "each client's private model; LocalCheckpoint (the shared model is also a global one: GlobalCheckpoint)"
+"""What is deployed where a small shared model trains beside a private one."""
+
 # fmt: off
 ROWS = (
     Algorithm(
@@ -99,6 +102,16 @@ ROWS = (
         deployed="the chosen copy, from GlobalCheckpoint's selection where there is one; w is also a global model",
         weights="those of the method beside it",
         composes="as LocalAdaptation; needs public data (public_fraction); not with manual optimization",
+    ),
+    Algorithm(
+        "FML", "personal",
+        "A private model of any architecture and a small shared one learn from each other; only the shared one travels.",
+        'Shen et al., "Federated mutual learning", 2020',
+        down="the shared model", up="the client's shared model",
+        client_state="the private model",
+        deployed=PRIVATE,
+        weights="uniform (paper), samples or log",
+        composes="FedProx, SCAFFOLD, server optimizers on the shared model; not with methods that choose what travels or trains",
     ),
     Algorithm(
         "pFedBayes", "personal",

@@ -358,6 +358,18 @@ class Server(TrainsAtServer):
             return None
         return self.module_with(self.models[model], model)
 
+    def global_with(self, state: State) -> LightningModule:
+        """Build the model of stage G with other entries, such as those of a selected checkpoint.
+
+        Args:
+            state: Entries of the model of stage G, which may be another module than the clients'.
+        """
+        module = None if self.callbacks.role("global_module") is None else self.global_module(None)
+        if module is None:
+            return self.module_with(state)
+        load_state(module, state)
+        return module
+
     def weight(self, update: Update) -> float:
         """Return an update's weight before normalisation; 0 for an update without a real step."""
         if update.steps == 0:

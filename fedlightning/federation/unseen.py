@@ -112,7 +112,7 @@ class Unseen:
         for kept in server.checkpoints.values() if server.held_out and self.refusal is None else ():
             if checkpoint in ("all", kept["name"]):
                 scored = ScoredModel(kept["round"], "G", UNSEEN, kept["name"])
-                module = server.module_with(kept["model"])
+                module = server.global_with(kept["model"])
                 rows += rows_of_global(self.engine, module, server.held_out, Evaluate(tuple(splits)), scored)
         return self._without_gaps(rows)
 
