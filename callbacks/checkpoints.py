@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, Stage, clone, module_state, warn
+from fedlightning.algorithm import GLOBAL, Client, FederatedCallback, Server, Setup, Stage, clone, module_state, warn
 
 
 class LocalCheckpoint(FederatedCallback):
@@ -63,6 +63,8 @@ class LocalCheckpoint(FederatedCallback):
 class GlobalCheckpoint(FederatedCallback):
     """Selection of the global model whose mean validation score over the clients is best ("best_global").
 
+    Where the server keeps a model for each architecture, each is selected by the scores of the clients that have it.
+
     FENDA-FL paper (Tavakoli et al., 2024): the clients' validation losses are averaged with their training samples as
     weights. A round in which a client's loss is infinite or NaN, or a client could not be scored, is not selected: a model
     that breaks on one client must not win. An undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients
@@ -81,8 +83,8 @@ class GlobalCheckpoint(FederatedCallback):
         {'monitor': 'val_accuracy', 'mode': 'max', 'stage': 'G', 'mean': 'train'}
     """
 
-    mixes_architectures = True
     chooses_by_scores = True
+    mixes_architectures = True
 
     def __init__(
         self,
@@ -116,16 +118,27 @@ class GlobalCheckpoint(FederatedCallback):
         Raises:
             ValueError: If the method has no global model.
         """
-        self._module(server)
+        for _, client in self._models(server):
+            self._module(server, client)
 
     def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
         """Select anew: scores of a model on other clients cannot be compared with those before."""
-        if server.checkpoints.pop(self.key, None) is not None:
+        own = [key for key in server.checkpoints if key.split(" ")[0] == self.key]
+        if [server.checkpoints.pop(key) for key in own]:
             warn("GlobalCheckpoint selects anew: its best score so far is of other clients than the next ones will be.")
 
-    def _module(self, server: Server) -> LightningModule:
+    def _models(self, server: Server) -> list[tuple[str, str | None]]:
+        """Return the keys of the models to select from, each with a client that has it; `None`: all have it."""
+        if server.callbacks.role("model_of") is None:
+            return [(GLOBAL, None)]
+        found: dict[str, str | None] = {}
+        for client in server.clients:
+            found.setdefault(server.model_of(client), client)
+        return list(found.items())
+
+    def _module(self, server: Server, client: str | None) -> LightningModule:
         """Return the global model, or raise `ValueError` if the method has none."""
-        module = server.global_module(None)
+        module = server.global_module(client)
         if module is None:
             raise ValueError(
                 "GlobalCheckpoint needs a global model, but part of this model stays with the clients. "
@@ -141,7 +154,11 @@ class GlobalCheckpoint(FederatedCallback):
         """
         if not any(split == "val" for _, _, _, split, _ in server.scores):
             return
-        module = self._module(server)
+        for model, client in self._models(server):
+            self._select(server, model, self._module(server, client))
+
+    def _select(self, server: Server, model: str, module: LightningModule) -> None:
+        several = server.callbacks.role("model_of") is not None
         found = server.score(self.monitor, stage=self.stage)
         if not found:
             scored = (self.stage, "local", "val")
@@ -151,6 +168,8 @@ class GlobalCheckpoint(FederatedCallback):
                 if (model, stage, data, split) == (None, *scored)
             }
             monitored(self, known)
+        if several:
+            found = {client: score for client, score in found.items() if server.model_of(client) == model}
         weights = {
             client: {"train": server.num_samples.get(client, 0), "val": size, "uniform": 1}[self.mean]
             for client, (_, size) in found.items()
@@ -162,7 +181,10 @@ class GlobalCheckpoint(FederatedCallback):
         if missed or broken or not defined:
             return
         score = sum(weights[c] * value for c, value in defined.items()) / sum(weights[c] for c in defined)
-        _keep_best(self, server, score, module, name="best_global", stage="G")
+        if several:
+            _keep_best(self, server, score, module, f"{self.key} {model}", name="best_global", stage="G", of=model)
+        else:
+            _keep_best(self, server, score, module, name="best_global", stage="G")
 
 
 def monitored(callback: Any, metrics: Mapping[str, float]) -> float:
@@ -197,9 +219,12 @@ def is_better(score: float, best: float | None, mode: str) -> bool:
     return best is None or (score < best if mode == "min" else score > best)
 
 
-def _keep_best(callback: Any, owner: Client | Server, score: float, module: LightningModule, **values: Any) -> None:
+def _keep_best(
+    callback: Any, owner: Client | Server, score: float, module: LightningModule, key: str | None = None, **values: Any
+) -> None:
     """Store ``module`` among the owner's checkpoints if ``score`` is the best so far."""
-    best = owner.checkpoints.get(callback.key)
+    key = callback.key if key is None else key
+    best = owner.checkpoints.get(key)
     if is_better(score, None if best is None else best["score"], callback.mode):
         model = clone(module_state(module), "cpu")
-        owner.checkpoints[callback.key] = {**values, "round": owner.round + 1, "score": score, "model": model}
+        owner.checkpoints[key] = {**values, "round": owner.round + 1, "score": score, "model": model}

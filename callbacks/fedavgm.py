@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedlightning.algorithm import FederatedCallback, Server, State, WeightingName
+from fedlightning.callbacks.shared.steps import memory, remember
 
 
 class FedAvgM(FederatedCallback):
@@ -40,7 +41,7 @@ class FedAvgM(FederatedCallback):
         >>> import torch
         >>> from types import SimpleNamespace
         >>> from fedlightning.callbacks import FedAvgM
-        >>> server, w = SimpleNamespace(state={}, trainable=["w"]), torch.zeros(1)
+        >>> server, w = SimpleNamespace(state={}, trainable=["w"], combining="global"), torch.zeros(1)
         >>> for _ in range(2):
         ...     w = FedAvgM(beta=0.9).server_step(server, {"w": w}, {"w": w + 1})["w"]
         ...     print(w)
@@ -68,12 +69,12 @@ class FedAvgM(FederatedCallback):
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Take a heavy-ball step on trainable parameters; every other entry is the clients' mean."""
-        vel, new = dict(server.state.get(self.key, {}).get("vel", {})), dict(reduced)
+        vel, new = dict(memory(server, self.key).get("vel", {})), dict(reduced)
         trainable = set(server.trainable)
         for name in reduced:
             if name in trainable:
                 q = old[name].double() - reduced[name].double()
                 vel[name] = self.beta * vel[name] + q if name in vel else q
                 new[name] = (old[name].double() - self.server_lr * vel[name]).to(old[name].dtype)
-        server.state[self.key] = {"vel": vel}
+        remember(server, self.key, {"vel": vel})
         return new

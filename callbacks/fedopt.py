@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedlightning.algorithm import FederatedCallback, Server, State, WeightingName
+from fedlightning.callbacks.shared.steps import memory, remember
 
 
 class FedOpt(FederatedCallback):
@@ -46,7 +48,8 @@ class FedOpt(FederatedCallback):
 
         >>> from types import SimpleNamespace
         >>> from fedlightning.callbacks import FedAdam
-        >>> server, rule = SimpleNamespace(state={}, trainable=["w"]), FedAdam(server_lr=0.5, beta1=0.0, beta2=0.0)
+        >>> server = SimpleNamespace(state={}, trainable=["w"], combining="global")
+        >>> rule = FedAdam(server_lr=0.5, beta1=0.0, beta2=0.0)
         >>> rule.server_step(server, {"w": torch.zeros(2)}, {"w": torch.tensor([4.0, 400.0])})["w"]
         tensor([0.4999, 0.5000])
     """
@@ -92,7 +95,7 @@ class FedOpt(FederatedCallback):
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Take one adaptive step on trainable parameters; every other entry is the clients' mean."""
-        own = server.state.get(self.key, {"m": {}, "v": {}, "step": 0})
+        own: dict[str, Any] = {"m": {}, "v": {}, "step": 0} | memory(server, self.key)
         trainable = set(server.trainable)
         step = own["step"] + 1
         scale = (1 - self.beta2**step) ** 0.5 / (1 - self.beta1**step) if self.bias_correction else 1.0
@@ -106,7 +109,7 @@ class FedOpt(FederatedCallback):
             v[name] = self.second_moment(v.get(name, delta.new_full(delta.shape, start)), delta)
             moved = old[name].double() + self.server_lr * scale * m[name] / (v[name].sqrt() + self.tau)
             new[name] = moved.to(old[name].dtype)
-        server.state[self.key] = {"m": m, "v": v, "step": step}
+        remember(server, self.key, {"m": m, "v": v, "step": step})
         return new
 
 

@@ -22,7 +22,13 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.shared.prototypes import ClassMeans, fill_head, pack, unpack
-from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of, rows
+from fedlightning.callbacks.shared.representations import (
+    features_at_start,
+    head_path,
+    labels_of,
+    refuse_other_widths,
+    rows,
+)
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
 from fedlightning.wrappers import FeatureTap
 
@@ -108,12 +114,14 @@ class FedProto(FederatedCallback):
         Raises:
             ValueError: If a batch has no labels, ``head`` is not there or not called exactly once a step, or it is no
                 linear layer with bias where ``predictor="nearest"``. Also if another callback works on a model that
-                travels, or keeps something beside one: here none does.
+                travels, or keeps something beside one (here none does), or if clients' models have representations of
+            different widths.
         """
         refuse_without_a_model(self, setup)
         refuse_what_stays(self, setup)
         if features_at_start(setup, self.feature_taps, self.key):
             labels_of(setup.first_batch(), self.key)
+        refuse_other_widths(setup, self.feature_taps, self.key)
         path = head_path(setup.module, self.head)
         head = setup.module.get_submodule(path)
         if self.predictor == "nearest" and not (isinstance(head, nn.Linear) and head.bias is not None):

@@ -104,7 +104,8 @@ class Update:
         state: The entries that were asked for.
         extras: Per callback key, the extras that the callback declared in `wire().up`.
         num_samples: Training samples that an epoch really uses; the default weight.
-        steps: Optimizer steps really taken (a step skipped by the gradient scaler is none).
+        steps: Optimizer steps really taken (a step skipped by the gradient scaler is none). Of a job with `work=0` those of
+            the client's last fit, as for `lr_sum`; `num_samples` too if it asks for entries.
         skipped: Steps that the scaler skipped.
         own_steps: Steps of phases that are not federated: models of the client's own, fine-tuning.
         selections: Passes over validation data with which the client has chosen something.

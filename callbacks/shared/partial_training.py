@@ -40,6 +40,7 @@ from fedlightning.algorithm import (
     as_names,
     generator,
     load_state,
+    module_state,
     training_loss,
 )
 from fedlightning.callbacks.checkpoints import LocalCheckpoint
@@ -144,7 +145,7 @@ class PartialTraining(FederatedCallback):
             raise ValueError(
                 f"{self.key} cannot cut what {wrapping[0]} made of the module: {error} Remove one of them."
             ) from error
-        for rate in sorted(set(self.rates.values() if isinstance(self.rates, dict) else self.rates)):
+        for rate in sorted(self._computed()):
             if batch is not None and rate < 1.0:
                 units = self.units(rate, 1, setup.clients[0], 0)
                 verify(setup.module, cuts, units, lambda module: training_loss(module, batch))
@@ -156,6 +157,10 @@ class PartialTraining(FederatedCallback):
         for other in setup.callbacks:
             if other is not self:
                 self._refuse(other, setup)
+
+    def _computed(self) -> set[float]:
+        """The widths at which some client computes."""
+        return set(self.rates.values() if isinstance(self.rates, dict) else self.rates)
 
     @property
     def _changing(self) -> str:
@@ -336,9 +341,18 @@ class PartialTraining(FederatedCallback):
             means = {name: (total / batches).to(server.model[name].dtype) for name, total in sums.items()}
             server.models[GLOBAL] = {**server.model, **means}
 
+    def _fits(self, client: Client, stage: Stage) -> bool:
+        """Whether a full model's statistics are of its own width: those of its training, or the server's for the full one.
+
+        Where a part of the model stays at the clients, the server has made none, and sends a mean over the widths.
+        """
+        came = client.message.state
+        mixed = self._computed() != {1.0} and any(name.endswith("running_mean") for name in came)
+        return stage == "L2" or not mixed or came.keys() >= module_state(client.module).keys()
+
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the client's part with the statistics of its own training data: those of the full model differ."""
-        if client.message.extras[self.key]["rate"] == 1.0:
+        if client.message.extras[self.key]["rate"] == 1.0 and self._fits(client, stage):
             return client.module
         statistics, batches = client.normalisation_statistics()
         if batches == 0:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Server, State, interpolate
+from fedlightning.algorithm import GLOBAL, Server, State, interpolate
 
 
 def largest_lr(optimizer: Optimizer) -> float:
@@ -15,6 +17,53 @@ def largest_lr(optimizer: Optimizer) -> float:
 def is_plain_sgd(optimizer: Optimizer) -> bool:
     """Return True for SGD without momentum: its steps are the gradients times the learning rate."""
     return type(optimizer).__name__ == "SGD" and not optimizer.defaults.get("momentum")
+
+
+def _model(server: Server) -> str:
+    return getattr(server, "combining", GLOBAL)  # a stand-in for a server, as in examples, has one model
+
+
+def memory(server: Server, key: str) -> dict[str, Any]:
+    """Return what a server optimizer has kept for the model whose updates are being combined; empty at first.
+
+    Args:
+        server: The server.
+        key: The callback's key.
+    """
+    own: dict[str, Any] = server.state.get(key, {})
+    if _model(server) == GLOBAL:
+        return {name: value for name, value in own.items() if name != "models"}
+    kept: dict[str, Any] = own.get("models", {}).get(_model(server), {})
+    return kept
+
+
+def remember(server: Server, key: str, values: dict[str, Any]) -> None:
+    """Keep what a server optimizer needs for the next step of the model whose updates are being combined.
+
+    Models do not share moments: those of another architecture have other shapes under the same names.
+
+    Args:
+        server: The server.
+        key: The callback's key.
+        values: What :func:`memory` is to return.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> server = SimpleNamespace(state={}, combining="global")
+        >>> remember(server, "FedAvgM", {"vel": 1})
+        >>> server.combining = "deep"
+        >>> memory(server, "FedAvgM")
+        {}
+        >>> remember(server, "FedAvgM", {"vel": 2})
+        >>> server.state
+        {'FedAvgM': {'vel': 1, 'models': {'deep': {'vel': 2}}}}
+    """
+    own = server.state.get(key, {})
+    models = own.get("models", {})
+    if _model(server) == GLOBAL:
+        server.state[key] = {**values, **({"models": models} if models else {})}
+    else:
+        server.state[key] = {**own, "models": {**models, _model(server): values}}
 
 
 def step_to_mean(server: Server, old: State, reduced: State, server_lr: float) -> State:

@@ -21,9 +21,9 @@ from fedlightning.engines.stacked.stack import named_tensors
 from fedlightning.engines.stacked.training import StackedTraining
 from fedlightning.engines.stacked.vectorizable import Finding, examine
 from fedlightning.engines.watchdog import Watchdog
+from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine, Task, Visit
 from fedlightning.federation.store import ClientStore
-from fedlightning.errors import ConfigurationError
 from fedlightning.messages import Update
 from fedlightning.visit import visit as visits
 from fedlightning.visit.failing import client_failure

@@ -72,7 +72,7 @@ def describe(server: Server) -> dict[str, dict[str, Any]]:
 
 
 def refuse_mixed(server: Server) -> None:
-    """Refuse callbacks that are not written for models of several architectures, and entries that not all models have.
+    """Refuse callbacks that are not written for several models at the server, and entries that not all models have.
 
     Args:
         server: The server.
@@ -80,6 +80,13 @@ def refuse_mixed(server: Server) -> None:
     Raises:
         ConfigurationError: Naming the callback, or the entry.
     """
+    owner = server.callbacks.role("model_of")
+    for callback in server.callbacks if not server.is_mixed else ():
+        if owner not in (None, callback) and callback.takes_part and not callback.mixes_architectures:
+            assert owner is not None
+            raise ConfigurationError(
+                f"{callback.key} works on the one global model, and {owner.key} keeps several. Remove one of them."
+            )
     if not server.is_mixed:
         return
     for callback in server.callbacks:

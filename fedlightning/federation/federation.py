@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fedlightning.blueprint.optimizers import optimizers_of
@@ -231,10 +231,17 @@ class Federation:
             public_batch=self.engine.runner.public_batch,
             warn=warn,
         )
-        for name, own in server.architectures.items():
-            module = setup.module if own is server.architecture() else blueprint.build("server", name)
-            template = blueprint.template_of(name)
-            whose = replace(setup, module=module, template=template, kinds=own.kinds, optimizers=optimizers_of(module))
+        modules = {name: blueprint.build("server", name) for name in server.architectures}
+        for name, module in modules.items():
+            whose = replace(
+                setup,
+                module=module,
+                template=blueprint.template_of(name),
+                kinds=server.architectures[name].kinds,
+                optimizers=optimizers_of(module),
+                modules=modules if server.is_mixed else {},
+                shared_names=partial(server.shared_in, name),
+            )
             server.callbacks.event("check", whose)
         self.engine.check()
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())

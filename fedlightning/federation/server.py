@@ -162,6 +162,17 @@ class Server(TrainsAtServer):
         owner = self.callbacks.role("model_of")
         return GLOBAL if owner is None else owner.model_of(self, client)
 
+    def selected(self, name: str, client: str | None = None) -> dict[str, Any] | None:
+        """Return a model of the server that a checkpoint callback has selected, with its score; `None` if there is none.
+
+        Args:
+            name: Name of the checkpoint.
+            client: For whom, where a model is selected for each architecture. `None`: the global one.
+        """
+        model = GLOBAL if client is None else self.model_of(client)
+        found = (kept for kept in self.checkpoints.values() if (kept["name"], kept.get("of", GLOBAL)) == (name, model))
+        return next(found, None)
+
     @property
     def module(self) -> LightningModule:
         """A module of the global model's architecture as the federation began, for names and layers."""
@@ -194,8 +205,11 @@ class Server(TrainsAtServer):
 
     @property
     def trainable(self) -> list[str]:
-        """Names of the trainable parameters: the only entries server optimizers and noise may touch."""
-        return self._own.trainable
+        """Names of the trainable parameters: the only entries server optimizers and noise may touch.
+
+        Those of the global model; while the updates of another model are combined, that model's.
+        """
+        return self.architecture(self.combining).trainable
 
     def participants(self) -> list[str]:
         """Draw this round's clients: a uniform sample without replacement, in client order."""
@@ -269,7 +283,16 @@ class Server(TrainsAtServer):
             without: A callback that is not asked.
             model: Key of the model that travels.
         """
-        own = self.architecture(model)
+        return self.shared_in(self.architecture(model).name, without)
+
+    def shared_in(self, architecture: str, without: FederatedCallback | None = None) -> tuple[str, ...]:
+        """Return the names that travel of a model of an architecture, whether or not the server has one.
+
+        Args:
+            architecture: Its name.
+            without: A callback that is not asked.
+        """
+        own = self.architectures[architecture]
         if not self._choosers and own.name in self._unchosen:
             return self._unchosen[own.name]
         names = list(own.kinds)
@@ -358,15 +381,17 @@ class Server(TrainsAtServer):
             return None
         return self.module_with(self.models[model], model)
 
-    def global_with(self, state: State) -> LightningModule:
+    def global_with(self, state: State, model: str = GLOBAL) -> LightningModule:
         """Build the model of stage G with other entries, such as those of a selected checkpoint.
 
         Args:
             state: Entries of the model of stage G, which may be another module than the clients'.
+            model: Key of the model that they are of.
         """
-        module = None if self.callbacks.role("global_module") is None else self.global_module(None)
+        has_own = model == GLOBAL and self.callbacks.role("global_module") is not None
+        module = self.global_module(None) if has_own else None
         if module is None:
-            return self.module_with(state)
+            return self.module_with(state, model)
         load_state(module, state)
         return module
 

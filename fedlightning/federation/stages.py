@@ -231,7 +231,13 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
     rows = []
     for kept in server.checkpoints.values():
         scored = ScoredModel(kept["round"], "G", GLOBAL, kept["name"])
-        rows += score_global(server, engine, server.global_with(kept["model"]), evaluate, scored)
+        module, of = server.global_with(kept["model"], kept.get("of", GLOBAL)), kept.get("of")
+        if of is None:
+            rows += score_global(server, engine, module, evaluate, scored)
+            continue
+        own = [client for client in server.clients if server.model_of(client) == of]
+        alone = replace(evaluate, data=tuple(data for data in evaluate.data if data == LOCAL))
+        rows += _without_gaps(server, engine, rows_of_global(engine, module, own, alone, scored))
 
     def task(client: str, kept: dict[str, Any], data: tuple[str, ...]) -> ScoreClient:
         scored = ScoredModel(kept["round"], kept["stage"], "personal", kept["name"])
@@ -300,7 +306,13 @@ def deployed_module(server: Server, engine: Engine, client: str | None, checkpoi
         raise ValueError(f"There is no client '{client}'. The clients are {server.clients}.")
     unseen = client in server.held_out
     kept = server.checkpoints if client is None else engine.store.get(client).checkpoints
-    chosen = next((entry for entry in kept.values() if entry["name"] == checkpoint), None)
+    if client is None:
+        chosen = server.selected(checkpoint)
+    else:
+        chosen = next((entry for entry in kept.values() if entry["name"] == checkpoint), None)
+        ours = server.selected(checkpoint, client) if server.callbacks.role("model_of") is not None else None
+        if chosen is None and ours is not None:
+            return server.module_with(ours["model"], ours["of"])
     if chosen is None and checkpoint != "latest":
         raise ValueError(f"There is no checkpoint '{checkpoint}' here; there is {[k['name'] for k in kept.values()]}.")
     if client is None:

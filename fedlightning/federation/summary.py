@@ -73,6 +73,7 @@ def describe_data(data: FederatedDataModule) -> dict[str, Any]:
         "splits": {split: data.fingerprint(split) for split in SPLITS},
         "clients": describe_clients(data, data.client_ids),
         **({} if data.planted_groups is None else {"groups": data.planted_groups}),
+        **({} if (public := data.public_report()) is None else {"public": public}),
     }
 
 
@@ -107,7 +108,7 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
     folder, exporter = run.path / "checkpoints", checkpoints.Exporter(blueprint.template_of)
     with writing(folder):
         (folder / "clients").mkdir(parents=True, exist_ok=True)
-    names = [kept["name"] for kept in server.checkpoints.values()]
+    names = [kept["name"] for kept in server.checkpoints.values() if "of" not in kept]
     whole = None
     if names or server.global_module(None) is not None:
         name = next(iter(names), "latest")

@@ -17,7 +17,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.stages import rows_of_global, scores_of_global
 from fedlightning.federation.summary import describe_clients
 from fedlightning.hooks import NEWCOMER
-from fedlightning.messages import Message
+from fedlightning.messages import GLOBAL, Message
 from fedlightning.scoring.rows import LATEST, UNSEEN, Gap, Row
 from fedlightning.scoring.tasks import LOCAL, ScoreClient, ScoredModel
 from fedlightning.tensors import module_state
@@ -112,8 +112,10 @@ class Unseen:
         for kept in server.checkpoints.values() if server.held_out and self.refusal is None else ():
             if checkpoint in ("all", kept["name"]):
                 scored = ScoredModel(kept["round"], "G", UNSEEN, kept["name"])
-                module = server.global_with(kept["model"])
-                rows += rows_of_global(self.engine, module, server.held_out, Evaluate(tuple(splits)), scored)
+                of = kept.get("of", GLOBAL)
+                module = server.global_with(kept["model"], of)
+                ids = [client for client in server.held_out if server.model_of(client) == of]
+                rows += rows_of_global(self.engine, module, ids, Evaluate(tuple(splits)), scored)
         return self._without_gaps(rows)
 
     def message(self, client: str) -> Message:

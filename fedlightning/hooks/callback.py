@@ -49,7 +49,8 @@ class FederatedCallback(Callback):
             chooses what travels (:meth:`shared_names`), so that the rest trains at the client.
         sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it.
         mixes_architectures: True where clients' models may have different architectures
-            (:class:`~fedlightning.models.ClientModels`); else such a federation is refused.
+            (:class:`~fedlightning.models.ClientModels`), and the server several models (:meth:`model_of`); else such a
+            federation is refused.
         takes_part: False in a callback that only watches: a resumed run may go on with or without it.
         chooses_by_scores: True in a callback that selects models by their scores: a resumed run must score the same rounds.
         infinite_arguments: Arguments that may be infinite. No other number may, and none may be NaN.

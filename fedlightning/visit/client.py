@@ -372,7 +372,10 @@ class Client:
         return loader
 
     def outputs(
-        self, loader: Iterable[Any], forward: Callable[[LightningModule, Any], Tensor], module: LightningModule | None = None
+        self,
+        loader: Iterable[Any],
+        forward: Callable[[LightningModule, Any], Tensor],
+        module: LightningModule | None = None,
     ) -> Tensor:
         """Return what a function of module and batch gives over a loader, in eval mode, without gradients or a trace.
 

@@ -305,7 +305,7 @@ def _only(module: nn.Module, configured: Any) -> Optimizer:
     if not isinstance(configured, Optimizer):
         raise ValueError(
             f"configure_optimizers of {user_class(module).__name__} returns more than one optimizer, and two models that "
-            "learn from each other take one step together. Return one optimizer without a schedule (lr_decay of the trainer lowers "
-            "learning rates from round to round)."
+            "learn from each other take one step together. Return one optimizer without a schedule (lr_decay of the trainer "
+            "lowers learning rates from round to round)."
         )
     return configured

@@ -9,6 +9,7 @@ import fedlightning
 from fedlightning import FederatedCallback
 from fedlightning.callbacks import FLIU, FedPer, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.federation.stages import ScoringError
+from fedlightning.hooks.callback_list import CallbackList
 from fedlightning.run.checkpoints import load
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, differs, federate, global_state, same, spied, toy_data
@@ -232,6 +233,7 @@ class FakeServer:
 
     def __init__(self):
         self.round, self.num_samples, self.failures, self.checkpoints = -1, {"a": 10, "b": 10, "c": 10}, [], {}
+        self.callbacks = CallbackList([])
 
     def next_round(self, values):
         self.round += 1

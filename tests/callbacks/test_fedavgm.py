@@ -19,7 +19,7 @@ SIZES = {"0": 24, "1": 40, "2": 16}
 
 
 def server_of(names=("x",)):
-    return SimpleNamespace(state={}, trainable=list(names))
+    return SimpleNamespace(state={}, trainable=list(names), combining="global")
 
 
 @pytest.mark.parametrize("make", [lambda: Toy("momentum", dropout=0.2), lambda: NormNet("sgd")])

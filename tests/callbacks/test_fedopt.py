@@ -28,7 +28,7 @@ KEPT = {
 def sequence(rounds=30, start=2.0, answer=0.1, **options):
     """A scalar whose clients always answer the same."""
     callback = FedAdam(**options)
-    server = SimpleNamespace(state={}, trainable=["x"])
+    server = SimpleNamespace(state={}, trainable=["x"], combining="global")
     model, seen = {"x": torch.tensor([start], dtype=torch.float64)}, [start]
     for _ in range(rounds):
         model = callback.server_step(server, model, {"x": torch.tensor([answer], dtype=torch.float64)})
@@ -70,7 +70,7 @@ def test_bias_corrected_it_is_torchs_adam():
 def test_without_memory_the_step_is_a_sign():
     old, reduced = torch.tensor([2.0, -1.0, 0.5]), torch.tensor([1.5, -0.9, 0.5])
     callback = FedAdam(server_lr=0.1, beta1=0.0, beta2=0.0, tau=1e-3, v_init=0.0)
-    server = SimpleNamespace(state={}, trainable=["x"])
+    server = SimpleNamespace(state={}, trainable=["x"], combining="global")
     new = callback.server_step(server, {"x": old}, {"x": reduced})["x"]
     delta = reduced - old
     torch.testing.assert_close(new, old + 0.1 * delta / (delta.abs() + 1e-3))
@@ -115,7 +115,9 @@ class Everything(FedAdam):
 
     def server_step(self, server, old, reduced):
         names = [name for name, kind in server.kinds.items() if kind in ("trainable", "float_buffer")]
-        return super().server_step(SimpleNamespace(state=server.state, trainable=names), old, reduced)
+        return super().server_step(
+            SimpleNamespace(state=server.state, trainable=names, combining=server.combining), old, reduced
+        )
 
 
 class Shrinking(NormNet):

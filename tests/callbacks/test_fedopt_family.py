@@ -17,7 +17,7 @@ BOTH = [FedYogi, FedAdagrad]
 
 def steps(callback, answers, start=2.0):
     """The scalar's values and the second moments, by clients that answer so in turn."""
-    server = SimpleNamespace(state={}, trainable=["x"])
+    server = SimpleNamespace(state={}, trainable=["x"], combining="global")
     model, xs, vs = {"x": torch.tensor([start], dtype=torch.float64)}, [start], []
     for answer in answers:
         model = callback.server_step(server, model, {"x": torch.tensor([answer], dtype=torch.float64)})
@@ -93,7 +93,9 @@ def test_yogi_without_memory_is_a_sign():
     """(d): beta1 = beta2 = 0 and v0 = 0."""
     callback = FedYogi(server_lr=0.1, beta1=0.0, beta2=0.0, tau=1e-3, v_init=0.0)
     old, reduced = torch.tensor([2.0, -1.0, 0.5]).double(), torch.tensor([1.5, -0.9, 0.5]).double()
-    new = callback.server_step(SimpleNamespace(state={}, trainable=["x"]), {"x": old}, {"x": reduced})["x"]
+    new = callback.server_step(
+        SimpleNamespace(state={}, trainable=["x"], combining="global"), {"x": old}, {"x": reduced}
+    )["x"]
     delta = reduced - old
     torch.testing.assert_close(new, old + 0.1 * delta / (delta.abs() + 1e-3), atol=1e-12, rtol=0)
 

@@ -5,7 +5,19 @@ import torch
 from torch import nn
 
 import fedlightning
-from fedlightning.callbacks import FedAdam, FedAMP, FedAvg, FedProto, FedProx, LGFedAvg, Local, LocalCheckpoint
+from fedlightning.callbacks import (
+    SCAFFOLD,
+    FedAdam,
+    FedAMP,
+    FedAvg,
+    FedAvgM,
+    FedProto,
+    FedProx,
+    GlobalCheckpoint,
+    LGFedAvg,
+    Local,
+    LocalCheckpoint,
+)
 from fedlightning.hooks import FederatedCallback
 from fedlightning.models import ClientModels
 from fedlightning.tensors import module_state
@@ -137,12 +149,12 @@ def test_what_not_all_models_have_is_refused():
     with pytest.raises(ValueError, match=r"'net.0.weight' travels .* is \(8, 6\) in 'small'.*docs/heterogeneous.md"):
         federate(ClientModels({"small": Toy(), "wide": Toy(hidden=9)}), data(), [FedAvg()])
     with pytest.raises(
-        ValueError, match=r"FedAMP works on models of one architecture, and ClientModels gives .* .small, deep"
+        ValueError, match=r"FedAMP works on models of one architecture, and ClientModels gives .*.small, deep"
     ):
         federate(models(), data(), [FedAMP()])
     with pytest.raises(ValueError, match=r"engine='vectorized' cannot train .* different architectures"):
         federate(models(), data(), [Local()], engine="vectorized", optimizer_state="reset")
-    with pytest.raises(ValueError, match=r"no 'deep': 'net.0.bias' differs"):
+    with pytest.raises(ValueError, match=r"no 'deep': 'net.2.bias' differs"):
         trainer = federate(models(), data(), [Local()], max_rounds=1)
         trainer.server.add_model("extra", "deep", trainer.server.model)
     with pytest.raises(ValueError, match="no architecture 'huge'"):
@@ -201,6 +213,42 @@ def test_a_model_for_the_server_alone():
 def test_server_optimizers_move_what_is_shared():
     trainer = federate(models(), data(), [LGFedAvg("net.3"), FedAdam(server_lr=0.1)], max_rounds=2)
     assert set(trainer.server.state["FedAdam"]["m"]) == {"net.3.weight", "net.3.bias"}
+
+
+@pytest.mark.parametrize("make", [lambda: FedAdam(server_lr=0.1), lambda: FedAvgM(0.9, 0.5)])
+def test_server_optimizers_keep_moments_for_every_model(make):
+    """Both networks have `net.0.weight` and `net.3.weight`: with moments by name alone they would mix."""
+    trainer = federate(models(), data(), [OneModelEach(), make()], max_rounds=3)
+    for name, members in (("small", ["0", "2"]), ("deep", ["1", "3"])):
+        other = federate(MODELS[name](), data(), [make(), Only(members)], max_rounds=3)
+        same({"": trainer.server.models[name]}, {"": other.server.model})
+
+
+def test_a_method_for_one_global_model_is_refused_beside_several():
+    with pytest.raises(ValueError, match=r"SCAFFOLD works on the one global model, and OneModelEach keeps several"):
+        federate(Toy(), data(), [OneModelEach(), SCAFFOLD()])
+
+
+def test_the_model_of_each_architecture_is_selected_by_its_clients(tmp_path):
+    trainer = federate(
+        models(), data(), [OneModelEach(), GlobalCheckpoint()], tmp_path, max_rounds=4, evaluate_every=1, seed=3
+    )
+    for name, members in (("small", ["0", "2"]), ("deep", ["1", "3"])):
+        rows = [row for row in trainer.recorder.rows if (row.stage, row.metric) == ("G", "val_loss")]
+        means = {
+            number: sum(
+                row.value * trainer.server.num_samples[row.client]
+                for row in rows
+                if row.round == number and row.client in members
+            )
+            for number in range(1, 5)
+        }
+        kept = trainer.server.selected("best_global", members[0])
+        assert kept["of"] == name and kept["round"] == min(means, key=means.get)
+        same({"": kept["model"]}, {"": module_state(trainer.module(members[1], "best_global"))})
+    trainer.test(verbose=False)
+    rows = [row for row in trainer.recorder.rows if row.checkpoint == "best_global" and row.split == "test"]
+    assert {(row.client, row.data) for row in rows} == {(client, "local") for client in "0123"}
 
 
 def test_the_summary_and_a_dry_run_name_the_architectures(tmp_path):
