@@ -27,6 +27,7 @@ from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.federateddropout import FederatedDropout
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgroup import FedGroup
+from fedlightning.callbacks.fedkd import FedKD
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
 from fedlightning.callbacks.fedmultimodal import FedMultimodal
@@ -90,6 +91,7 @@ __all__ = [
     "FedFomo",
     "FedGroup",
     "FedIT",
+    "FedKD",
     "FedLAMA",
     "FedLP",
     "FedMultimodal",

@@ -32,8 +32,9 @@ class FML(SharedPeer):
     `alpha = beta = 1` is local training of the private models beside FedAvg (uniform) of the shared one. Both models take one
     optimizer step together, with the parameter groups that each configures; gradients are clipped apart. The private model's
     optimizer goes on from visit to visit and the shared one's begins anew (paper), unless the trainer is told
-    `optimizer_state="reset"`, which is faster. What is logged in training is the private model's. The authors' main script has fork and merge commented out, and
-    HtFLlib detaches no target and divides KL by the number of classes, too; neither is done here.
+    `optimizer_state="reset"`, which is faster. What is logged in training is the private model's. The authors' main script
+    has fork and merge commented out, and HtFLlib detaches no target and divides KL by the number of classes, too; neither is
+    done here.
 
     Args:
         shared: The LightningModule that all clients share, with the same classes as theirs. `None`: a copy of the client's

@@ -111,7 +111,17 @@ ROWS = (
         client_state="the private model",
         deployed=PRIVATE,
         weights="uniform (paper), samples or log",
-        composes="FedProx, SCAFFOLD, server optimizers on the shared model; not with methods that choose what travels or trains",
+        composes="FedProx, SCAFFOLD, server optimizers on the shared model; not with what chooses what travels or trains",
+    ),
+    Algorithm(
+        "FedKD", "personal",
+        "A private teacher and a small shared student distil into each other; the student's updates travel at low rank.",
+        'Wu et al., "Communication-efficient federated learning via knowledge distillation", Nature Communications 2022',
+        down="the student's change (U, s, V), or the student", up="the student's change (U, s, V)",
+        client_state="the teacher, W_h, the last student", server_state="the last change, which student a client has",
+        deployed=PRIVATE,
+        weights="uniform (default), samples or log",
+        composes="FedProx on the student; not with server optimizers or what reads updates while they are compressed",
     ),
     Algorithm(
         "pFedBayes", "personal",
