@@ -28,6 +28,7 @@ from fedlightning.callbacks.federateddropout import FederatedDropout
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedkd import FedKD
+from fedlightning.callbacks.fedkemf import FedKEMF
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
 from fedlightning.callbacks.fedmultimodal import FedMultimodal
@@ -43,10 +44,12 @@ from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fjord import FjORD
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.flora import FLoRA
 from fedlightning.callbacks.fml import FML
 from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
+from fedlightning.callbacks.hetlora import HetLoRA
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
 from fedlightning.callbacks.ifca import IFCA, HypCluster
@@ -92,6 +95,7 @@ __all__ = [
     "FedGroup",
     "FedIT",
     "FedKD",
+    "FedKEMF",
     "FedLAMA",
     "FedLP",
     "FedMultimodal",
@@ -110,6 +114,7 @@ __all__ = [
     "FFALoRA",
     "FjORD",
     "FLIU",
+    "FLoRA",
     "FML",
     "GlobalCheckpoint",
     "GPFL",
@@ -117,6 +122,7 @@ __all__ = [
     "Harmony",
     "HessianTrace",
     "HeteroFL",
+    "HetLoRA",
     "HeurFedAMP",
     "HeurpFedLA",
     "HypCluster",

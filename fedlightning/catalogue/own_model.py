@@ -124,6 +124,15 @@ ROWS = (
         composes="FedProx on the student; not with server optimizers or what reads updates while they are compressed",
     ),
     Algorithm(
+        "FedKEMF", "personal",
+        "Private models teach a small knowledge network; the server distils the ensemble of these into the next one.",
+        'Yu et al., "Resource-aware federated learning using knowledge extraction and multi-model fusion", 2022',
+        down="the knowledge network", up="the client's knowledge network",
+        client_state="the private model",
+        deployed=PRIVATE,
+        composes="FedProx, SCAFFOLD on the knowledge network; needs public data, without labels",
+    ),
+    Algorithm(
         "pFedBayes", "personal",
         "Every weight is a Gaussian; each client's own distribution is held near a common prior that follows it.",
         'Zhang et al., "Personalized federated learning via variational Bayesian inference", ICML 2022',

@@ -272,7 +272,7 @@ class Federation:
         updates = run_round(server, self.engine, inside, client_done)
         _explain(server, updates, self.engine.attempts.policy)
         server.explosions.end_round(server.round + 1)
-        rows = stage_scores.update_rows(updates)
+        rows = stage_scores.update_rows(updates, server.model_of)
         if due:
             evaluate = Evaluate(("val",), self.evaluate_data)
             global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
