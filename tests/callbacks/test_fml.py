@@ -14,9 +14,11 @@ from fedlightning.callbacks import (
     FML,
     IFCA,
     MOON,
+    SCAFFOLD,
     Ditto,
     FedAdam,
     FedAvg,
+    FedNova,
     FedPer,
     FedProx,
     GlobalCheckpoint,
@@ -164,12 +166,23 @@ def test_only_the_shared_model_travels():
     assert all("shared_model" not in name for name in deployed(trainer, "0"))
 
 
-def test_terms_and_server_optimizers_act_on_the_shared_model():
-    data, private, meme = toy_data(SIZES), Toy("sgd"), small("sgd")
-    other = [FedProx(mu=0.5), FedAdam(server_lr=0.1)]
-    options = {"max_rounds": 3, "optimizer_state": "reset"}
-    trainer = federate(private, data, [FML(meme, 1.0, 1.0, weighting="samples"), *other], **options)
-    same(shared_state(global_state(trainer)), global_state(federate(meme, data, other, **options)))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [FedProx(mu=0.5), FedAdam(server_lr=0.1)],
+        lambda: [SCAFFOLD()],
+        lambda: [SCAFFOLD(option=1)],
+        lambda: [FedNova()],
+    ],
+    ids=["FedProx and FedAdam", "SCAFFOLD", "SCAFFOLD 1", "FedNova"],
+)
+def test_terms_and_server_optimizers_act_on_the_shared_model(make):
+    """With another learning rate than the private model's."""
+    data, private, meme = toy_data(SIZES), Toy("sgd"), small("sgd", lr=0.03)
+    options = {"max_rounds": 3, "local_epochs": 2, "optimizer_state": "reset"}
+    trainer = federate(private, data, [FML(meme, 1.0, 1.0), *make()], **options)
+    plain = federate(meme, data, [FedAvg(weighting="uniform"), *make()], **options)
+    close(shared_state(global_state(trainer)), global_state(plain), atol=1e-6)
     same(deployed(trainer, "0"), deployed(federate(private, data, [Local()], **options), "0"))
 
 
