@@ -30,6 +30,8 @@ from fedlightning.callbacks.feddf import FedDF
 from fedlightning.callbacks.federateddropout import FederatedDropout
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgroup import FedGroup
+from fedlightning.callbacks.fedkd import FedKD
+from fedlightning.callbacks.fedkemf import FedKEMF
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
 from fedlightning.callbacks.fedmd import FedMD
@@ -47,6 +49,7 @@ from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fjord import FjORD
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.flora import FLoRA
+from fedlightning.callbacks.fml import FML
 from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
@@ -98,6 +101,8 @@ __all__ = [
     "FedFomo",
     "FedGroup",
     "FedIT",
+    "FedKD",
+    "FedKEMF",
     "FedLAMA",
     "FedLP",
     "FedMD",
@@ -118,6 +123,7 @@ __all__ = [
     "FjORD",
     "FLIU",
     "FLoRA",
+    "FML",
     "GlobalCheckpoint",
     "GPFL",
     "GradientVariance",
