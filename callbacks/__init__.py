@@ -26,6 +26,7 @@ from fedlightning.callbacks.fedbabu import FedBABU
 from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.federateddropout import FederatedDropout
 from fedlightning.callbacks.fedfomo import FedFomo
+from fedlightning.callbacks.fedgh import FedGH
 from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
@@ -87,6 +88,7 @@ __all__ = [
     "FederatedDropout",
     "FederationSensitivity",
     "FedFomo",
+    "FedGH",
     "FedGroup",
     "FedIT",
     "FedLAMA",

@@ -14,6 +14,7 @@ from fedlightning.testing.pairs import check_pair
 
 GIVEN = {
     "FENDA": {"head": "head"},
+    "FedGH": {"head": "head"},
     "PerFCL": {"head": "head"},
     "PLayerFL": {"split": 1},
     "PIFL": {"monitor": "val_loss"},
