@@ -30,6 +30,7 @@ from fedlightning.callbacks.fedgh import FedGH
 from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
+from fedlightning.callbacks.fedmd import FedMD
 from fedlightning.callbacks.fedmultimodal import FedMultimodal
 from fedlightning.callbacks.fednova import FedNova
 from fedlightning.callbacks.fedopt import FedAdagrad, FedAdam, FedYogi
@@ -93,6 +94,7 @@ __all__ = [
     "FedIT",
     "FedLAMA",
     "FedLP",
+    "FedMD",
     "FedMultimodal",
     "FedNova",
     "FedPer",
