@@ -17,6 +17,8 @@ from fedlightning.callbacks.diagnostics.layer_values import LayerValues
 from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 from fedlightning.callbacks.ditto import Ditto
+from fedlightning.callbacks.fccl import FCCL
+from fedlightning.callbacks.fcclplus import FCCLPlus
 from fedlightning.callbacks.fd import FD
 from fedlightning.callbacks.fedala import FedALA
 from fedlightning.callbacks.fedamp import FedAMP
@@ -76,6 +78,8 @@ __all__ = [
     "CFL",
     "Dapper",
     "Ditto",
+    "FCCL",
+    "FCCLPlus",
     "FD",
     "FedAdagrad",
     "FedAdam",

@@ -16,5 +16,25 @@ ROWS = (
         weights="uniform (default) or samples",
         composes="LocalCheckpoint; no method that shares weights; needs public data, labelled for its transfer learning",
     ),
+    Algorithm(
+        "FCCL", "personal",
+        "Logits on public data are made to correlate with everybody's mean; own old models teach in local training.",
+        'Huang et al., "Learn from others and be yourself in heterogeneous federated learning", CVPR 2022',
+        down="ids and mean logits of public samples", up="its logits on them",
+        client_state="its whole model, its last and its pre-trained one", server_state="which clients have been visited",
+        deployed=OWN_MODEL,
+        weights="uniform",
+        composes="LocalCheckpoint; no method that shares weights; needs public data",
+    ),
+    Algorithm(
+        "FCCLPlus", "personal",
+        "FCCL with similarities of samples on public data, and distillation of non-target classes.",
+        'Huang et al., "Generalizable heterogeneous federated cross-correlation and instance similarity learning", TPAMI 2023',
+        down="ids, mean logits and similarities of public samples", up="its logits and similarities",
+        client_state="its whole model and its last one", server_state="which clients have been visited",
+        deployed=OWN_MODEL,
+        weights="uniform",
+        composes="as FCCL",
+    ),
 )
 # fmt: on

@@ -14,6 +14,8 @@ from fedlightning.testing.pairs import check_pair
 
 GIVEN = {
     "FENDA": {"head": "head"},
+    "FCCL": {"head": "head", "pretrain_epochs": 1},
+    "FCCLPlus": {"head": "head"},
     "FedGH": {"head": "head"},
     "PerFCL": {"head": "head"},
     "PLayerFL": {"split": 1},
