@@ -17,6 +17,7 @@ from fedlightning.callbacks.diagnostics.layer_values import LayerValues
 from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 from fedlightning.callbacks.ditto import Ditto
+from fedlightning.callbacks.dsfl import DSFL
 from fedlightning.callbacks.fccl import FCCL
 from fedlightning.callbacks.fcclplus import FCCLPlus
 from fedlightning.callbacks.fd import FD
@@ -25,7 +26,9 @@ from fedlightning.callbacks.fedamp import FedAMP
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
+from fedlightning.callbacks.fedbe import FedBE
 from fedlightning.callbacks.fedcovid import FedCovid
+from fedlightning.callbacks.feddf import FedDF
 from fedlightning.callbacks.federateddropout import FederatedDropout
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgh import FedGH
@@ -78,6 +81,7 @@ __all__ = [
     "CFL",
     "Dapper",
     "Ditto",
+    "DSFL",
     "FCCL",
     "FCCLPlus",
     "FD",
@@ -88,8 +92,10 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedBABU",
+    "FedBE",
     "FedBN",
     "FedCovid",
+    "FedDF",
     "FederatedDropout",
     "FederationSensitivity",
     "FedFomo",

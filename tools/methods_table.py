@@ -49,7 +49,7 @@ PUBLIC = 0.1
 """Share of the training samples that is public for methods that need public data."""
 
 
-ON_PUBLIC_DATA = ("Dapper", "FedMD")
+ON_PUBLIC_DATA = ("Dapper", "FedMD", "FedDF", "DSFL", "FedBE")
 """Methods that need public data."""
 
 HEAD = """# Every method at its defaults
@@ -57,8 +57,8 @@ HEAD = """# Every method at its defaults
 Made by `python -m tools.methods_table --heart FOLDER --mnist FOLDER` from real runs: all algorithms of the catalogue,
 each as `FederatedTrainer(callbacks=[Method()])` builds it, on the same data, network, optimizer and local work. What
 a method needs beside that is set: `head` for FENDA and PerFCL, one step a round for FedSGD (full batches) and L2GD
-(100 rounds), gradient clipping for HeteroFL, BatchNorm for FedBN, a tenth of the training samples as public data for Dapper
-and FedMD,
+(100 rounds), gradient clipping for HeteroFL, BatchNorm for FedBN, a tenth of the training samples as public data for Dapper,
+FedMD, FedDF, DSFL and FedBE,
 a client whose labels are the server's for pFedKnow.
 
 Accuracy is the mean over clients, on each client's own test data, of the model that it would deploy after the last

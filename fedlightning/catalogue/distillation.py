@@ -36,5 +36,36 @@ ROWS = (
         weights="uniform",
         composes="as FCCL",
     ),
+    Algorithm(
+        "FedDF", "global",
+        "FedAvg for each architecture; then all returned models together teach each mean on unlabelled public data.",
+        'Lin et al., "Ensemble distillation for robust model fusion in federated learning", NeurIPS 2020',
+        down="w of the client's architecture",
+        server_state="one model for each architecture",
+        deployed="the model of the client's architecture; GlobalCheckpoint",
+        weights="samples (default) or uniform",
+        composes="FedProx, server optimizers (moments for each model), SCAFFOLD with one architecture; not with parts of models",
+    ),
+    Algorithm(
+        "FedBE", "global",
+        "Clients' models, their mean and models sampled around it teach the mean on unlabelled public data.",
+        'Chen, Chao, "FedBE: making Bayesian model ensemble applicable to federated learning", ICLR 2021',
+        down="w of the client's architecture",
+        server_state="one model for each architecture",
+        deployed="the model of the client's architecture; GlobalCheckpoint",
+        weights="samples (default) or uniform",
+        composes="as FedDF",
+    ),
+    Algorithm(
+        "DSFL", "personal",
+        "DS-FL: probabilities on unlabelled public data travel; clients and a server's model learn their sharpened mean.",
+        'Itahara et al., "Distillation-based semi-supervised federated learning for communication-efficient collaborative '
+        'training with non-IID private data", IEEE TMC 2021',
+        down="ids and sharpened mean probabilities of public samples", up="its probabilities on them",
+        client_state="its whole model", server_state="its own model, the newest targets",
+        deployed="each client's own model; LocalCheckpoint (the server's is a global model: GlobalCheckpoint)",
+        weights="uniform (default) or samples",
+        composes="LocalCheckpoint, GlobalCheckpoint; no method that shares weights; needs public data",
+    ),
 )
 # fmt: on
