@@ -30,6 +30,7 @@ from fedlightning.callbacks.fedbe import FedBE
 from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.feddf import FedDF
 from fedlightning.callbacks.federateddropout import FederatedDropout
+from fedlightning.callbacks.fedet import FedET
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgh import FedGH
 from fedlightning.callbacks.fedgroup import FedGroup
@@ -98,6 +99,7 @@ __all__ = [
     "FedDF",
     "FederatedDropout",
     "FederationSensitivity",
+    "FedET",
     "FedFomo",
     "FedGH",
     "FedGroup",

@@ -37,6 +37,16 @@ ROWS = (
         composes="as FCCL",
     ),
     Algorithm(
+        "FedET", "global",
+        "Small models of clients are averaged by architecture and teach a large model of the server on public data.",
+        'Cho et al., "Heterogeneous ensemble knowledge transfer for training large models in federated learning", IJCAI 2022',
+        down="w of the client's architecture",
+        server_state="one model for each architecture, and the large one",
+        deployed="the large model at the server; at a client that of its architecture",
+        weights="samples (default) or uniform; confidence (variance of logits) in the ensemble",
+        composes="FedProx, server optimizers on the means; not GlobalCheckpoint, parts of models or plans of rounds",
+    ),
+    Algorithm(
         "FedDF", "global",
         "FedAvg for each architecture; then all returned models together teach each mean on unlabelled public data.",
         'Lin et al., "Ensemble distillation for robust model fusion in federated learning", NeurIPS 2020',
