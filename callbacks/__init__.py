@@ -33,6 +33,7 @@ from fedlightning.callbacks.federateddropout import FederatedDropout
 from fedlightning.callbacks.fedet import FedET
 from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgh import FedGH
+from fedlightning.callbacks.fedgkt import FedGKT
 from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
@@ -102,6 +103,7 @@ __all__ = [
     "FedET",
     "FedFomo",
     "FedGH",
+    "FedGKT",
     "FedGroup",
     "FedIT",
     "FedLAMA",

@@ -37,6 +37,16 @@ ROWS = (
         composes="as FCCL",
     ),
     Algorithm(
+        "FedGKT", "personal",
+        "Small networks at clients, a large head at the server that trains on their features; logits go both ways.",
+        'He, Annavaram, Avestimehr, "Group knowledge transfer: federated learning of large CNNs at the edge", NeurIPS 2020',
+        down="the server's logits of each training sample", up="features, logits and label of each training sample",
+        client_state="its small network", server_state="the head, and its newest logits by client",
+        deployed="the client's extractor below the server's head; LocalCheckpoint (there is no global model)",
+        weights="none: the head trains on all features that come",
+        composes="LocalCheckpoint; no method that shares weights; features and labels leave the client",
+    ),
+    Algorithm(
         "FedET", "global",
         "Small models of clients are averaged by architecture and teach a large model of the server on public data.",
         'Cho et al., "Heterogeneous ensemble knowledge transfer for training large models in federated learning", IJCAI 2022',

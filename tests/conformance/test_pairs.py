@@ -17,6 +17,7 @@ GIVEN = {
     "FCCL": {"head": "head", "pretrain_epochs": 1},
     "FCCLPlus": {"head": "head"},
     "FedGH": {"head": "head"},
+    "FedGKT": {"head": "head", "server_hidden": [4]},
     "PerFCL": {"head": "head"},
     "PLayerFL": {"split": 1},
     "PIFL": {"monitor": "val_loss"},

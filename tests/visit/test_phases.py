@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from fedlightning.algorithm import FederatedCallback, Phase, Wire, equal
 from fedlightning.callbacks.shared.distillation import kl, logits_of
 from fedlightning.testing.toys import ToyData, federate
+from fedlightning.visit.client import Client
 
 
 class Digest(FederatedCallback):
@@ -106,3 +108,54 @@ def test_resumed_in_the_middle_bit_for_bit(tmp_path: Path, optimizer_state: str)
     run(tmp_path / "b", max_rounds=2, save_state=1, optimizer_state=optimizer_state)
     resumed = run(tmp_path / "b", max_rounds=4, save_state=1, optimizer_state=optimizer_state, resume=True)
     assert equal(whole.server.model, resumed.server.model)
+
+
+class Weighs(FederatedCallback):
+    """Trains on a row for each sample of its own."""
+
+    def wire(self, module):
+        return Wire(up={"seen": (-1,), "net": "tensors"})
+
+    def local_phases(self, client):
+        yield Phase(data=client.samples(torch.arange(client.num_samples).float()[:, None]), loss=self._loss)
+
+    def _loss(self, client, module, paired, batch_idx):
+        client.scratch.setdefault("rows", []).append(paired.targets[:, 0])
+        client.scratch.setdefault("x", []).append(paired.batch[0])
+        return module(paired.batch[0]).square().mean()
+
+    def on_send(self, client, update):
+        if not client.steps:
+            return
+        x = torch.cat([batch[0] for batch in client.samples()])
+        numbers = torch.cat(client.scratch["rows"]).long()
+        assert torch.equal(x[numbers], torch.cat(client.scratch["x"]))
+        update.extras[self.key] = {"seen": numbers, "net": {"any": torch.zeros(2, 2), "shape": torch.zeros(1)}}
+
+    def on_update(self, server, update):
+        own = server.state.get(self.key, {})
+        server.state[self.key] = {**own, update.client: update.extras[self.key]["seen"]}
+
+
+def test_own_samples_keep_their_numbers_and_rows_follow_them(tmp_path: Path) -> None:
+    federation = run(tmp_path, Weighs(), max_rounds=1, local_steps=None, local_epochs=2)
+    seen = federation.server.state["Weighs"]["site0"].tolist()
+    assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(12)) != seen[:12] != seen[12:]
+
+
+def test_tensors_of_an_extra_are_tensors(tmp_path: Path) -> None:
+    class Wrong(Weighs):
+        def on_send(self, client, update):
+            update.extras[self.key] = {"net": {"any": 3.0}}
+
+    with pytest.raises(Exception, match=r"declares 'net' as 'tensors' but sends dict"):
+        run(tmp_path, Wrong(), max_rounds=1)
+
+
+def test_own_samples_without_numbers_are_refused() -> None:
+    client = SimpleNamespace(id="a", loader=lambda split: None)
+    with pytest.raises(ValueError, match=r"client.samples\(split='val'\): client 'a' has no samples"):
+        Client.samples(client, split="val")  # type: ignore[arg-type]
+    client.loader = lambda split: iter([1])
+    with pytest.raises(ValueError, match=r"client 'a' has samples without a number"):
+        Client.samples(client)  # type: ignore[arg-type]
