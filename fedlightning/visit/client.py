@@ -394,9 +394,18 @@ class Client:
         """Return a CPU copy of the module's present state."""
         return clone(self.entries, "cpu")
 
-    def initial_module(self) -> LightningModule:
-        """Build a module as the federation began: the same bits on every client and on the server."""
-        return self._blueprint.build(self.id)
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the federation's architectures, in the server's order; ``("",)`` where everybody has the same."""
+        return self._blueprint.architectures
+
+    def initial_module(self, architecture: str | None = None) -> LightningModule:
+        """Build a module as the federation began: the same bits on every client and on the server.
+
+        Args:
+            architecture: Name of its architecture. `None`: the client's own.
+        """
+        return self._blueprint.build(self.id, architecture)
 
     def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
         """Return a teacher: a copy of the module on its device, in eval mode, without gradients.
