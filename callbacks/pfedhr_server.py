@@ -142,11 +142,11 @@ class Reassembly:
             return loader
         return server.public(torch.arange(server.public_size - 1), batch_size=size, shuffle=True)
 
-    def _labels_loss(self, net: nn.Module, batch: Any) -> Tensor:
+    def _labels_loss(self, net: Stitched, batch: Any) -> Tensor:
         """Return the cross entropy of a public batch."""
         return F.cross_entropy(logits_of(net, batch), labels_of(batch, self.key))
 
-    def _views_loss(self, net: nn.Module, batch: Any) -> Tensor:
+    def _views_loss(self, net: Stitched, batch: Any) -> Tensor:
         """Return NT-Xent of two views of a public batch."""
         x, noise = inputs_of(batch, self.key), self.algorithm.noise
         return contrastive(net(view(x, noise)), net(view(x, noise)), self.algorithm.temperature)

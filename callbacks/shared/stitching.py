@@ -75,7 +75,7 @@ class Stitched(LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
         out = self.activations(x)[-1]
-        return out if self.head is None else self.head(out.flatten(1))  # type: ignore[no-any-return]
+        return out if self.head is None else self.head(out.flatten(1))
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Do as the host does."""

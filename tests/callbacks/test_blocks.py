@@ -227,5 +227,5 @@ def test_a_stitched_network_sees_batches_as_its_first_network_does():
 
     module = Hosted()
     row = row_of(module, cut(module, torch.randn(2, FEATURES)))
-    x, y = move_batch(row, [torch.ones(2, FEATURES), torch.zeros(2)])
+    x, _ = move_batch(row, [torch.ones(2, FEATURES), torch.zeros(2)])
     assert torch.equal(x, torch.full((2, FEATURES), 10.0))

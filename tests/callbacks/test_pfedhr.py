@@ -192,7 +192,7 @@ def test_without_labels_views_are_compared_and_the_classifier_is_somebodys(round
         assert "net.head.weight" not in described
         assert described["blocks"].tolist()[-1] in ([0, 1], [1, 2])
     assert any(key not in one or differs(described, one[key]) for key, described in labelled.items())
-    with pytest.raises(ValueError, match="pFedHR.* needs one class label a sample"):
+    with pytest.raises(ValueError, match=r"pFedHR.* needs one class label a sample"):
         federate(module, bare, [pFedHR(labels=True)])
 
 
@@ -356,7 +356,7 @@ def test_arguments_are_refused(options, says):
 
 @pytest.mark.parametrize("other", [FedAdam(), SCAFFOLD(), FedPer(personal="net.3"), FedProx(), GlobalCheckpoint()])
 def test_callbacks_on_a_model_that_travels_are_refused(other):
-    with pytest.raises(ValueError, match="pFedHR|GlobalCheckpoint needs a global model"):
+    with pytest.raises(ValueError, match=r"pFedHR|GlobalCheckpoint needs a global model"):
         federate(Toy(), public_data(), [pFedHR(), other], evaluate_every=1)
 
 

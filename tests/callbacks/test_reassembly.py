@@ -30,8 +30,8 @@ def by_hand(x, y):
     """Linear CKA by its formula, with the centring matrix written out."""
     n = len(x)
     centre = torch.eye(n, dtype=torch.float64) - torch.full((n, n), 1 / n, dtype=torch.float64)
-    k, l = (centre @ z.double() @ z.double().T @ centre for z in (x, y))
-    return float((k * l).sum() / (k.square().sum().sqrt() * l.square().sum().sqrt()))
+    k, m = (centre @ z.double() @ z.double().T @ centre for z in (x, y))
+    return float((k * m).sum() / (k.square().sum().sqrt() * m.square().sum().sqrt()))
 
 
 def test_cka_is_its_formula_and_in_the_unit_interval():
