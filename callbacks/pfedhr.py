@@ -210,7 +210,7 @@ class pFedHR(FederatedCallback):
         needed = {int(index) for index, _ in described[BLOCKS]}
         parts = {}
         for index in needed:
-            module = client.initial_module(client.architectures[index])
+            module = client.module_of(client.architectures[index])
             parts[index] = cut(module, x[:2].to("cpu", next(module.parameters()).dtype))
         return rebuild(described, parts, self.relu).to(x.device).eval().requires_grad_(False)
 

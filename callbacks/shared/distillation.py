@@ -106,6 +106,35 @@ def kl(teacher_logits: Tensor, student_logits: Tensor, temperature: float = 1.0)
     return temperature**2 * divergence
 
 
+def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: str) -> Tensor:
+    """Return the weighted mean of what clients predict for the same samples, summed in float64 in the order given.
+
+    Args:
+        rows: By client, a tensor `(samples, classes)`.
+        weights: By client, a positive number.
+        owner: The algorithm, for the message.
+
+    Raises:
+        ValueError: If clients differ in the number of samples or classes.
+
+    Example:
+        >>> mean_rows({"a": torch.tensor([[4.0]]), "b": torch.tensor([[0.0]])}, {"a": 3, "b": 1}, "FedMD")
+        tensor([[3.]])
+    """
+    first, known = next(iter(rows.items()))
+    for client, own in rows.items():
+        if own.shape != known.shape:
+            raise ValueError(
+                f"Client '{client}' predicts {tuple(own.shape)}, client '{first}' {tuple(known.shape)} (samples, classes). "
+                f"{owner} needs the same classes for all."
+            )
+    total = sum(weights[client] * own.double() for client, own in rows.items()) / sum(
+        weights[client] for client in rows
+    )
+    assert isinstance(total, Tensor)
+    return total.to(known.dtype)
+
+
 def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
     """Refuse before round 1 what distillation on public data cannot work with.
 

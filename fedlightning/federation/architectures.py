@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.errors import ConfigurationError
+from fedlightning.messages import GLOBAL
 from fedlightning.tensors import EntryKind, entry_kinds, module_state, tied_names
 from fedlightning.wrappers import user_class
 
@@ -81,7 +82,8 @@ def refuse_mixed(server: Server) -> None:
         ConfigurationError: Naming the callback, or the entry.
     """
     owner = server.callbacks.role("model_of")
-    for callback in server.callbacks if not server.is_mixed else ():
+    several = owner is not None and any(server.model_of(client) != GLOBAL for client in server.clients)
+    for callback in server.callbacks if several and not server.is_mixed else ():
         if owner not in (None, callback) and callback.takes_part and not callback.mixes_architectures:
             assert owner is not None
             raise ConfigurationError(
