@@ -72,6 +72,7 @@ from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
 from fedlightning.callbacks.pfedbayes import pFedBayes
+from fedlightning.callbacks.pfedhr import pFedHR
 from fedlightning.callbacks.pfedknow import pFedKnow
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
@@ -158,6 +159,7 @@ __all__ = [
     "PerFCL",
     "PerFedAvg",
     "pFedBayes",
+    "pFedHR",
     "pFedKnow",
     "pFedLA",
     "pFedMe",

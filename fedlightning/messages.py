@@ -20,8 +20,8 @@ GLOBAL = "global"
 Shape = tuple[int, ...]
 Spec = Literal["scalar", "parameters", "state", "states", "tensors"] | Shape
 """An extra's declaration: one number, a tensor shape (-1: any size), named tensors shaped as the trainable parameters
-(``"parameters"``) or as any entries of the model's state (``"state"``), several such states by name (``"states"``), or
-named tensors of any shape, such as a network that the client does not have (``"tensors"``)."""
+(``"parameters"``) or as any entries of the model's state (``"state"``), several such states by name (``"states"``), or named
+tensors of any shape (``"tensors"``), such as a model of another architecture than the client's."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,9 @@ def check_extras(
         elif spec in ("parameters", "state"):
             fits = _is_state(value, shapes)
         elif spec == "tensors":
-            fits = isinstance(value, Mapping) and all(isinstance(tensor, Tensor) for tensor in value.values())
+            fits = isinstance(value, Mapping) and all(
+                isinstance(part, str) and isinstance(tensor, Tensor) for part, tensor in value.items()
+            )
         elif spec == "states":
             fits = isinstance(value, Mapping) and all(_is_state(state, shapes) for state in value.values())
         else:

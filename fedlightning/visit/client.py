@@ -430,6 +430,19 @@ class Client:
         """Return a CPU copy of the module's present state."""
         return clone(self.entries, "cpu")
 
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the federation's architectures, in the server's order; ``("",)`` where everybody has the same."""
+        return self._blueprint.architectures
+
+    def module_of(self, architecture: str) -> LightningModule:
+        """Build a module of an architecture as the federation began: the same bits on every client and on the server.
+
+        Args:
+            architecture: Its name.
+        """
+        return self._blueprint.build(self.id, architecture)
+
     def initial_module(self) -> LightningModule:
         """Build a module as the federation began: the same bits on every client and on the server.
 

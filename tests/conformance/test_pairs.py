@@ -28,8 +28,8 @@ GIVEN = {
     "TIFF": {"monitor": "val_loss"},
 }
 """Options without which the toy module cannot be trained."""
-PARTIAL = {"HeteroFL", "FedRolex", "FederatedDropout", "FjORD"}
-"""Methods that cut chains of layers, which the full toy module is none of."""
+PARTIAL = {"HeteroFL", "FedRolex", "FederatedDropout", "FjORD", "pFedHR"}
+"""Methods that take chains of layers apart, which the full toy module is none of."""
 NAMES = [row.name for row in ALGORITHMS]
 ROWS = {row.name: row for row in ALGORITHMS}
 MEETING = (
