@@ -237,6 +237,7 @@ def test_stage_g_scores_the_shared_model_and_l1_the_private_one(tmp_path):
         for row in trainer.recorder.rows
         if row.metric == "val_loss" and row.round == 2
     }
+    same(module_state(trainer.module()), shared_state(global_state(trainer)))
     x, y = toy_data(SIZES).tensors["1"]["val"]
     for stage, module in (("G", trainer.module()), ("L1", trainer.module("1"))):
         assert rows[stage, "1"] == pytest.approx(float(F.cross_entropy(module(x), y)), abs=1e-6)
