@@ -48,6 +48,7 @@ from fedlightning.callbacks.fedprox import FedProx
 from fedlightning.callbacks.fedrep import FedRep
 from fedlightning.callbacks.fedrolex import FedRolex
 from fedlightning.callbacks.fedsoft import FedSoft
+from fedlightning.callbacks.fedtype import FedType
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA
@@ -126,6 +127,7 @@ __all__ = [
     "FedRolex",
     "FedSGD",
     "FedSoft",
+    "FedType",
     "FedYogi",
     "FENDA",
     "FeSEM",

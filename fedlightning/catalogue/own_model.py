@@ -133,6 +133,15 @@ ROWS = (
         composes="FedProx, SCAFFOLD on the knowledge network; needs public data, without labels",
     ),
     Algorithm(
+        "FedType", "personal",
+        "A private model imitates what a shared proxy is sure of; the proxy learns from its predictions.",
+        'Wang et al., "Bridging model heterogeneity in federated learning via uncertainty-based ...", ICML 2024',
+        down="the proxy", up="the client's proxy",
+        client_state="the private model, its accuracy at the last visit",
+        deployed=PRIVATE,
+        composes="FedProx, SCAFFOLD, server optimizers on the proxy; not with what chooses what travels or trains",
+    ),
+    Algorithm(
         "pFedBayes", "personal",
         "Every weight is a Gaussian; each client's own distribution is held near a common prior that follows it.",
         'Zhang et al., "Personalized federated learning via variational Bayesian inference", ICML 2022',

@@ -371,15 +371,24 @@ class Client:
         self._runner.start_sampler(loader, self.message, purpose="public")
         return loader
 
-    def samples(self, targets: Tensor | None = None, *, split: str = "train") -> DataLoader[Any]:
+    def samples(
+        self,
+        targets: Tensor | None = None,
+        *,
+        ids: Tensor | None = None,
+        training: bool | None = None,
+        split: str = "train",
+    ) -> DataLoader[Any]:
         """Return a loader of the client's own samples in which each keeps its number, for a :class:`Phase` or :meth:`outputs`.
 
         Sample `i` is the `i`-th of the split's dataset, in every round: what is found out about it can be kept by its number.
 
         Args:
-            targets: A row for each sample. A batch is then the pair `(batch, target_rows)`, and the batches are as those of
-                training: their size, an addressed order if that is shuffled, no smaller last batch with `drop_last`. `None`: all
-                samples in the order of their numbers.
+            targets: A row for each sample. A batch is then the pair `(batch, target_rows)`.
+            ids: Numbers of the samples, int64. `None`: all.
+            training: Give batches as those of training: their size, an addressed order if that is shuffled, no smaller last
+                batch with `drop_last`. Else all samples come in the order of their numbers (or of `ids`). `None`: if there
+                are `targets`.
             split: Split to read.
 
         Raises:
@@ -395,14 +404,15 @@ class Client:
             raise ValueError(
                 f"client.samples(split='{split}'): client '{self.id}' has {what}. Use a map-style dataset."
             )
-        paired = targets is not None
+        training = targets is not None if training is None else training
         found = public_loader(
             loader,
             f"client '{self.id}'",
+            ids,
             targets=targets,
-            shuffle=paired and bool(getattr(loader.sampler, "shuffle", True)),
+            shuffle=training and bool(getattr(loader.sampler, "shuffle", True)),
             reader=f"samples of {self.id}",
-            drop_last=paired and bool(loader.drop_last),
+            drop_last=training and bool(loader.drop_last),
         )
         self._runner.start_sampler(found, self.message, purpose=f"samples-{split}")
         return found

@@ -1,6 +1,6 @@
 """A client's own module with a second, smaller one beside it that trains on the same batches (deep mutual learning).
 
-FML, FedKD and FedKEMF share the second model and keep the first. Both take their own `training_step`; a function of the two
+FML, FedKD, FedKEMF and FedType share the second model and keep the first. Both take their own `training_step`; a function of the two
 losses, logits and representations gives the loss that is minimised. One optimizer holds the parameter groups of both, so
 that corrections, mixed precision and accumulation treat them as they treat one model.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -58,6 +58,7 @@ class _Pair:
     head: str
     shared_head: str
     loss: JointLoss
+    frozen: Literal["own", "shared"] | None = None
 
 
 class PairMixin(Mixin):
@@ -79,13 +80,13 @@ class PairMixin(Mixin):
         parts = self.pair_parts
         with ExitStack() as stack:
             tap = stack.enter_context(_HeadTap(self, parts.head))
-            with _apart(self):
+            with _apart(self), _teaching(cast(LightningModule, self), parts.frozen == "own"):
                 output = call(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, dict) else output
             if not isinstance(loss, Tensor):  # a skipped batch
                 return output
             own = tap.side(loss)
-        with _HeadTap(shared, parts.shared_head) as tap:
+        with _HeadTap(shared, parts.shared_head) as tap, _teaching(shared, parts.frozen == "shared"):
             batch, batch_idx = (*args, *kwargs.values(), 0)[:2]
             theirs = tap.side(_loss_of(shared, batch, batch_idx))
         if own.logits.shape != theirs.logits.shape:
@@ -190,6 +191,63 @@ def shared_of(module: nn.Module) -> LightningModule:
     return cast(LightningModule, module.get_submodule(SHARED))
 
 
+def minimise(module: nn.Module, loss: JointLoss, frozen: Literal["own", "shared"] | None = None) -> None:
+    """Let a pair minimise another loss from now on.
+
+    Args:
+        module: A module from `pair`.
+        loss: Makes the loss to minimise.
+        frozen: Which of the two only teaches: it runs in eval mode, without gradients, and logs nothing. Name the entries
+            that train in the phase, too (`Phase(train=...)`).
+
+    Example:
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers.pair import minimise, pair
+        >>> both = pair(Classifier(MLP(4, [9], 2), num_classes=2), None, lambda own, shared, project: own.loss)
+        >>> minimise(both, lambda own, shared, project: shared.loss, frozen="own")
+        >>> loss = both.training_step((torch.zeros(5, 4), torch.zeros(5).long()), 0)
+        >>> loss.backward()
+        >>> both.net.fc1.weight.grad is None, both.shared_model.net.fc1.weight.grad is None
+        (True, False)
+    """
+    parts: _Pair = vars(module)["pair_parts"]
+    parts.loss, parts.frozen = loss, frozen
+
+
+def sides_of(module: LightningModule, batch: Any) -> tuple[Side, Side]:
+    """Return what both modules of a pair give for a batch in the modes they are in.
+
+    Args:
+        module: A module from `pair`. Mute it where it is not to log.
+        batch: A batch on its device, with whatever its `training_step` reads.
+
+    Raises:
+        ValueError: If the module skips the batch.
+
+    Example:
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers.pair import pair, sides_of
+        >>> both = pair(Classifier(MLP(4, [9], 2), num_classes=2), None, lambda own, shared, project: own.loss)
+        >>> [side.logits.shape for side in sides_of(both, (torch.zeros(5, 4), torch.zeros(5).long()))]
+        [torch.Size([5, 2]), torch.Size([5, 2])]
+    """
+    parts: _Pair = vars(module)["pair_parts"]
+    found: list[tuple[Side, Side]] = []
+
+    def keep(own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+        found.append((own, shared))
+        return own.loss
+
+    vars(module)["pair_parts"] = replace(parts, loss=keep)
+    try:
+        module.training_step(*((batch, 0) if takes_index(module.training_step) else (batch,)))
+    finally:
+        vars(module)["pair_parts"] = parts
+    if not found:
+        raise ValueError(f"training_step of {user_class(module).__name__} skipped a batch whose logits are needed")
+    return found[0]
+
+
 def shared_entries(module: nn.Module) -> list[str]:
     """Return the state names of the second module within the pair.
 
@@ -239,6 +297,22 @@ def _loss_of(shared: LightningModule, batch: Any, batch_idx: int) -> Tensor:
             "batch that the client's own model does not skip."
         )
     return loss
+
+
+@contextmanager
+def _teaching(module: LightningModule, active: bool) -> Iterator[None]:
+    """Within the block, if `active`, a module runs in eval mode, without gradients, and logs nothing."""
+    if not active:
+        yield
+        return
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad(), muted(module):
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
 
 @contextmanager

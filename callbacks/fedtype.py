@@ -1,0 +1,305 @@
+"""FedType: a private model imitates what a shared proxy is sure of; the proxy learns from the private one's predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fedlightning.algorithm import Client, Phase, Setup, Stage, WeightingName, generator, isolated, module_state
+from fedlightning.callbacks.shared.conformal import PredictionSets, calibrate
+from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
+from fedlightning.callbacks.shared.representations import labels_of
+from fedlightning.wrappers import frozen_buffers, muted
+from fedlightning.wrappers.pair import JointLoss, Side, minimise, shared_entries, shared_of, sides_of
+
+
+class FedType(SharedPeer):
+    r"""A private model of any architecture and a small proxy learn from each other in unequal ways; only the proxy travels.
+
+    Wang, Zhao, Lyu, You, Huai, Ma, "Bridging model heterogeneity in federated learning via uncertainty-based asymmetrical
+    reciprocity learning", ICML 2024.
+
+    A visit is three steps:
+
+    1. *Calibration.* Conformal prediction sets (RAPS) of both models as they arrive, which hold a sample's class with
+       probability `1 - alpha`, are calibrated on samples of the client that neither model has ever trained on there.
+    2. *Private model, proxy frozen*: `CE + imitation c BIL`. With the proxy's set `S` of a sample and private logits `z`,
+       `BIL = 1 / (|S| |S^c|) sum_{a in S, b not in S} max(0, z_b - z_a)`: what the proxy is sure of is to outrank the rest.
+       `c` is the agreement of both sets, mean over the batch: their Jaccard index, or the share of the proxy's set that
+       the private model's covers if that is the larger one.
+    3. *Proxy, private model frozen*: `CE + distillation KL(softmax(z / T) || softmax(z_proxy / T))`.
+
+    `CE` is whatever loss the `training_step` of each model gives. Both steps take the visit's epochs on the same batches; the
+    frozen model is in eval mode. The authors alternate by epoch. For the private model that is the same (the sets' thresholds
+    hold for the visit); the proxy learns from the private model after all of its epochs, not after each.
+
+    * Down: the proxy. Up: the client's.
+    * State: the private model, and its accuracy at the last visit, at each client.
+    * Deployed: the private model. Stage G scores the global proxy. `deploy="proxy"` scores the local one at stage L2.
+
+    `lambda_reg` of the proxy's sets grows with a fall `D` of the private model's accuracy on its training samples since the
+    last visit, as the sets are made once a visit: `lambda_reg + (1 - lambda_reg) D`. `imitation = distillation = 0` is local
+    training of the private models beside FedAvg of the proxy (or what is stacked on it), on all samples.
+
+    The authors' imitation loss reads the proxy's own frozen logits, so it has no gradient, and their sets are calibrated on
+    training data, so they cover less than they say; neither is done here. A client with fewer than `1 / alpha - 1`
+    calibration samples has sets of all classes: BIL is 0. Batches that are augmented at random calibrate, too.
+
+    Args:
+        shared: The proxy: a LightningModule with the same classes. `None`: a copy of the client's own model, where all have
+            one architecture.
+        alpha: Share of samples whose class may be missing in a set, in (0, 1) (authors: 0.1).
+        calibration: Share of each client's training samples, drawn once by address, that calibrates and does not train, in
+            (0, 1). Weights of clients count all samples.
+        imitation: Factor on `c BIL` (paper: 1). 0: nothing is calibrated, and all samples train.
+        distillation: Factor on the divergence (paper: 1).
+        temperature: `T` of the divergence (authors: 1).
+        lambda_reg: Penalty of the proxy's sets on ranks above `k_reg`, in [0, 1] (authors: 0.5).
+        private_lambda_reg: The same of the private model's (authors: 1).
+        k_reg: Ranks without a penalty (authors: 5).
+        deploy: `"private"`, or `"proxy"`: clients deploy and are scored on the proxy, at stage L1 as received and at L2 as trained.
+        head: Path of the layer of the private models that gives the logits. `None`: the last layer of each.
+        shared_head: The same of the proxy.
+        weighting: `"samples"`, `"uniform"` or `"log"`.
+
+    Raises:
+        ValueError: If a number is out of range, `deploy` is unknown, or `shared` is no LightningModule.
+
+    Example:
+        >>> from fedlightning.callbacks import FedType
+        >>> from fedlightning.models import MLP, Classifier
+        >>> FedType(shared=Classifier(MLP(64, [16], 10), num_classes=10)).calibration
+        0.2
+    """
+
+    def __init__(
+        self,
+        shared: LightningModule | None = None,
+        alpha: float = 0.1,
+        calibration: float = 0.2,
+        imitation: float = 1.0,
+        distillation: float = 1.0,
+        temperature: float = 1.0,
+        lambda_reg: float = 0.5,
+        private_lambda_reg: float = 1.0,
+        k_reg: int = 5,
+        deploy: Literal["private", "proxy"] = "private",
+        head: str | None = None,
+        shared_head: str | None = None,
+        weighting: WeightingName | None = None,
+    ) -> None:
+        for name, value in (("alpha", alpha), ("calibration", calibration)):
+            if not 0.0 < value < 1.0:
+                raise ValueError(f"FedType got {name}={value}; it is a share between 0 and 1, and neither of them.")
+        for name, value in (
+            ("imitation", imitation),
+            ("distillation", distillation),
+            ("private_lambda_reg", private_lambda_reg),
+            ("k_reg", k_reg),
+        ):
+            if not value >= 0:
+                raise ValueError(f"FedType got {name}={value}; it cannot be negative.")
+        if not 0.0 <= lambda_reg <= 1.0:
+            raise ValueError(f"FedType got lambda_reg={lambda_reg}; it is in [0, 1], and grows towards 1 (authors: 0.5).")
+        if not temperature > 0.0:
+            raise ValueError(f"FedType got temperature={temperature}; it must be positive.")
+        if deploy not in ("private", "proxy"):
+            raise ValueError(f"FedType got deploy={deploy!r}. Use 'private' or 'proxy'.")
+        self.shared = self.checked(shared)
+        self.alpha = alpha
+        self.calibration = calibration
+        self.imitation = imitation
+        self.distillation = distillation
+        self.temperature = temperature
+        self.lambda_reg = lambda_reg
+        self.private_lambda_reg = private_lambda_reg
+        self.k_reg = k_reg
+        self.deploy = deploy
+        self.head = head
+        self.shared_head = shared_head
+        self.weighting = weighting
+
+    def joint_loss(self) -> JointLoss:
+        """Return the loss outside of the two steps: the task's of the private model, and the proxy's own."""
+        return ProxyLoss(self.distillation, self.temperature, beside=True)
+
+    def check(self, setup: Setup) -> None:
+        """Refuse what :class:`SharedPeer` does, and tasks without a class for each sample, which sets are about.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
+        super().check(setup)
+        batch = setup.first_batch()
+        if batch is None or not self.imitation:
+            return
+        labels, module = labels_of(batch, self.key), setup.module
+        modes = {part: part.training for part in module.modules()}
+        with torch.no_grad(), isolated("classes"), muted(module), frozen_buffers(module):
+            classes = sides_of(module.eval(), batch)[0].logits.shape[1]
+        for part, mode in modes.items():
+            part.training = mode
+        if not 0 <= labels.min() <= labels.max() < classes:
+            raise ValueError(
+                f"FedType makes sets of classes: labels must be from 0 to {classes - 1}, one for each logit of "
+                f"{type(setup.template).__name__}, and a batch has labels from {labels.min()} to {labels.max()}. Use "
+                "imitation=0 for another task."
+            )
+
+    # -- training ------------------------------------------------------------------------------------------------------
+    def local_phases(self, client: Client) -> Iterable[Phase]:
+        """Calibrate; train the private model with the proxy frozen, then the proxy with the private model frozen."""
+        module = client.module
+        private: JointLoss = PrivateLoss(0.0, None, None)
+        ids: Tensor | None = None
+        if self.imitation:
+            held_out, ids = self.split(client)
+            private = PrivateLoss(self.imitation, *self.calibrated(client, held_out, ids))
+        shared = tuple(shared_entries(module))
+        own = tuple(name for name in module_state(module) if name not in set(shared))
+        minimise(module, private, frozen="shared")
+        yield Phase("private", train=own, repeats="fit", federated=False, data=self._batches(client, ids))
+        minimise(module, ProxyLoss(self.distillation, self.temperature), frozen="own")
+        yield Phase(train=shared, data=self._batches(client, ids))
+        minimise(module, self.joint_loss())
+
+    def _batches(self, client: Client, ids: Tensor | None) -> Any:
+        return "train" if ids is None else client.samples(ids=ids, training=True)
+
+    def split(self, client: Client) -> tuple[Tensor, Tensor]:
+        """Return the numbers of a client's samples that calibrate, and of those that train: the same in every visit.
+
+        At least a sample (with `drop_last`, a batch) remains for training. One more calibrates where the last batch would have
+        a single sample, which batch normalisation cannot take.
+
+        Args:
+            client: The client.
+        """
+        loader, count = client.loader(), len(client.samples().dataset)  # type: ignore[arg-type]
+        assert loader is not None
+        size = loader.batch_size or 1
+        held_out = max(0, min(round(self.calibration * count), count - (size if loader.drop_last else 1)))
+        held_out += not loader.drop_last and count - held_out > size and (count - held_out) % size == 1
+        order = torch.randperm(count, generator=generator(client.seed, client.id, self.key, "calibration"))
+        return order[:held_out].sort().values, order[held_out:].sort().values
+
+    def calibrated(self, client: Client, held_out: Tensor, ids: Tensor) -> tuple[PredictionSets, PredictionSets]:
+        """Return the sets of the private model and of the proxy, and note the private model's accuracy.
+
+        Args:
+            client: The client.
+            held_out: Numbers of the samples that calibrate.
+            ids: Numbers of those that train.
+        """
+        own, shared, labels = self._logits(client, held_out) if len(held_out) else (torch.zeros(0, 2),) * 2 + (_NONE,)
+        trained, _, truth = self._logits(client, ids)
+        accuracy = float((trained.argmax(1) == truth).double().mean())
+        fallen = max(0.0, client.state.get(self.key, {}).get("accuracy", 0.0) - accuracy)
+        client.state[self.key] = {"accuracy": accuracy}
+        lambda_reg = self.lambda_reg + (1.0 - self.lambda_reg) * fallen
+        return (
+            calibrate(own, labels, self.alpha, self.private_lambda_reg, self.k_reg),
+            calibrate(shared, labels, self.alpha, lambda_reg, self.k_reg),
+        )
+
+    def _logits(self, client: Client, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits of both models, and labels, of the samples of these numbers."""
+        rows = client.outputs(client.samples(ids=ids), self._rows)
+        classes = (rows.shape[1] - 1) // 2
+        return rows[:, :classes], rows[:, classes:-1], rows[:, -1].long()
+
+    def _rows(self, module: LightningModule, batch: Any) -> Tensor:
+        own, shared = (side.logits for side in sides_of(module, batch))
+        return torch.cat([own, shared, labels_of(batch, self.key).to(own)[:, None]], 1)
+
+    # -- deployed ------------------------------------------------------------------------------------------------------
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """Return the private model, or the proxy; for a client that never trained, the proxy."""
+        return (
+            shared_of(client.copy_module()) if self.deploy == "proxy" else super().personal_module(client, stage)
+        )
+
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class PrivateLoss:
+    """The private model's loss.
+
+    Attributes:
+        imitation: Factor on `c BIL`.
+        own: Prediction sets of the private model. `None`, as `shared`, only without a factor.
+        shared: Prediction sets of the proxy.
+    """
+
+    imitation: float
+    own: PredictionSets | None
+    shared: PredictionSets | None
+
+    def __call__(self, own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+        """Return `CE + imitation c BIL`."""
+        if self.own is None or self.shared is None:
+            return own.loss
+        sure = self.shared(shared.logits)
+        return own.loss + self.imitation * consensus(self.own(own.logits), sure).mean() * imitation_loss(own.logits, sure)
+
+
+@dataclass(frozen=True)
+class ProxyLoss:
+    """The proxy's loss.
+
+    Attributes:
+        distillation: Factor on the divergence.
+        temperature: Both logits are divided by it.
+        beside: Add the private model's own loss.
+    """
+
+    distillation: float
+    temperature: float
+    beside: bool = False
+
+    def __call__(self, own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+        """Return `CE + distillation KL(softmax(z / T) || softmax(z_proxy / T))`."""
+        loss = own.loss + shared.loss if self.beside else shared.loss
+        if self.distillation == 0.0:  # a target that is not finite must not matter
+            return loss
+        return loss + self.distillation * divergence(own.logits / self.temperature, shared.logits / self.temperature)
+
+
+def imitation_loss(logits: Tensor, sure: Tensor) -> Tensor:
+    """Return `BIL`, mean over the batch: by how much classes outside of a set outrank those in it.
+
+    Args:
+        logits: `(batch, classes)`.
+        sure: Boolean, of the same shape. A sample with all classes in the set, or none, counts 0.
+
+    Example:
+        >>> sure = torch.tensor([[True, False, False]])
+        >>> imitation_loss(torch.tensor([[1.0, 3.0, 0.0]]), sure), imitation_loss(torch.tensor([[4.0, 3.0, 0.0]]), sure)
+        (tensor(1.), tensor(0.))
+    """
+    excess = (logits[:, None, :] - logits[:, :, None]).relu()  # [sample, in the set, outside]
+    pairs = sure[:, :, None] & ~sure[:, None, :]
+    return (excess.where(pairs, 0.0).sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)).mean()
+
+
+def consensus(own: Tensor, sure: Tensor) -> Tensor:
+    """Return the agreement `c` of two sets for each sample, in [0, 1].
+
+    Args:
+        own: The private model's sets, boolean `(batch, classes)`.
+        sure: The proxy's; none is empty.
+
+    Example:
+        >>> one, two = torch.tensor([[True, False, False]]), torch.tensor([[True, True, False]])
+        >>> consensus(one, two), consensus(two, one)
+        (tensor([0.5000]), tensor([1.]))
+    """
+    both, either = (own & sure).sum(1), (own | sure).sum(1)
+    return both / torch.where(own.sum(1) <= sure.sum(1), either, sure.sum(1))
