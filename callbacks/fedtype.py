@@ -62,7 +62,8 @@ class FedType(SharedPeer):
         lambda_reg: Penalty of the proxy's sets on ranks above `k_reg`, in [0, 1] (authors: 0.5).
         private_lambda_reg: The same of the private model's (authors: 1).
         k_reg: Ranks without a penalty (authors: 5).
-        deploy: `"private"`, or `"proxy"`: clients deploy and are scored on the proxy, at stage L1 as received and at L2 as trained.
+        deploy: `"private"`, or `"proxy"`: clients deploy and are scored on the proxy, at stage L1 as received and at L2 as
+            trained.
         head: Path of the layer of the private models that gives the logits. `None`: the last layer of each.
         shared_head: The same of the proxy.
         weighting: `"samples"`, `"uniform"` or `"log"`.
@@ -105,7 +106,9 @@ class FedType(SharedPeer):
             if not value >= 0:
                 raise ValueError(f"FedType got {name}={value}; it cannot be negative.")
         if not 0.0 <= lambda_reg <= 1.0:
-            raise ValueError(f"FedType got lambda_reg={lambda_reg}; it is in [0, 1], and grows towards 1 (authors: 0.5).")
+            raise ValueError(
+                f"FedType got lambda_reg={lambda_reg}; it is in [0, 1], and grows towards 1 (authors: 0.5)."
+            )
         if not temperature > 0.0:
             raise ValueError(f"FedType got temperature={temperature}; it must be positive.")
         if deploy not in ("private", "proxy"):
@@ -174,8 +177,8 @@ class FedType(SharedPeer):
     def split(self, client: Client) -> tuple[Tensor, Tensor]:
         """Return the numbers of a client's samples that calibrate, and of those that train: the same in every visit.
 
-        At least a sample (with `drop_last`, a batch) remains for training. One more calibrates where the last batch would have
-        a single sample, which batch normalisation cannot take.
+        At least a sample (with `drop_last`, a batch) remains for training. One more calibrates where the last batch would
+        have a single sample, which batch normalisation cannot take.
 
         Args:
             client: The client.
@@ -220,9 +223,7 @@ class FedType(SharedPeer):
     # -- deployed ------------------------------------------------------------------------------------------------------
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the private model, or the proxy; for a client that never trained, the proxy."""
-        return (
-            shared_of(client.copy_module()) if self.deploy == "proxy" else super().personal_module(client, stage)
-        )
+        return shared_of(client.copy_module()) if self.deploy == "proxy" else super().personal_module(client, stage)
 
 
 _NONE = torch.zeros(0, dtype=torch.int64)
@@ -247,7 +248,9 @@ class PrivateLoss:
         if self.own is None or self.shared is None:
             return own.loss
         sure = self.shared(shared.logits)
-        return own.loss + self.imitation * consensus(self.own(own.logits), sure).mean() * imitation_loss(own.logits, sure)
+        return own.loss + self.imitation * consensus(self.own(own.logits), sure).mean() * imitation_loss(
+            own.logits, sure
+        )
 
 
 @dataclass(frozen=True)

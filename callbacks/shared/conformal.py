@@ -16,8 +16,8 @@ TEMPERATURES = 0.1, 10.0
 class PredictionSets:
     """Regularised adaptive prediction sets of one model, calibrated.
 
-    Angelopoulos, Bates, Malik, Jordan, "Uncertainty sets for image classifiers using conformal prediction", ICLR 2021. Nothing
-    is randomised, and the most probable class is always in, so that no set is empty: this only adds classes.
+    Angelopoulos, Bates, Malik, Jordan, "Uncertainty sets for image classifiers using conformal prediction", ICLR 2021.
+    Nothing is randomised, and the most probable class is always in, so that no set is empty: this only adds classes.
 
     Attributes:
         temperature: The logits are divided by it.
@@ -39,7 +39,11 @@ class PredictionSets:
     k_reg: int
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return each class's score `(samples, classes)`: the probability of it and all more probable ones, and the penalty."""
+        """Return each class's score: the probability of it and all more probable ones, and the penalty.
+
+        Args:
+            logits: `(samples, classes)`.
+        """
         probabilities, order = (logits / self.temperature).softmax(1).sort(dim=1, descending=True, stable=True)
         ranks = torch.arange(1, logits.shape[1] + 1, device=logits.device)
         sums = probabilities.cumsum(1).clamp(max=1.0)

@@ -1,7 +1,7 @@
 """A client's own module with a second, smaller one beside it that trains on the same batches (deep mutual learning).
 
-FML, FedKD, FedKEMF and FedType share the second model and keep the first. Both take their own `training_step`; a function of the two
-losses, logits and representations gives the loss that is minimised. One optimizer holds the parameter groups of both, so
+FML, FedKD, FedKEMF and FedType share the second model and keep the first. Both take their own `training_step`; a function
+of the two losses, logits and representations gives the loss that is minimised. One optimizer holds the parameter groups of both, so
 that corrections, mixed precision and accumulation treat them as they treat one model.
 """
 
@@ -25,6 +25,7 @@ from fedlightning.wrappers.features import FeatureTap
 from fedlightning.wrappers.heads import find_submodule
 from fedlightning.wrappers.mixing import Mixin, mix, unmix, user_class
 from fedlightning.wrappers.muting import muted
+from fedlightning.wrappers.pair_optimizer import one_optimizer
 
 SHARED = "shared_model"
 """Name of the second module in the first. It is part of the state's names."""
@@ -76,7 +77,7 @@ class PairMixin(Mixin):
         if name == "configure_optimizers":
             with _apart(self):
                 own = call(*args, **kwargs)
-            return _one_optimizer(self, own, shared, shared.configure_optimizers())
+            return one_optimizer(self, own, shared, shared.configure_optimizers(), self._modules.get(PROJECTION))
         parts = self.pair_parts
         with ExitStack() as stack:
             tap = stack.enter_context(_HeadTap(self, parts.head))
@@ -342,44 +343,3 @@ def _width(module: nn.Module, head: str) -> int:
             "known at a linear head. Name such a head, or leave the representations out (hidden=False)."
         )
     return layer.in_features
-
-
-def _one_optimizer(module: nn.Module, own: Any, shared: LightningModule, theirs: Any) -> Optimizer:
-    """Return the module's optimizer with the groups of the second one's beside its own."""
-    ours, second = (_only(one, configured) for one, configured in ((module, own), (shared, theirs)))
-    if type(ours) is not type(second):
-        raise ValueError(
-            f"{user_class(module).__name__} uses {type(ours).__name__} and the shared {user_class(shared).__name__} "
-            f"{type(second).__name__}, but both models take one step together. Give both the same kind of optimizer; "
-            "learning rates and other options may differ."
-        )
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    first = ours.param_groups[0]
-    if PROJECTION in module._modules:
-        for parameter in module.get_submodule(PROJECTION).parameters():
-            first["params"].append(parameter)
-            if "param_names" in first:
-                first["param_names"].append(names[id(parameter)])
-    for group in second.param_groups:
-        added = {name: value for name, value in group.items() if name != "param_names"}
-        if "param_names" in first:
-            added["params"] = [(names[id(parameter)], parameter) for parameter in group["params"]]
-        ours.add_param_group(added)
-    return ours
-
-
-def _only(module: nn.Module, configured: Any) -> Optimizer:
-    """Return the one optimizer in what `configure_optimizers` returned."""
-    while isinstance(configured, list | tuple) and len(configured) == 1:
-        configured = configured[0]
-    if isinstance(configured, dict) and not configured.get("lr_scheduler"):
-        configured = configured.get("optimizer")
-    if isinstance(configured, tuple) and len(configured) == 2 and not configured[1]:
-        return _only(module, configured[0])
-    if not isinstance(configured, Optimizer):
-        raise ValueError(
-            f"configure_optimizers of {user_class(module).__name__} returns more than one optimizer, and two models that "
-            "learn from each other take one step together. Return one optimizer without a schedule (lr_decay of the trainer "
-            "lowers learning rates from round to round)."
-        )
-    return configured

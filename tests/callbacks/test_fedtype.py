@@ -36,7 +36,9 @@ CASES = {
     "FedType": Case(
         FedType(OTHER, alpha=0.4, head="head"),
         neutral=FedType(imitation=0.0, distillation=0.0),
-        skip={"identical_clients": "every client draws the samples that calibrate, and the order of the others, itself"},
+        skip={
+            "identical_clients": "every client draws the samples that calibrate, and the order of the others, itself"
+        },
     ),
 }
 KEPT = {"FedType": Kept("FedType", client=("accuracy",), phases=("private", "fit"))}
@@ -99,9 +101,7 @@ def private_loss_by_hand(z, y, ours, sure):
 
 def batches_by_hand(x, y, ids, client, number, epochs=2):
     for epoch in range(epochs):
-        order = torch.randperm(
-            len(ids), generator=generator(0, "batches", f"samples of {client}", number, epoch)
-        )
+        order = torch.randperm(len(ids), generator=generator(0, "batches", f"samples of {client}", number, epoch))
         for part in ids[order].split(8):
             yield x[part], y[part]
 
@@ -267,7 +267,7 @@ def test_the_frozen_model_neither_moves_nor_drops_nor_logs():
     """Running statistics of the proxy are those of its own steps; the same with none of the private model's."""
     data, proxy = toy_data(SIZES), seeded(lambda: NormNet("sgd", hidden=4), 3)
     method = FedType(proxy, ALPHA, SHARE, distillation=0.0)
-    trainer, spy = spied(Toy(dropout=0.5), data, [method], max_rounds=1)
+    _, spy = spied(Toy(dropout=0.5), data, [method], max_rounds=1)
     for update in spy.updates:
         steps = math.ceil((SIZES[update.client] - HELD[update.client]) / 8)
         assert update.steps == update.own_steps == steps
