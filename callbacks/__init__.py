@@ -18,6 +18,8 @@ from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 from fedlightning.callbacks.ditto import Ditto
 from fedlightning.callbacks.dsfl import DSFL
+from fedlightning.callbacks.fccl import FCCL
+from fedlightning.callbacks.fcclplus import FCCLPlus
 from fedlightning.callbacks.fd import FD
 from fedlightning.callbacks.fedala import FedALA
 from fedlightning.callbacks.fedamp import FedAMP
@@ -28,8 +30,13 @@ from fedlightning.callbacks.fedbe import FedBE
 from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.feddf import FedDF
 from fedlightning.callbacks.federateddropout import FederatedDropout
+from fedlightning.callbacks.fedet import FedET
 from fedlightning.callbacks.fedfomo import FedFomo
+from fedlightning.callbacks.fedgh import FedGH
+from fedlightning.callbacks.fedgkt import FedGKT
 from fedlightning.callbacks.fedgroup import FedGroup
+from fedlightning.callbacks.fedkd import FedKD
+from fedlightning.callbacks.fedkemf import FedKEMF
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
 from fedlightning.callbacks.fedmd import FedMD
@@ -47,6 +54,7 @@ from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fjord import FjORD
 from fedlightning.callbacks.fliu import FLIU
 from fedlightning.callbacks.flora import FLoRA
+from fedlightning.callbacks.fml import FML
 from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
@@ -64,6 +72,7 @@ from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
 from fedlightning.callbacks.pfedbayes import pFedBayes
+from fedlightning.callbacks.pfedhr import pFedHR
 from fedlightning.callbacks.pfedknow import pFedKnow
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
@@ -81,6 +90,8 @@ __all__ = [
     "Dapper",
     "Ditto",
     "DSFL",
+    "FCCL",
+    "FCCLPlus",
     "FD",
     "FedAdagrad",
     "FedAdam",
@@ -95,9 +106,14 @@ __all__ = [
     "FedDF",
     "FederatedDropout",
     "FederationSensitivity",
+    "FedET",
     "FedFomo",
+    "FedGH",
+    "FedGKT",
     "FedGroup",
     "FedIT",
+    "FedKD",
+    "FedKEMF",
     "FedLAMA",
     "FedLP",
     "FedMD",
@@ -118,6 +134,7 @@ __all__ = [
     "FjORD",
     "FLIU",
     "FLoRA",
+    "FML",
     "GlobalCheckpoint",
     "GPFL",
     "GradientVariance",
@@ -142,6 +159,7 @@ __all__ = [
     "PerFCL",
     "PerFedAvg",
     "pFedBayes",
+    "pFedHR",
     "pFedKnow",
     "pFedLA",
     "pFedMe",

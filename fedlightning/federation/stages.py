@@ -235,7 +235,7 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
     rows = []
     for kept in server.checkpoints.values():
         scored = ScoredModel(kept["round"], "G", GLOBAL, kept["name"])
-        module, of = server.module_with(kept["model"], kept.get("of", GLOBAL)), kept.get("of")
+        module, of = server.global_with(kept["model"], kept.get("of", GLOBAL)), kept.get("of")
         if of is None:
             rows += score_global(server, engine, module, evaluate, scored)
             continue
@@ -320,7 +320,7 @@ def deployed_module(server: Server, engine: Engine, client: str | None, checkpoi
     if chosen is None and checkpoint != "latest":
         raise ValueError(f"There is no checkpoint '{checkpoint}' here; there is {[k['name'] for k in kept.values()]}.")
     if client is None:
-        module = server.module_with(chosen["model"]) if chosen is not None else server.global_module(None)
+        module = server.global_with(chosen["model"]) if chosen is not None else server.global_module(None)
         if module is None:
             raise ValueError(
                 "This federation has no global model: part of the model stays with the clients. Name a client."
