@@ -35,6 +35,8 @@ from fedlightning.callbacks.fedfomo import FedFomo
 from fedlightning.callbacks.fedgh import FedGH
 from fedlightning.callbacks.fedgkt import FedGKT
 from fedlightning.callbacks.fedgroup import FedGroup
+from fedlightning.callbacks.fedkd import FedKD
+from fedlightning.callbacks.fedkemf import FedKEMF
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
 from fedlightning.callbacks.fedmd import FedMD
@@ -51,9 +53,12 @@ from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fjord import FjORD
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.flora import FLoRA
+from fedlightning.callbacks.fml import FML
 from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
+from fedlightning.callbacks.hetlora import HetLoRA
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
 from fedlightning.callbacks.ifca import IFCA, HypCluster
@@ -67,6 +72,7 @@ from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
 from fedlightning.callbacks.pfedbayes import pFedBayes
+from fedlightning.callbacks.pfedhr import pFedHR
 from fedlightning.callbacks.pfedknow import pFedKnow
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
@@ -106,6 +112,8 @@ __all__ = [
     "FedGKT",
     "FedGroup",
     "FedIT",
+    "FedKD",
+    "FedKEMF",
     "FedLAMA",
     "FedLP",
     "FedMD",
@@ -125,12 +133,15 @@ __all__ = [
     "FFALoRA",
     "FjORD",
     "FLIU",
+    "FLoRA",
+    "FML",
     "GlobalCheckpoint",
     "GPFL",
     "GradientVariance",
     "Harmony",
     "HessianTrace",
     "HeteroFL",
+    "HetLoRA",
     "HeurFedAMP",
     "HeurpFedLA",
     "HypCluster",
@@ -148,6 +159,7 @@ __all__ = [
     "PerFCL",
     "PerFedAvg",
     "pFedBayes",
+    "pFedHR",
     "pFedKnow",
     "pFedLA",
     "pFedMe",

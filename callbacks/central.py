@@ -25,15 +25,15 @@ class Central(FederatedCallback):
         """Refuse algorithms that act on clients: there are none.
 
         Raises:
-            ValueError: If another callback decides what is shared, deploys a model per client, or works on what several
-                clients send.
+            ValueError: If another callback decides what is shared or sent, keeps something at a client, deploys a model per
+                client, or works on what several clients send.
         """
         acts = ("shared_names", "personal_module", "global_module", "on_reduced", "reduce", "server_step")
-        others = [other.key for other in setup.callbacks if other.merges or any(map(other.claims, acts))]
-        if others:
-            raise ValueError(
-                f"Central trains one model on pooled data, so {others[0]} has no clients to act on. Run them one by one."
-            )
+        for other in setup.callbacks:
+            if other.merges or other.keeps or other.sends_less or any(map(other.claims, acts)):
+                raise ValueError(
+                    f"Central trains one model on pooled data, so {other.key} has no clients to act on. Run them one by one."
+                )
 
     def plan_round(self, server: Server) -> Plan:
         """Plan one visit to the virtual client that holds all data."""

@@ -61,8 +61,8 @@ class DSFL(FederatedCallback):
     * the server takes their mean `p` and sharpens it: `t = softmax(p / T)` (ERA; `aggregation="mean"` is the paper's SA);
     * then the distillation, `distil_epochs` with the cross entropy to `t`. The server's model is distilled in the same way.
 
-    Down: the ids, and `t`, a row of `C` numbers for each id. Up: as many rows. No weight of a model ever travels. A client that was
-    absent distils the newest `t` before its local training, on that round's ids, which come with it.
+    Down: the ids, and `t`, a row of `C` numbers for each id. Up: as many rows. No weight of a model ever travels. A client
+    that was absent distils the newest `t` before its local training, on that round's ids, which come with it.
 
     * State: the whole model at each client; at the server its own model, the newest ids and `t`, and who has distilled them.
     * Deployed: the client's model. The server's is the global model (stage G): of clients with models of several
@@ -75,7 +75,8 @@ class DSFL(FederatedCallback):
         temperature: `T`. Default 0.1 (paper). Small: nearly one-hot at the likeliest class; large: uniform.
         aggregation: `"era"`: the sharpened mean (paper), or `"mean"`: the plain one (the paper's SA).
         distil_epochs: Epochs of each distillation. Default 5 (paper).
-        distil_batch_size: Batch size of the distillation. Default 50 (paper's local batches). `None`: that of the public data.
+        distil_batch_size: Batch size of the distillation. Default 50 (that of the paper's local training). `None`: that of
+            the public data.
         distil_lr_factor: Factor on the modules' learning rates in clients' distillation.
         server_lr: Learning rate of the server's SGD. Default 0.1 (paper).
         weighting: `"uniform"` mean of the participants' probabilities (paper) or by their `"samples"`.
@@ -157,10 +158,13 @@ class DSFL(FederatedCallback):
         if not self.distil_epochs:
             yield [Job(client) for client in clients]
             return
-        own = {"done": [], **server.state.get(self.key, {})}
+        own = dict(server.state.get(self.key, {}))
         server.state[self.key] = {**own, "predict": server.public_ids(self.public_samples)}
         sent = yield [Job(client, tag=PREDICT, keep=True) for client in clients]
         rows = {update.client: update.extras[self.key]["probabilities"] for update in sent if update.error is None}
+        if not rows:  # the only one failed
+            server.state[self.key] = own
+            return
         weights = {client: server.num_samples[client] if self.weighting == "samples" else 1 for client in rows}
         targets = mean_rows(rows, weights, self.key)
         if self.aggregation == "era":
@@ -234,12 +238,12 @@ class DSFL(FederatedCallback):
         update.extras[self.key] = {"probabilities": probabilities}
 
 
-def _probabilities(module: nn.Module, batch: Any) -> Tensor:
+def _probabilities(module: LightningModule, batch: Any) -> Tensor:
     """Return a module's probabilities for a batch."""
     return logits_of(module, batch).softmax(1)
 
 
-def _cross_entropy(module: nn.Module, paired: Any) -> Tensor:
+def _cross_entropy(module: LightningModule, paired: Any) -> Tensor:
     """Return the cross entropy to a batch's targets."""
     logits = logits_of(module, paired.batch)
     return F.cross_entropy(logits, paired.targets.to(logits))

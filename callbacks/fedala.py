@@ -24,6 +24,7 @@ from fedlightning.algorithm import (
     load_state,
     module_state,
     select,
+    warn,
 )
 
 
@@ -123,6 +124,14 @@ class FedALA(FederatedCallback):
             raise ValueError(
                 f"FedALA merges the last {self.num_layers} layer(s), but other callbacks keep them with the clients. "
                 "Raise num_layers, or remove one of the two."
+            )
+
+    def on_round_start(self, server: Server) -> None:
+        """Warn if the top layers have stopped travelling: round 1 may decide what does."""
+        if server.round == 1 and not set(self._merged(server.module)) & set(server.shared_names()):
+            warn(
+                f"FedALA merges the last {self.num_layers} layer(s), and from round 2 other callbacks keep them with the "
+                "clients: it changes nothing. Raise num_layers, or remove one of the two."
             )
 
     def _merged(self, module: LightningModule) -> list[str]:

@@ -31,16 +31,16 @@ class FedBE(EnsembleFusion):
       * `"dirichlet"`: `sum_i g_i p_i w_i / sum_i g_i p_i` with `g ~ Dirichlet(alpha, ..., alpha)`.
 
       The ensemble is `samples` models drawn from it, the clients' models and the mean. Its mean probabilities on public data
-      without labels are the targets of the mean model: `loss = KL(p || softmax(f(x)))`, SGD with momentum. From `swa_start` steps on,
-      every `swa_every` steps the student joins an average, which is the next model (SWA).
+      without labels are the targets of the mean model: `loss = KL(p || softmax(f(x)))`, SGD with momentum. After a share
+      `swa_start` of the steps, the student joins an average every `swa_every` steps; the average is the next model (SWA).
     * Down: the model of the client's architecture. Up: `w_i`. State: none.
     * Deployed: the model of the client's architecture.
 
-    Draws are of trainable parameters; batch statistics of a drawn model are the mean's (a Gaussian variance would be negative)
+    Draws are of trainable parameters; batch statistics of a drawn model are the mean's (Gaussian ones may be negative)
     or, by Dirichlet, the same combination. The authors' code draws from a Gaussian of the clients' *normalised* changes of
-    each tensor, and Dirichlet without sizes (here `weighting="uniform"`); this is the paper's. The paper has one architecture; clients
-    of several have a distribution, a mean and a student for each, and one ensemble of all
-    (of an architecture that one client has, only its model). With `epochs=0` it is FedAvg. Where a
+    each tensor, and Dirichlet without sizes (here `weighting="uniform"`); this is the paper's. The paper has one
+    architecture; clients of several have a distribution, a mean and a student for each, and one ensemble of all (of an
+    architecture that one client has, only its model). With `epochs=0` it is FedAvg. Where a
     single client came back, its model stays.
 
     Args:
@@ -51,12 +51,12 @@ class FedBE(EnsembleFusion):
         lr: Learning rate of the student. Default 1e-3 (authors).
         batch_size: Public samples of a step. Default 128.
         swa_start: Share of the steps before the average begins, in [0, 1). Default 0.25 (authors: 500 steps).
-        swa_every: Steps between two models of the average. Default 25 (authors). The rate falls by half within each such cycle.
-            0: no average, the last model.
+        swa_every: Steps between two models of the average. Default 25 (authors). The rate falls by half in each such
+            cycle. 0: no average, the last model.
         combine: `"probabilities"` (paper) or `"logits"`.
         temperature: `T` of both softmax.
-        update_statistics: Let batch statistics (BatchNorm) of students move with public data, and find those of the average by
-            one more pass over them. `False`: normalisation layers stay in eval mode.
+        update_statistics: Let batch statistics (BatchNorm) of students move with public data, and find those of the
+            average by one more pass over them. `False`: normalisation layers stay in eval mode.
         weighting: `p_i`: `"samples"` (default), or `"uniform"`.
 
     Raises:
@@ -93,7 +93,8 @@ class FedBE(EnsembleFusion):
         check_ensemble("FedBE", combine)
         if not 0.0 <= swa_start < 1.0 or swa_every < 0:
             raise ValueError(
-                f"FedBE got swa_start={swa_start} and swa_every={swa_every}: a share of the steps in [0, 1), and 0 or more steps."
+                f"FedBE got swa_start={swa_start} and swa_every={swa_every}: use a share of the steps in [0, 1), and a "
+                "number of steps, 0 or more."
             )
         self.distribution = distribution
         self.samples = samples
@@ -173,7 +174,7 @@ class Average:
     """Stochastic weight averaging: which steps' models count, and the learning rate between them.
 
     Izmailov, Podoprikhin, Garipov, Vetrov, Wilson, "Averaging weights leads to wider optima and better generalization", UAI
-    2018. The first model is that after `start` steps or the next `every`, then every `every` steps, and the last one always.
+    2018. The models after `start + every` steps, `start + 2 every` and so on count, and the last one always.
 
     Args:
         start: Steps before the first model.
@@ -186,7 +187,7 @@ class Average:
         ...     parameter.data += 1
         ...     average.after_step([parameter])
         >>> average.count, average.totals[0] / average.count
-        (3, tensor([3.6667], dtype=torch.float64))
+        (2, tensor([4.5000], dtype=torch.float64))
     """
 
     def __init__(self, start: int, every: int, steps: int) -> None:

@@ -25,26 +25,26 @@ class FedDF(EnsembleFusion):
     * Down: the model of the client's architecture. Up: `w_i`. State: none beside one model for each architecture.
     * Deployed: the model of the client's architecture.
 
-    With `steps=0` it is FedAvg among the clients of each architecture, bit for bit. Mean of the KL over teachers ("avg_losses")
-    has the gradient of `combine="probabilities"` and is no option of its own. Public samples without random augmentation are
-    taken for granted: the teachers' outputs are found once a round. Where a single client came back, its model stays as it is.
+    With `steps=0` it is FedAvg among the clients of each architecture, bit for bit. The authors' "avg_losses", the mean of
+    the KL over teachers, has the gradient of `combine="probabilities"` and is no option of its own. The teachers' outputs are
+    found once a round, so public samples should have no random augmentation. If a single client came back, its model stays.
 
     Args:
         steps: Distillation steps of each model in a round. Default 1000 (paper: up to 10000).
         lr: Adam's learning rate. Default 1e-3 (authors).
         batch_size: Public samples of a step. Default 128 (authors).
-        combine: `"logits"`: the mean of the teachers' logits (AvgLogits, paper), or `"probabilities"`: the mean of their softmax.
+        combine: `"logits"`: the mean of the teachers' logits (AvgLogits, paper), or `"probabilities"`: that of their softmax.
         temperature: `T` of both softmax. Default 1 (authors).
         cosine: Let the learning rate fall to 0 along a cosine over `steps` (authors).
         gradient_clip_val: Largest norm of the gradient. Default 5 (authors); `None`: any.
         validation: Share of the public data, in [0, 1), that is held out with its labels: the best model by accuracy on them
-            is kept (the mean, if nothing is better), and distillation ends after `patience` steps without a better one. Default 0:
-            no labels are needed.
+            is kept (the mean, if nothing is better), and distillation ends after `patience` steps without a better one.
+            Default 0: no labels are needed.
         patience: Steps without a better score. Default 1000 (paper).
         drop_worst: Leave out teachers that are right on the held-out samples no more often than guessing (authors). Needs
             `validation`. If none is left, the means stay.
-        update_statistics: Let batch statistics (BatchNorm) of students move with public data (authors). `False`: normalisation
-            layers stay in eval mode.
+        update_statistics: Let batch statistics (BatchNorm) of students move with public data (authors). `False`:
+            normalisation layers stay in eval mode.
         weighting: Weights of the means: `"samples"` (default), or `"uniform"`.
 
     Raises:

@@ -100,7 +100,8 @@ class FedMD(FederatedCallback):
 
         Raises:
             ValueError: If public data are missing or of another shape, have no labels for the transfer learning, or `forward`
-                gives no logits for them. Also if another callback works on a model that travels, or keeps something beside one.
+                gives no logits for them. Also if another callback works on a model that travels, or keeps something beside
+                one.
         """
         refuse_without_a_model(self, setup)
         refuse_what_stays(self, setup)
@@ -121,13 +122,15 @@ class FedMD(FederatedCallback):
         clients, ready = server.participants(), list(own.get("ready", []))
         known = [client for client in clients if client in ready or not self.transfer_epochs]
         new = [client for client in clients if client not in known]
+        rows: dict[str, Tensor] = {}
         if known and self.digest_epochs:
             server.state[self.key] = {"ready": ready, "ids": server.public_ids(self.public_samples)}
             sent = yield [Job(client, work=0, tag=SCORES) for client in known]
             rows = {update.client: update.extras[self.key]["logits"] for update in sent if update.error is None}
+        if rows:
             weights = {client: server.num_samples[client] if self.weighting == "samples" else 1 for client in rows}
             server.state[self.key] |= {"consensus": mean_rows(rows, weights, self.key)}
-        tags = dict.fromkeys(known, DIGEST if self.digest_epochs else "") | dict.fromkeys(new, TRANSFER)
+        tags = dict.fromkeys(known, DIGEST if rows else "") | dict.fromkeys(new, TRANSFER)
         trained = yield [Job(client, tag=tags[client]) for client in clients]
         ready += [update.client for update in trained if update.error is None and update.client in new]
         server.state[self.key] = {"ready": ready}

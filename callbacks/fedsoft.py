@@ -73,6 +73,8 @@ class FedSoft(Clusters):
         tensor([1.0000e+00, 1.0000e-04], dtype=torch.float64)
     """
 
+    merges = True
+
     def __init__(
         self,
         num_clusters: int = 2,
@@ -110,7 +112,8 @@ class FedSoft(Clusters):
         refuse_parts_of_models(self, setup)
         if self.num_clusters > 1:
             check_starts(self, setup, self.init)
-        anchored = [other.key for other in setup.callbacks if other is not self and other.claims("correct_gradient")]
+        terms = ("correct_gradient", "training_loss")
+        anchored = [other.key for other in setup.callbacks if other is not self and any(map(other.claims, terms))]
         if anchored:
             setup.warn(
                 f"FedSoft sends no model for all, so there is no anchor that {', '.join(anchored)} could refer to: terms "

@@ -10,10 +10,19 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, FederatedCallback, Message, Setup, WeightingName, module_state, training_loss
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Message,
+    Setup,
+    Stage,
+    WeightingName,
+    module_state,
+    training_loss,
+)
 from fedlightning.callbacks.shared.partial_training import PartialTraining
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
-from fedlightning.wrappers import FeatureTap, muted
+from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 from fedlightning.wrappers.submodel import Units, plan_cuts
 from fedlightning.wrappers.units import prefix_units
 from fedlightning.wrappers.widths import Widths
@@ -40,8 +49,9 @@ class FjORD(PartialTraining):
 
     BatchNorm: the paper keeps running statistics for every width. Here a width gets its statistics when it is deployed, from
     the training data of its client, and the full model after every round from all participants (HeteroFL's static batch
-    normalisation). Modules as for HeteroFL. Beside other terms in the loss, which would see features of one width in one
-    step and of another in the next, and beside models of the client's own, it is refused.
+    normalisation). The drawn width of self-distillation leaves running statistics as they are. Modules as for HeteroFL.
+    Beside other terms in the loss, which would see features of one width in one step and of another in the next, and beside
+    models of the client's own, it is refused.
 
     Args:
         widths: The widths `P`, in (0, 1] (paper: 0.2, 0.4, ..., 1).
@@ -114,6 +124,10 @@ class FjORD(PartialTraining):
                 "Use distillation=False."
             )
 
+    def _computed(self) -> set[float]:
+        largest = max(super()._computed())
+        return {width for width in self.widths if width <= largest}
+
     def _refuse(self, other: FederatedCallback, setup: Setup) -> None:
         super()._refuse(other, setup)
         why = (
@@ -153,6 +167,7 @@ class FjORD(PartialTraining):
             choices = [*kept["widths"].layers, None]
             kept["drawn"] = choices[int(torch.randint(len(choices), (), generator=kept["rng"]))]
             kept["widths"].now = None if self.distillation else kept["drawn"]
+            kept["batch_idx"] = batch_idx
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -161,6 +176,12 @@ class FjORD(PartialTraining):
         kept = self.client.scratch.get(self.key)
         if kept is not None:
             kept["widths"].now = kept["drawn"] = None
+
+    def _fits(self, client: Client, stage: Stage) -> bool:
+        """Without self-distillation the statistics of training are of several widths: only the server's fit."""
+        if self.distillation or self._computed() == {1.0}:
+            return super()._fits(client, stage)
+        return stage == "L1" and client.message.state.keys() >= module_state(client.module).keys()
 
     def training_loss(
         self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
@@ -176,8 +197,8 @@ class FjORD(PartialTraining):
             return loss if self.alpha == 1.0 else (2.0 - self.alpha) * loss
         kept["narrow"] = None
         try:
-            with kept["widths"].at(kept["drawn"]), muted(module):
-                training_loss(module, batch)  # comes by here again
+            with kept["widths"].at(kept["drawn"]), muted(module), frozen_buffers(module):
+                training_loss(module, batch, kept["batch_idx"])  # comes by here again
         finally:
             narrow = kept.pop("narrow")
         narrow_loss, narrow_logits = narrow

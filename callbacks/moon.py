@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedlightning.algorithm import Client, FederatedCallback, Setup, Update, WeightingName
 from fedlightning.callbacks.shared.representations import (
+    comes_by,
     contrastive_loss,
-    features_at_start,
     freeze_teachers,
     head_path,
     teacher_features,
@@ -85,13 +85,18 @@ class MOON(FederatedCallback):
         return super().claims(role) and not (role == "training_loss" and self.mu == 0.0)
 
     def check(self, setup: Setup) -> None:
-        """Refuse a head that is not there or that a step does not call exactly once.
+        """Refuse a head that is not there or that a step does not call exactly once, and one that nothing shared feeds.
 
         Raises:
-            ValueError: If the representation cannot be tapped.
+            ValueError: If the representation cannot be tapped, or is the client's own whatever it receives.
         """
-        if self.mu > 0:
-            features_at_start(setup, self.feature_taps, self.key)
+        if self.mu > 0 and not comes_by(setup, self.feature_taps, self.key):
+            raise ValueError(
+                f"MOON compares what the received model and the client's last one make of a sample before "
+                f"'{head_path(setup.module, self.head)}', but nothing that travels comes before it: both are the same, and "
+                "the loss would have no gradient. Set head=... to a later submodule, or remove MOON or what keeps the layers "
+                "before it with the clients."
+            )
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the representation: the input of the head."""

@@ -53,12 +53,13 @@ class FedPer(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse names that are not there, and a split with nothing shared.
+        """Refuse names that are not there, and a split with nothing shared; warn where the part stays at home anyway.
 
         Raises:
             ValueError: If a name matches nothing, or everything is personal.
         """
         refuse_no_body(self, setup, part_names(setup.module, self.personal, self.num_layers))
+        warn_of_nothing_kept(self, setup)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of everything but the personal part."""
@@ -114,6 +115,8 @@ class LGFedAvg(FederatedCallback):
                 f"LGFedAvg(shared={self.shared}, num_layers={self.num_layers}) shares {one} of "
                 f"{type(setup.template).__name__} ({layers}), which is {other}. Share the last layers only."
             )
+        if count < len(setup.kinds):
+            warn_of_nothing_kept(self, setup)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of the top layers."""
@@ -148,7 +151,7 @@ class FedBN(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse a module without batch normalisation.
+        """Refuse a module without batch normalisation; warn where other callbacks keep it local already.
 
         Raises:
             ValueError: If the module has no BatchNorm layer.
@@ -158,6 +161,7 @@ class FedBN(FederatedCallback):
                 f"FedBN keeps batch normalisation local, but {type(setup.template).__name__} has no BatchNorm layer. "
                 "Remove FedBN, or use FedPer(personal=[...])."
             )
+        warn_of_nothing_kept(self, setup)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of everything outside BatchNorm layers."""
@@ -183,12 +187,17 @@ class Local(FederatedCallback):
     no_newcomers = "trains each client alone, and has no model for one that never trained"
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a model that travels.
+        """Refuse callbacks that work on a model that travels, and those that only choose what does.
 
         Raises:
             ValueError: If there is one.
         """
         refuse_without_a_model(self, setup)
+        for other in setup.callbacks:
+            if other is not self and other.claims("shared_names") and not other.claims("wrap_module"):
+                raise ValueError(
+                    f"Local lets no model travel, so {other.key} has nothing to choose from. Remove Local or {other.key}."
+                )
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return nothing."""
@@ -230,6 +239,16 @@ def refuse_no_body(callback: FederatedCallback, setup: Setup, head: Sequence[str
         raise ValueError(
             f"{callback.key} leaves nothing to share: {type(setup.template).__name__} has "
             f"{len(ordered_layers(setup.module))} layer(s), all in the head. Put fewer layers there, or use Local()."
+        )
+
+
+def warn_of_nothing_kept(callback: FederatedCallback, setup: Setup) -> None:
+    """Warn where all that a callback keeps with the clients stays there without it."""
+    others = [other.key for other in setup.callbacks if other is not callback and other.claims("shared_names")]
+    if others and set(setup.shared_names(without=callback)) == set(setup.shared_names()):
+        setup.warn(
+            f"{callback.key} changes nothing beside {', '.join(others)}: what it keeps with the clients does not travel "
+            "anyway. Remove it, or choose another part."
         )
 
 

@@ -97,7 +97,7 @@ class pFedKnow(FederatedCallback):
         self.guide, self.lam, self.head, self.weighting = guide, lam, head, weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse a server without data, a guide that trains, a head that gives no logits, and server optimizers.
+        """Refuse a server without data, a guide that trains, a head without logits, server optimizers, other losses.
 
         Raises:
             ValueError: With a sentence.
@@ -108,6 +108,11 @@ class pFedKnow(FederatedCallback):
                 raise ValueError(
                     f"pFedKnow tells from its own pruning what each client holds, and {other.key} leaves out more, also of "
                     f"the model that the server has trained. Remove {other.key} or pFedKnow."
+                )
+            if other is not self and other.claims("training_loss"):
+                raise ValueError(
+                    f"{other.key} adds a term to the loss on labels, but pFedKnow's clients train on another loss, without "
+                    f"them. Remove {other.key} or pFedKnow."
                 )
         if self.server is not None and not setup.num_samples.get(self.server):
             raise ValueError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import check_limits, federate, given_groups, keys_for, some_rows, suited
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import as_classes, encode
@@ -35,8 +36,11 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         max_train: Use only this many training samples, chosen by `seed` (for a quick trial).
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone, so that repetitions can change nothing else. `None` is `seed`.
-        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
-            unless its method uses public data.
+        public_fraction: As `public`, for a share.
+        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
+            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
+            too is left out of that.
+        public_labels: Whether public batches keep their labels.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -67,13 +71,18 @@ class ArrayFederatedDataModule(IndexedFederatedDataModule):
         max_test: int | None = None,
         val_seed: int | None = None,
         public_fraction: float = 0.0,
+        public: Public = None,
+        public_labels: bool = True,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
-        check_fraction(self, val_fraction=val_fraction, public_fraction=public_fraction)
+        super().__init__(
+            batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
+        )
+        self.public_fraction = share_of(self, public, public_fraction)
+        check_fraction(self, val_fraction=val_fraction, public_fraction=self.public_fraction)
         check_limits(self, max_train=max_train, max_test=max_test)
         self.partitioner = partitioner if partitioner is not None else DirichletPartitioner(10, 0.5)
         self.val_fraction, self.max_train, self.max_test = val_fraction, max_train, max_test
-        self.val_seed, self.public_fraction = val_seed, public_fraction
+        self.val_seed = val_seed
         self._divides = self.partitioner
 
     @abstractmethod

@@ -115,6 +115,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Return a loader of public data (distillation, generalisation metrics); `None` if there is none."""
         return None
 
+    def public_report(self) -> dict[str, Any] | None:
+        """Return what is known of the public data, for reports: how many samples, from where; `None` if there are none."""
+        loader = self.public_dataloader()
+        if loader is None:
+            return None
+        dataset = getattr(loader, "dataset", loader)
+        return {"samples": len(dataset) if hasattr(dataset, "__len__") else None}
+
     def train_dataloader(self) -> Any:
         """Return the pooled training data (Lightning's hook)."""
         return self._pooled("train")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fedlightning.datamodules.another import Public
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.partition import Partitioner, cut
 from fedlightning.datamodules.views import ArrayDataset
@@ -31,8 +32,11 @@ class DigitsDataModule(ArrayFederatedDataModule):
         max_train: Use only this many training samples, chosen by `seed`.
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
-        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
-            unless its method uses public data.
+        public_fraction: As `public`, for a share.
+        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
+            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
+            too is left out of that.
+        public_labels: Whether public batches keep their labels.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule, IIDPartitioner
@@ -60,10 +64,12 @@ class DigitsDataModule(ArrayFederatedDataModule):
         max_test: int | None = None,
         val_seed: int | None = None,
         public_fraction: float = 0.0,
+        public: Public = None,
+        public_labels: bool = True,
     ) -> None:
         super().__init__(
             partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test,
-            val_seed, public_fraction,
+            val_seed, public_fraction, public, public_labels,
         )  # fmt: skip
         self.flatten, self.split_seed = flatten, split_seed
 

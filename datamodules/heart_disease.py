@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedlightning.datamodules.another import Public
 from fedlightning.datamodules.download import missing
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import check_fraction, cut
@@ -52,6 +53,8 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         pin_memory: Copy batches into page-locked memory (for a GPU).
         drop_last: Leave out the last incomplete training batch.
         val_seed: Seed of the validation cut alone, as in the other data modules. `None` is `seed`.
+        public: Public data, as in the other data modules: a share of every client's training samples, or another data set.
+        public_labels: Whether public batches keep their labels.
 
     Example:
         >>> from fedlightning.datamodules import HeartDiseaseDataModule
@@ -72,8 +75,12 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         pin_memory: bool = False,
         drop_last: bool = False,
         val_seed: int | None = None,
+        public: Public = None,
+        public_labels: bool = True,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
+        super().__init__(
+            batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
+        )
         check_fraction(self, val_fraction=val_fraction)
         self.root, self.val_fraction = Path(root), val_fraction
         self.split_seed, self.binary_float = int(split_seed), binary_float

@@ -126,3 +126,6 @@ class FewerClients(FederatedDataModule):
 
     def public_dataloader(self) -> DataLoader[Any] | None:
         return self.whole.public_dataloader()
+
+    def public_report(self) -> dict[str, Any] | None:
+        return self.whole.public_report()

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from lightning import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from fedlightning.datamodules.another import Another, Public, another, share_of
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
 from fedlightning.datamodules.partition import check_fraction, cut
+from fedlightning.datamodules.public import Unlabelled
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.views import IndexView, Indices, collate_rows
 from fedlightning.seeding import generator
@@ -65,6 +68,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         pin_memory: Copy batches into page-locked memory (for a GPU).
         drop_last: Leave out the last incomplete training batch. A client with less than one batch then has none.
         collate_fn: Makes a batch of a list of samples. `None` is `default_collate`, with a fast path for tensors.
+        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
+            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
+            too is left out of that.
+        public_labels: Whether public batches keep their labels.
 
     Raises:
         ValueError: If `batch_size` is below 1 or `num_workers` below 0.
@@ -92,6 +99,8 @@ class IndexedFederatedDataModule(FederatedDataModule):
         pin_memory: bool = False,
         drop_last: bool = False,
         collate_fn: Callable[[Any], Any] | None = None,
+        public: Public = None,
+        public_labels: bool = True,
     ) -> None:
         super().__init__()
         if batch_size < 1:
@@ -105,7 +114,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         self._client_ids: list[str] | None = None
         self._places: dict[str, int] = {}
         self._splits: dict[str, Split] = {}
+        self.public, self.public_labels = public, bool(public_labels)
+        self.public_fraction = share_of(self, public, self.public_fraction)
         self._public: dict[str, Indices] = {}  # by client that they were taken from
+        self._another: Another | None = None
         self._num_classes: int | None = None
 
     @abstractmethod
@@ -128,6 +140,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         check_fraction(self, public_fraction=self.public_fraction)
         if self.public_fraction > 0 and "train" in splits:
             splits = {**splits, "train": self._without_public(client_ids, splits)}
+        if isinstance(self.public, LightningDataModule | Dataset) or hasattr(self.public, "__getitem__"):
+            source = splits["train"].loader if "train" in splits else {}
+            options = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source
+            self._another = another(self, self.public, options, splits, self.seed)
         labels = [split.labels for split in splits.values() if split.labels is not None and len(split.labels)]
         self._num_classes = 1 + max(int(values.max()) for values in labels) if labels else None
         self._client_ids, self._splits = list(client_ids), dict(splits)
@@ -163,15 +179,32 @@ class IndexedFederatedDataModule(FederatedDataModule):
         return replace(train, indices=rests)
 
     def public_dataloader(self) -> DataLoader[Any] | None:
-        """Return a loader of the samples that `public_fraction` has taken from the clients; `None` if there are none."""
+        """Return a loader of the public samples, taken from the clients or another data set; `None` if there are none."""
+        if self._another is not None:
+            view = IndexView(self._another.dataset, self._another.positions)
+            return self._public_loader(view, self._another.options | {"drop_last": False})
         given = [self._public[client] for client in self.client_ids if client in self._public]
         if not sum(map(len, given)):
             return None
         source = self._splits["train"]
         options: dict[str, Any] = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source.loader
-        options |= {"drop_last": False, "collate_fn": options["collate_fn"] or collate_rows}
-        view = IndexView(source.dataset, np.sort(np.concatenate(given)))
+        options |= {"drop_last": False}
+        return self._public_loader(IndexView(source.dataset, np.sort(np.concatenate(given))), options)
+
+    def _public_loader(self, view: IndexView, options: dict[str, Any]) -> DataLoader[Any]:
+        collate = options["collate_fn"] or collate_rows
+        options = options | {"collate_fn": collate if self.public_labels else Unlabelled(collate)}
         return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
+
+    def public_report(self) -> dict[str, Any] | None:
+        found = super().public_report()
+        if found is None:
+            return None
+        found["labels"] = self.public_labels
+        if self._another is None:
+            return found | {"from": f"{self.public_fraction:g} of every client's training samples"}
+        left_out = {"left_out": self._another.left_out} if self._another.checked else {}
+        return found | {"from": self._another.name, "compared": self._another.checked, **left_out}
 
     @property
     def client_ids(self) -> list[str]:
@@ -211,7 +244,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         if self._num_classes is None or split not in self._splits:
             return None
         labels = self._splits[split].labels
-        return None if labels is None else np.bincount(labels[held], minlength=self._num_classes).tolist()
+        if labels is None:
+            return None
+        own = labels[held]
+        return np.bincount(own[own >= 0], minlength=self._num_classes).tolist()  # -100: a sample that losses ignore
 
     def fingerprint(self, split: str) -> str:
         digest = hashlib.sha256(json.dumps(self.client_ids).encode())

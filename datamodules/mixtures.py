@@ -27,7 +27,7 @@ class MixtureDataModule(IndexedFederatedDataModule):
 
     Args:
         source: The samples, such as `DigitsDataModule()`. Its partitioner is not used; its batch size, `val_fraction`,
-            `public_fraction`, seed and limits are.
+            public data, seed and limits are.
         num_clients: N.
         groups: `"rotation"`: the upper half of the samples (by chance) upright, the others turned by 90 degrees. Or a list
             of lists of classes.
@@ -64,7 +64,15 @@ class MixtureDataModule(IndexedFederatedDataModule):
         shift: bool = False,
         label_space: Literal["joint", "shared"] = "shared",
     ) -> None:
-        super().__init__(source.batch_size, source.seed, source.num_workers, source.pin_memory, source.drop_last)
+        super().__init__(
+            source.batch_size,
+            source.seed,
+            source.num_workers,
+            source.pin_memory,
+            source.drop_last,
+            public=source.public,
+            public_labels=source.public_labels,
+        )
         if not isinstance(source, ArrayFederatedDataModule):
             raise ValueError(f"MixtureDataModule mixes samples in memory; {type(source).__name__} has none.")
         self.num_clients = check_num_clients(self, num_clients)

@@ -17,6 +17,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, keys_for, suited
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.labels import encode, read_keys
@@ -54,8 +55,11 @@ class Partitioned(IndexedFederatedDataModule):
             dataset: `lambda data: WeightedRandomSampler(weights_of(data), len(data))`. It takes the place of the
             wrapped loader's own, which knows nothing of clients. Samplers draw from torch's global generator, which has
             an address in every visit.
-        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
-            unless its method uses public data.
+        public_fraction: As `public`, for a share.
+        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
+            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
+            too is left out of that.
+        public_labels: Whether public batches keep their labels.
 
     Raises:
         ValueError: At `setup`, if the loaders cannot be divided or labels are missing.
@@ -84,18 +88,25 @@ class Partitioned(IndexedFederatedDataModule):
         val_seed: int | None = None,
         sampler: Callable[[Any], Any] | None = None,
         public_fraction: float = 0.0,
+        public: Public = None,
+        public_labels: bool = True,
     ) -> None:
-        super().__init__(batch_size=1 if batch_size is None else batch_size, seed=seed)
+        super().__init__(
+            batch_size=1 if batch_size is None else batch_size, seed=seed, public=public, public_labels=public_labels
+        )
         for value, kind in ((datamodule, "LightningDataModule"), (partitioner, "Partitioner")):
             if isinstance(value, type | str | int):
                 given = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
                 raise ValueError(f"Partitioned got {given} for its {kind}. Pass an instance.")
-        check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction, public_fraction=public_fraction)
+        self.public_fraction = share_of(self, public, public_fraction)
+        check_fraction(
+            self, val_fraction=val_fraction, test_fraction=test_fraction, public_fraction=self.public_fraction
+        )
         self.datamodule, self.partitioner, self.labels = datamodule, partitioner, labels
         self.val_fraction, self.test_fraction = val_fraction, test_fraction
         self._override, self.val_seed = batch_size, val_seed
         self._divides = partitioner
-        self.sampler, self.public_fraction = sampler, public_fraction
+        self.sampler = sampler
         for hook in _BATCH_HOOKS:
             # Only where the wrapped module has its own: Lightning prefers the data module's hook to the model's.
             if getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook):
@@ -119,6 +130,8 @@ class Partitioned(IndexedFederatedDataModule):
         test_fraction: float = 0.2,
         labels: Any = None,
         seed: int = 0,
+        public: Public = None,
+        public_labels: bool = True,
     ) -> Partitioned:
         """Divide plain map-style datasets among clients.
 
@@ -137,6 +150,8 @@ class Partitioned(IndexedFederatedDataModule):
             test_fraction: As for `Partitioned`.
             labels: As for `Partitioned`.
             seed: As for `Partitioned`.
+            public: As for `Partitioned`.
+            public_labels: As for `Partitioned`.
 
         Example:
             >>> import torch
@@ -155,7 +170,16 @@ class Partitioned(IndexedFederatedDataModule):
             "pin_memory": pin_memory,
         }
         datasets = _Datasets({"train": train, "val": val, "test": test}, common, shuffle, drop_last)
-        return cls(datasets, partitioner, val_fraction, test_fraction, labels, seed)
+        return cls(
+            datasets,
+            partitioner,
+            val_fraction,
+            test_fraction,
+            labels,
+            seed,
+            public=public,
+            public_labels=public_labels,
+        )
 
     @property
     def partition_name(self) -> str:

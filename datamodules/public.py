@@ -244,7 +244,9 @@ def public_loader(
     collate: Any = collate_rows if source.collate_fn is default_collate else source.collate_fn
     if targets is not None:
         if len(targets) != len(dataset):
-            raise ValueError(f"public(targets) got {len(targets)} rows for {len(dataset)} samples; give one row for each.")
+            raise ValueError(
+                f"public(targets) got {len(targets)} rows for {len(dataset)} samples; give one row for each."
+            )
         dataset, collate = Paired(dataset, targets.detach().cpu()), CollatePaired(collate)
     sampler = AddressedSampler(len(dataset), reader, shuffle=shuffle)
     options: dict[str, Any] = {
@@ -261,6 +263,30 @@ def public_loader(
             "multiprocessing_context": source.multiprocessing_context,
         }
     return DataLoader(dataset, sampler=sampler, generator=sampler.generator, collate_fn=collate, **options)
+
+
+def public_in_words(report: Mapping[str, Any]) -> str:
+    """Return a data module's `public_report` as a clause.
+
+    Args:
+        report: The report.
+
+    Example:
+        >>> from fedlightning.datamodules.public import public_in_words
+        >>> public_in_words({"samples": 90, "labels": False, "from": "Scans", "compared": True, "left_out": {"test": 3}})
+        '90 samples of Scans, without labels; left out, since a client holds them: 3 of test'
+        >>> public_in_words({"samples": None})
+        'an unknown number of samples'
+    """
+    text = "an unknown number of samples" if report["samples"] is None else f"{report['samples']} samples"
+    text += f" of {report['from']}" if "compared" in report else f", {report['from']}" if "from" in report else ""
+    text += "" if report.get("labels", True) else ", without labels"
+    if not report.get("compared", True):
+        return f"{text}; not compared with the clients' samples"
+    left_out = ", ".join(f"{count} of {split}" for split, count in report.get("left_out", {}).items())
+    if left_out:
+        return f"{text}; left out, since a client holds them: {left_out}"
+    return f"{text}; none of them is a client's" if "compared" in report else text
 
 
 def first_batch(loader: Any, owner: str) -> Any:

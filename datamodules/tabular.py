@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fedlightning.datamodules.another import Public, share_of
 from fedlightning.datamodules.federate import federate, suited
 from fedlightning.datamodules.indexed import IndexedFederatedDataModule, Split
 from fedlightning.datamodules.partition import Partitioner, check_fraction
@@ -60,8 +61,11 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         num_workers: Worker processes of every loader.
         pin_memory: Copy batches into page-locked memory (for a GPU).
         drop_last: Leave out the last incomplete training batch.
-        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
-            unless its method uses public data.
+        public_fraction: As `public`, for a share.
+        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
+            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
+            too is left out of that.
+        public_labels: Whether public batches keep their labels.
 
     Raises:
         ValueError: If a value is out of its range, or neither or both of `client` and `partitioner` are given.
@@ -102,9 +106,16 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         pin_memory: bool = False,
         drop_last: bool = False,
         public_fraction: float = 0.0,
+        public: Public = None,
+        public_labels: bool = True,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory, drop_last)
-        check_fraction(self, val_fraction=val_fraction, test_fraction=test_fraction, public_fraction=public_fraction)
+        super().__init__(
+            batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
+        )
+        self.public_fraction = share_of(self, public, public_fraction)
+        check_fraction(
+            self, val_fraction=val_fraction, test_fraction=test_fraction, public_fraction=self.public_fraction
+        )
         name = type(self).__name__
         if (client is None) == (partitioner is None):
             got = "neither client nor partitioner" if client is None else "both client and partitioner"
@@ -122,7 +133,6 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
         self.drop, self.categorical = tuple(drop), tuple(categorical)
         self.statistics, self.target_statistics, self.scaling = dict(statistics or {}), target_statistics, scaling
         self.val_fraction, self.test_fraction, self.val_seed = val_fraction, test_fraction, val_seed
-        self.public_fraction = public_fraction
         self.delimiter = delimiter
         self.feature_names: list[str] = []
         self.class_names: list[str] | None = None

@@ -20,8 +20,8 @@ GLOBAL = "global"
 Shape = tuple[int, ...]
 Spec = Literal["scalar", "parameters", "state", "states", "tensors"] | Shape
 """An extra's declaration: one number, a tensor shape (-1: any size), named tensors shaped as the trainable parameters
-(``"parameters"``) or as any entries of the model's state (``"state"``), several such states by name (``"states"``), or
-named tensors of any shape, such as a network that the client does not have (``"tensors"``)."""
+(``"parameters"``) or as any entries of the model's state (``"state"``), several such states by name (``"states"``), or named
+tensors of any shape (``"tensors"``), such as a model of another architecture than the client's."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ class Update:
         state: The entries that were asked for.
         extras: Per callback key, the extras that the callback declared in `wire().up`.
         num_samples: Training samples that an epoch really uses; the default weight.
-        steps: Optimizer steps really taken (a step skipped by the gradient scaler is none).
+        steps: Optimizer steps really taken (a step skipped by the gradient scaler is none). Of a job with `work=0` those of
+            the client's last fit, as for `lr_sum`; `num_samples` too if it asks for entries.
         skipped: Steps that the scaler skipped.
         own_steps: Steps of phases that are not federated: models of the client's own, fine-tuning.
         selections: Passes over validation data with which the client has chosen something.
@@ -186,7 +187,9 @@ def check_extras(
         elif spec in ("parameters", "state"):
             fits = _is_state(value, shapes)
         elif spec == "tensors":
-            fits = isinstance(value, Mapping) and all(isinstance(tensor, Tensor) for tensor in value.values())
+            fits = isinstance(value, Mapping) and all(
+                isinstance(part, str) and isinstance(tensor, Tensor) for part, tensor in value.items()
+            )
         elif spec == "states":
             fits = isinstance(value, Mapping) and all(_is_state(state, shapes) for state in value.values())
         else:

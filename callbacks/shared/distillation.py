@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
         found = batch[0] if batch else None
     if not isinstance(found, Tensor):
         raise ValueError(
-            f"{owner} gives the model the inputs of a batch, one tensor, and a batch is a {what} here. Let the loader give x, "
-            f"(x, y, ...), or a dict with one entry beside {', '.join(LABEL_KEYS)}."
+            f"{owner} gives the model the inputs of a batch, one tensor, and a batch is a {what} here. Let the loader give "
+            f"x, (x, y, ...), or a dict with one entry beside {', '.join(LABEL_KEYS)}."
         )
     return found
 
@@ -148,13 +149,13 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
     Raises:
         ValueError: If there are no public data or iterable ones, a public batch has no inputs, inputs of another shape than
             the clients' or (with `labels`) no labels, `forward` gives no logits `(batch, classes)` for it or fewer than
-            there are classes, or the module optimizes manually.
+            there are classes, architectures differ in their number, or the module optimizes manually.
     """
     name = type(setup.template).__name__
     if not setup.has_public():
         raise ValueError(
-            f"{owner} trains on public data, but the data module has none. Set public=0.1 (a share of every client's training "
-            "samples that all may see), or public: another data set."
+            f"{owner} trains on public data, but the data module has none. Set public=0.1 (a share of every client's "
+            "training samples that all may see), or public: another data set."
         )
     setup.public_size()  # refuses samples without positions
     if not setup.module.automatic_optimization:
@@ -172,19 +173,16 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
                 f"{owner} needs public samples like the clients': a public sample has the shape {tuple(inputs.shape[1:])}, a "
                 f"client's {tuple(theirs.shape[1:])}. Resize them, or take public data from the clients (public=0.1)."
             )
-    module = copy.deepcopy(setup.module).eval()
-    try:
-        with torch.no_grad(), isolated("public logits"), muted(module), frozen_buffers(module):
-            logits = logits_of(module, move_batch(module, batch))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        raise ValueError(
-            f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take the "
-            "inputs and return logits (batch, classes)."
-        ) from error
-    try:
+    logits = _logits_at_start(owner, name, setup.module, batch)
+    for other, module in setup.modules.items():
+        classes = _logits_at_start(owner, f"'{other}'", module, batch).shape[1]
+        if classes != logits.shape[1]:
+            raise ValueError(
+                f"{owner} compares the logits of all models, but {name} gives {logits.shape[1]} and '{other}' {classes}. "
+                "Give all architectures the same classes."
+            )
+    with suppress(ValueError):  # what else the task's targets are is its own business
         known += [] if own is None else [labels_of(own, owner)]
-    except ValueError:
-        pass  # the task's own business
     largest = max((int(found.max()) for found in known if len(found)), default=-1)
     if largest >= logits.shape[1]:
         raise ValueError(
@@ -192,6 +190,23 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
             "network an output for each class."
         )
     return int(logits.shape[1])
+
+
+def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any) -> Tensor:
+    """Return the logits of a batch by a copy of a module.
+
+    Raises:
+        ValueError: If its forward gives none.
+    """
+    module = copy.deepcopy(module).eval()
+    try:
+        with torch.no_grad(), isolated("public logits"), muted(module), frozen_buffers(module):
+            return logits_of(module, move_batch(module, batch))
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take "
+            "the inputs and return logits (batch, classes)."
+        ) from error
 
 
 def check_own_logits(owner: str, setup: Setup, tap: Callable[[LightningModule], FeatureTap]) -> None:

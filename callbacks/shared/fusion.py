@@ -94,8 +94,8 @@ class EnsembleFusion(FederatedCallback):
         for other in setup.callbacks:
             if other is not self and other.takes_part and any(map(other.claims, OTHER_WAYS)):
                 raise ValueError(
-                    f"{self.key} fuses the whole models that participants send once a round into one for each architecture, and "
-                    f"{other.key} has another way to the server's models. Remove {other.key} or {self.key}."
+                    f"{self.key} fuses the whole models that participants send once a round into one for each architecture, "
+                    f"and {other.key} has another way to the server's models. Remove {other.key} or {self.key}."
                 )
         check_public_logits(self.key, setup, labels=self.validation > 0)
 
@@ -121,8 +121,8 @@ class EnsembleFusion(FederatedCallback):
             self._make_model(server, client)
             if server.float_buffers == "local":
                 raise ValueError(
-                    f"{self.key} makes teachers of whole models, and float_buffers='local' keeps a part of each at its client. Use "
-                    "float_buffers='average'."
+                    f"{self.key} makes teachers of whole models, and float_buffers='local' keeps a part of each at its "
+                    "client. Use float_buffers='average'."
                 )
 
     def _make_model(self, server: Server, client: str) -> None:

@@ -40,10 +40,12 @@ from fedlightning.algorithm import (
     as_names,
     generator,
     load_state,
+    module_state,
     training_loss,
 )
 from fedlightning.callbacks.checkpoints import LocalCheckpoint
-from fedlightning.callbacks.shared.dealt import refuse_new_deal
+from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
+from fedlightning.callbacks.shared.parts import refuse_whole_models
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.wrappers.slices import ElementMean, Slices, take
@@ -144,7 +146,7 @@ class PartialTraining(FederatedCallback):
             raise ValueError(
                 f"{self.key} cannot cut what {wrapping[0]} made of the module: {error} Remove one of them."
             ) from error
-        for rate in sorted(set(self.rates.values() if isinstance(self.rates, dict) else self.rates)):
+        for rate in sorted(self._computed()):
             if batch is not None and rate < 1.0:
                 units = self.units(rate, 1, setup.clients[0], 0)
                 verify(setup.module, cuts, units, lambda module: training_loss(module, batch))
@@ -157,6 +159,10 @@ class PartialTraining(FederatedCallback):
             if other is not self:
                 self._refuse(other, setup)
 
+    def _computed(self) -> set[float]:
+        """The widths at which some client computes."""
+        return set(self.rates.values() if isinstance(self.rates, dict) else self.rates)
+
     @property
     def _changing(self) -> str:
         """How the method is called where a client's sub-model changes from round to round; else empty."""
@@ -164,18 +170,7 @@ class PartialTraining(FederatedCallback):
 
     def _refuse(self, other: FederatedCallback, setup: Setup) -> None:
         """Refuse another callback that would take a part of the model for the whole, or for the part of another round."""
-        wire = other.wire(setup.module)
-        whole = {"parameters", "state", "states"}.intersection(
-            spec for spec in (*wire.down.values(), *wire.up.values()) if isinstance(spec, str)
-        )
-        if whole or other.claims("plan_round"):
-            why = "sends values shaped as the full model" if whole else "plans rounds of its own"
-            raise ValueError(f"{other.key} {why}, but {self.key}'s clients hold parts of it. Remove one of them.")
-        if other.takes_part and other.claims("on_reduced"):
-            raise ValueError(
-                f"{other.key} corrects the mean of whole models, but {self.key} has a mean of its own for every element. "
-                "Remove one of them."
-            )
+        refuse_whole_models(self, other, setup)
         if not self._changing:
             return
         if isinstance(other, LocalCheckpoint):
@@ -220,11 +215,9 @@ class PartialTraining(FederatedCallback):
     # -- 1. the server cuts --------------------------------------------------------------------------------------------
     def rate_of(self, server: Server, client: str, round: int | None = None) -> float:
         """Return the client's width in a round; default: the server's present one."""
-        if isinstance(self.rates, dict):
-            return self.rates[client]
+        if isinstance(self.rates, dict) or not self.dynamic:
+            return float(dealt_to(self.rates, server.clients, client))
         number = server.clients.index(client)
-        if not self.dynamic:
-            return float(self.rates[number % len(self.rates)])
         address = (server.seed, server.round if round is None else round, "server", "rates")
         drawn = torch.randint(len(self.rates), (len(server.clients),), generator=generator(*address))
         return float(self.rates[int(drawn[number])])
@@ -336,9 +329,18 @@ class PartialTraining(FederatedCallback):
             means = {name: (total / batches).to(server.model[name].dtype) for name, total in sums.items()}
             server.models[GLOBAL] = {**server.model, **means}
 
+    def _fits(self, client: Client, stage: Stage) -> bool:
+        """Whether a full model's statistics are of its own width: those of its training, or the server's for the full one.
+
+        Where a part of the model stays at the clients, the server has made none, and sends a mean over the widths.
+        """
+        came = client.message.state
+        mixed = self._computed() != {1.0} and any(name.endswith("running_mean") for name in came)
+        return stage == "L2" or not mixed or came.keys() >= module_state(client.module).keys()
+
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the client's part with the statistics of its own training data: those of the full model differ."""
-        if client.message.extras[self.key]["rate"] == 1.0:
+        if client.message.extras[self.key]["rate"] == 1.0 and self._fits(client, stage):
             return client.module
         statistics, batches = client.normalisation_statistics()
         if batches == 0:

@@ -25,8 +25,11 @@ class ClassMeans:
         self.sums: dict[int, tuple[Tensor, int]] = {}
 
     def add(self, z: Tensor, labels: Tensor) -> None:
-        """Add a batch of representations ``(batch, width)`` with its labels ``(batch,)``."""
-        for label in labels.unique().tolist():
+        """Add a batch of representations ``(batch, width)`` with its labels ``(batch,)``.
+
+        Samples with a negative label (torch's `ignore_index` is -100) are of no class.
+        """
+        for label in labels[labels >= 0].unique().tolist():
             chosen = z[labels == label].double()
             total, count = self.sums.get(label, (torch.zeros_like(chosen[0]), 0))
             self.sums[label] = (total + chosen.sum(0), count + len(chosen))

@@ -12,7 +12,16 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, Setup, as_names, isolated, ordered_layers, training_loss
+from fedlightning.algorithm import (
+    Client,
+    Setup,
+    as_names,
+    isolated,
+    load_state,
+    module_state,
+    ordered_layers,
+    training_loss,
+)
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")
@@ -104,6 +113,17 @@ def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]
             f"{owner} cannot see the features of {type(setup.template).__name__}: {str(error).rstrip('.')}. "
             "Set head=... to the submodule that turns features into predictions."
         ) from error
+
+
+def comes_by(setup: Setup, taps: Taps, owner: str) -> bool:
+    """Return whether anything that travels changes what ``taps`` catch on a first batch; True without data."""
+    before, changed = features_at_start(setup, taps, owner), copy.deepcopy(setup.module)
+    entries = module_state(changed)
+    moving = [name for name in setup.shared_names() if setup.kinds.get(name) in ("trainable", "float_buffer")]
+    with isolated("comes by"):  # upwards, so that a variance stays positive
+        load_state(changed, {name: entries[name] + torch.rand_like(entries[name]) for name in moving})
+    after = features_at_start(replace(setup, module=changed), taps, owner)
+    return not before or any(not torch.equal(before[label], after[label]) for label in before)
 
 
 def refuse_other_widths(setup: Setup, taps: Taps, owner: str) -> None:

@@ -26,7 +26,7 @@ from fedlightning.algorithm import (
 )
 
 
-class ClientModels(FederatedCallback):
+class KeepsClientModels(FederatedCallback):
     """Base of methods in which the server keeps every client's model and sends each client another one.
 
     ``server.state[key]["models"]`` holds what each client sent last; a client that never sent anything counts with
@@ -37,7 +37,7 @@ class ClientModels(FederatedCallback):
     Example:
         >>> from types import SimpleNamespace
         >>> server = SimpleNamespace(state={}, clients=["a", "b"], model={"w": torch.zeros(1)})
-        >>> base, update = ClientModels(), SimpleNamespace(client="a", steps=1, state={"w": torch.ones(1)})
+        >>> base, update = KeepsClientModels(), SimpleNamespace(client="a", steps=1, state={"w": torch.ones(1)})
         >>> base.reduce(server, [update]), base.models(server)
         ({}, {'a': {'w': tensor([1.])}, 'b': {'w': tensor([0.])}})
     """

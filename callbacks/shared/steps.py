@@ -19,6 +19,10 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     return type(optimizer).__name__ == "SGD" and not optimizer.defaults.get("momentum")
 
 
+def _model(server: Server) -> str:
+    return getattr(server, "combining", GLOBAL)  # a stand-in for a server, as in examples, has one model
+
+
 def memory(server: Server, key: str) -> dict[str, Any]:
     """Return what a server optimizer has kept for the model whose updates are being combined; empty at first.
 
@@ -27,9 +31,9 @@ def memory(server: Server, key: str) -> dict[str, Any]:
         key: The callback's key.
     """
     own: dict[str, Any] = server.state.get(key, {})
-    if server.combining == GLOBAL:
+    if _model(server) == GLOBAL:
         return {name: value for name, value in own.items() if name != "models"}
-    kept: dict[str, Any] = own.get("models", {}).get(server.combining, {})
+    kept: dict[str, Any] = own.get("models", {}).get(_model(server), {})
     return kept
 
 
@@ -56,10 +60,10 @@ def remember(server: Server, key: str, values: dict[str, Any]) -> None:
     """
     own = server.state.get(key, {})
     models = own.get("models", {})
-    if server.combining == GLOBAL:
+    if _model(server) == GLOBAL:
         server.state[key] = {**values, **({"models": models} if models else {})}
     else:
-        server.state[key] = {**own, "models": {**models, server.combining: values}}
+        server.state[key] = {**own, "models": {**models, _model(server): values}}
 
 
 def step_to_mean(server: Server, old: State, reduced: State, server_lr: float) -> State:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlightning.datamodules.another import Public
 from fedlightning.datamodules.arrays import ArrayFederatedDataModule
 from fedlightning.datamodules.partition import Partitioner
 from fedlightning.datamodules.readers import check_images
@@ -60,8 +61,11 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         max_train: Use only this many training samples, chosen by `seed` (for a quick trial).
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
-        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
-            unless its method uses public data.
+        public_fraction: As `public`, for a share.
+        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
+            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
+            too is left out of that.
+        public_labels: Whether public batches keep their labels.
 
     Attributes:
         name: Name of the data set and of its folder.
@@ -97,10 +101,12 @@ class ImageFederatedDataModule(ArrayFederatedDataModule):
         max_test: int | None = None,
         val_seed: int | None = None,
         public_fraction: float = 0.0,
+        public: Public = None,
+        public_labels: bool = True,
     ) -> None:
         super().__init__(
             partitioner, batch_size, val_fraction, seed, num_workers, pin_memory, drop_last, max_train, max_test,
-            val_seed, public_fraction,
+            val_seed, public_fraction, public, public_labels,
         )  # fmt: skip
         self.root, self.download, self.normalize = Path(root), download, normalize
 

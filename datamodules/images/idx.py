@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 
+from fedlightning.datamodules.another import Public
 from fedlightning.datamodules.download import fetch, find, missing
 from fedlightning.datamodules.images.base import ImageFederatedDataModule
 from fedlightning.datamodules.partition import Partitioner
@@ -136,8 +137,11 @@ class EMNISTDataModule(_IdxDataModule):
         max_train: Use only this many training samples, chosen by `seed`.
         max_test: Use only this many test samples, chosen by `seed`.
         val_seed: Seed of the validation cut alone. `None` is `seed`.
-        public_fraction: Share of every client's training samples, in [0, 1), that is public instead: no client trains on it
-            unless its method uses public data.
+        public_fraction: As `public`, for a share.
+        public: Public data, which are in nobody's training, validation or test data: a share of every client's training
+            samples, in [0, 1), or another data set, as a Dataset or a data module (its training data). What a client holds
+            too is left out of that.
+        public_labels: Whether public batches keep their labels.
 
     Raises:
         ValueError: If there is no such `split`.
@@ -172,10 +176,12 @@ class EMNISTDataModule(_IdxDataModule):
         max_test: int | None = None,
         val_seed: int | None = None,
         public_fraction: float = 0.0,
+        public: Public = None,
+        public_labels: bool = True,
     ) -> None:
         super().__init__(
             root, partitioner, batch_size, val_fraction, seed, download, normalize, num_workers, pin_memory, drop_last,
-            max_train, max_test, val_seed, public_fraction,
+            max_train, max_test, val_seed, public_fraction, public, public_labels,
         )  # fmt: skip
         if split not in self.split_classes:
             raise ValueError(f"EMNISTDataModule got split={split!r}; use one of {', '.join(self.split_classes)}.")

@@ -64,7 +64,7 @@ ROWS = (
         server_state="one model for each architecture",
         deployed="the model of the client's architecture; GlobalCheckpoint",
         weights="samples (default) or uniform",
-        composes="FedProx, server optimizers (moments for each model), SCAFFOLD with one architecture; not with parts of models",
+        composes="FedProx, server optimizers (moments for each model); SCAFFOLD with one architecture; not parts of models",
     ),
     Algorithm(
         "FedBE", "global",

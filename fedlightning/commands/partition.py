@@ -32,6 +32,7 @@ class PartitionCommand(FederatedCLI):
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules import describe, plot_partition
+        from fedlightning.datamodules.public import public_in_words
 
         data = federated_data(self.datamodule, None, None, None)
         data.prepare_data()
@@ -46,6 +47,8 @@ class PartitionCommand(FederatedCLI):
             f"mean {report.mean_total_variation:.3f}.",
             highlight=False,
         )
+        if (public := data.public_report()) is not None:
+            screen.print(f"Public: {public_in_words(public)}.", highlight=False)
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         plot_partition(report).savefig(folder / "partition.png", dpi=150)

@@ -208,6 +208,7 @@ def _describe(whole: Federation, small: Federation, rounds: int) -> DryRun:
         shared=sum(value.numel() for name, value in module_state(module).items() if name in shared),
         batch="" if first is None else shapes(first),
         clients=clients,
+        public=whole.engine.runner.data.public_report() or {},
         participants=len(server.participants()),
         rounds=rounds,
         work=f"{settings.work} {settings.unit if settings.work != 1 else settings.unit[:-1]}",

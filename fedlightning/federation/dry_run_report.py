@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fedlightning.datamodules.public import public_in_words
+
 
 @dataclass
 class ClientSize:
@@ -80,6 +82,7 @@ class DryRun:
         warnings: What the run would warn of.
         metrics: Scores on test data, by name without the split.
         held_out: Clients that take no part in training and are scored as unseen clients.
+        public: What is known of the public data; empty without any.
         architectures: By name, class, parameters and clients of the clients' models, where they differ.
     """
 
@@ -106,6 +109,7 @@ class DryRun:
     warnings: list[str] = field(default_factory=list)
     metrics: list[str] = field(default_factory=list)
     held_out: list[ClientSize] = field(default_factory=list)
+    public: dict[str, Any] = field(default_factory=dict)
     architectures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -135,6 +139,8 @@ def _lines(run: DryRun, most: int = 12) -> Iterator[str]:
         names = ", ".join(client.id for client in run.held_out[:most]) + (", ..." if len(run.held_out) > most else "")
         val, test = (sum(getattr(client, name) for client in run.held_out) for name in ("val", "test"))
         yield f"  held out, never trained: {len(run.held_out)} clients ({names}), scored on {val} val and {test} test samples"
+    if run.public:
+        yield f"  public: {public_in_words(run.public)}"
     yield ""
     frozen = "" if run.trainable == run.parameters else f", {run.trainable:,} of them train"
     if not run.architectures:

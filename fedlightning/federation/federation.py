@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fedlightning.blueprint.optimizers import optimizers_of
@@ -240,6 +240,7 @@ class Federation:
                 kinds=server.architectures[name].kinds,
                 optimizers=optimizers_of(module),
                 modules=modules if server.is_mixed else {},
+                shared_names=partial(server.shared_in, name),
             )
             server.callbacks.event("check", whose)
         refuse_uncommon(server)
@@ -272,7 +273,7 @@ class Federation:
         updates = run_round(server, self.engine, inside, client_done)
         _explain(server, updates, self.engine.attempts.policy)
         server.explosions.end_round(server.round + 1)
-        rows = stage_scores.update_rows(updates)
+        rows = stage_scores.update_rows(updates, server.model_of)
         if due:
             evaluate = Evaluate(("val",), self.evaluate_data)
             global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []

@@ -283,7 +283,16 @@ class Server(TrainsAtServer):
             without: A callback that is not asked.
             model: Key of the model that travels.
         """
-        own = self.architecture(model)
+        return self.shared_in(self.architecture(model).name, without)
+
+    def shared_in(self, architecture: str, without: FederatedCallback | None = None) -> tuple[str, ...]:
+        """Return the names that travel of a model of an architecture, whether or not the server has one.
+
+        Args:
+            architecture: Its name.
+            without: A callback that is not asked.
+        """
+        own = self.architectures[architecture]
         if not self._choosers and own.name in self._unchosen:
             return self._unchosen[own.name]
         names = list(own.kinds)
@@ -371,6 +380,20 @@ class Server(TrainsAtServer):
         if client is not None and self.architecture(model) is not self.architecture_of(client):
             return None
         return self.module_with(self.models[model], model)
+
+    def global_with(self, state: State, model: str = GLOBAL) -> LightningModule:
+        """Build the model of stage G with other entries, such as those of a selected checkpoint.
+
+        Args:
+            state: Entries of the model of stage G, which may be another module than the clients'.
+            model: Key of the model that they are of.
+        """
+        has_own = model == GLOBAL and self.callbacks.role("global_module") is not None
+        module = self.global_module(None) if has_own else None
+        if module is None:
+            return self.module_with(state, model)
+        load_state(module, state)
+        return module
 
     def weight(self, update: Update) -> float:
         """Return an update's weight before normalisation; 0 for an update without a real step."""

@@ -189,7 +189,9 @@ class TrainsAtServer:
         if not module.training:
             module.train()
         kept = {
-            key: copy.deepcopy(value) for key, value in self.blueprint.settings.trainer_arguments.items() if key in OF_RUN
+            key: copy.deepcopy(value)
+            for key, value in self.blueprint.settings.trainer_arguments.items()
+            if key in OF_RUN
         }
         try:
             with isolated(self.blueprint.settings.seed, self.round, "server", purpose), muted(module), quiet():
@@ -263,13 +265,17 @@ class _Fit(LightningModule):
         self.last = loss.detach()
         if not bool(torch.isfinite(self.last)):
             raise FloatingPointError(
-                f"The loss of server.fit is {float(self.last)} in step {self.global_step + 1}. Lower the learning rate of its "
-                "optimizer, or clip gradients (gradient_clip_val)."
+                f"The loss of server.fit is {float(self.last)} in step {self.global_step + 1}. Lower the learning rate of "
+                "its optimizer, or clip gradients (gradient_clip_val)."
             )
         return loss
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return move_batch(self.module, batch) if isinstance(self.module, LightningModule) else move_data_to_device(batch, device)
+        return (
+            move_batch(self.module, batch)
+            if isinstance(self.module, LightningModule)
+            else move_data_to_device(batch, device)
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer([one for one in self.module.parameters() if one.requires_grad])

@@ -73,6 +73,7 @@ def describe_data(data: FederatedDataModule) -> dict[str, Any]:
         "splits": {split: data.fingerprint(split) for split in SPLITS},
         "clients": describe_clients(data, data.client_ids),
         **({} if data.planted_groups is None else {"groups": data.planted_groups}),
+        **({} if (public := data.public_report()) is None else {"public": public}),
     }
 
 

@@ -18,6 +18,8 @@ from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.compat.quiet import quiet
 from fedlightning.compat.renamed import old_names
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.overlap import content_hash
+from fedlightning.datamodules.public import is_iterable
 from fedlightning.hooks import FederatedCallback
 from fedlightning.hooks.words import Stage
 from fedlightning.models.client_models import ClientModels
@@ -44,6 +46,8 @@ FORMAT = "fingerprint"
 """Entry that says which things a fingerprint covers; runs of earlier versions have none and covered less."""
 PUBLIC = "data (public)"
 """Entry of the public data."""
+PUBLIC_CONTENT = "data (public content)"
+"""Entry of what the public data hold."""
 SCORED = "scored rounds and stages"
 """Entry of what callbacks choose models from."""
 PLAIN = (int, float, str, bool, type(None))
@@ -88,7 +92,7 @@ def fingerprint(
     if held_out:  # else nothing, as in runs of earlier versions
         sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
         found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
-    found[PUBLIC] = _of_public(data)
+    found[PUBLIC], found[PUBLIC_CONTENT] = _of_public(data), _content_of_public(data)
     return found | _of_loader(data) | _of_model(model)
 
 
@@ -128,6 +132,17 @@ def _of_public(data: FederatedDataModule) -> str | None:
     held = getattr(dataset, "indices", None)
     which = "" if held is None else f" ({_hash([int(index) for index in held])})"
     return f"{size} samples{which} in batches of {getattr(loader, 'batch_size', None)}"
+
+
+def _content_of_public(data: FederatedDataModule) -> str | None:
+    """Return a hash of what the public data hold; `None` if there are none, or nothing that stays the same."""
+    loader = data.public_dataloader()
+    if loader is None or is_iterable(loader):
+        return None
+    try:
+        return content_hash(loader.dataset, loader.collate_fn)
+    except Exception:  # of the user's dataset, which the run itself will show
+        return None
 
 
 def _common(values: Mapping[str, Any]) -> Any:
@@ -238,6 +253,8 @@ def with_later_options(
     later = {f"{place}.{name}": value for place, kind in owners for name, value in _own_defaults(kind).items()}
     if PUBLIC in now:  # noted since public data can be made of the clients'
         later[PUBLIC] = now[PUBLIC]
+    if PUBLIC_CONTENT in now:  # noted since they can be of another data set
+        later[PUBLIC_CONTENT] = now[PUBLIC_CONTENT]
     if SCORED in now:
         later[SCORED] = now[SCORED]
     return {name: value for name, value in plain(later).items() if name in now} | dict(before)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.run.files import write_text_atomically
+from fedlightning.study.architectures import architectures
 from fedlightning.study.clusters import clusters, memberships
 from fedlightning.study.data import StudyData, Table
 from fedlightning.study.overview import overview
@@ -24,6 +25,7 @@ TABLES = ("results", "overview", "problems")
 """Keys of `comparison.json` that hold lines of a table; the others say what the lines are of."""
 SOMETIMES: dict[str, Callable[[StudyData], Table]] = {
     "unseen": unseen,
+    "architectures": architectures,
     "clusters": clusters,
     "memberships": memberships,
     "ledgers": ledgers,
@@ -40,8 +42,9 @@ def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path
     `datasets` describes each of them, and `ranks` holds :func:`fedlightning.study.ranks.ranks` (`null` where there can
     be none).
 
-    Where runs held clients out, the JSON also has `unseen`, their scores; no other mean holds them. Where runs have a
-    `clusters.csv`, it has `clusters` and `memberships`; where they have a `ledger.csv`, `ledgers` and `tokens`.
+    Where clients have models of different architectures, the JSON has `architectures`. Where runs held clients out, it has
+    `unseen`, their scores; no other mean holds them. Where runs have a `clusters.csv`, it has `clusters` and `memberships`;
+    where they have a `ledger.csv`, `ledgers` and `tokens`.
 
     The CSV has `results` without nested columns: `ci95` becomes `ci95_low` and `ci95_high`, and `undefined` and
     `diverged` become text. Values by seed and by client are only in the JSON.

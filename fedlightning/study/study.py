@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from fedlightning.study import (
+    architectures,
     clients,
     clusters,
     costs,
@@ -112,6 +113,10 @@ class Study(StudyData):
     def unseen(self) -> Table:
         """Return the scores of clients that took no part in training; see :func:`fedlightning.study.unseen.unseen`."""
         return unseen.unseen(self)
+
+    def architectures(self) -> Table:
+        """Return the scores by the architecture of clients; see :func:`fedlightning.study.architectures.architectures`."""
+        return architectures.architectures(self)
 
     def clusters(self) -> Table:
         """Return how methods divide the clients; see :func:`fedlightning.study.clusters.clusters`."""

@@ -1,9 +1,10 @@
-"""Two algorithms in one list: they give one result in both orders, or are refused in a sentence."""
+"""Two algorithms in one list: they give one result in both orders and both do something, or a sentence says why not."""
 
 from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ def check_pair(first: FederatedCallback, second: FederatedCallback, **arguments:
         The sentence with which they are refused, or `None` where they compose.
 
     Raises:
-        AssertionError: If the order of the list changes what is trained, only one order is refused, or a run ends in an
-            error that is no sentence about one of the two.
+        AssertionError: If the order of the list changes what is trained, only one order is refused, a client fails, or a
+            run ends in an error that is no sentence about one of the two.
 
     Example:
         >>> from fedlightning.callbacks import FedProx, FedPer, FLIU, FedALA
@@ -58,12 +59,71 @@ def check_pair(first: FederatedCallback, second: FederatedCallback, **arguments:
     return None
 
 
-def _run(pair: Sequence[FederatedCallback], names: str, **arguments: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """Return what a small federation of two algorithms leaves, or the sentence that refuses it."""
+def check_both_act(
+    first: FederatedCallback, second: FederatedCallback, runs: dict[Any, Any] | None = None, **arguments: Any
+) -> None:
+    """Check that neither of two algorithms does nothing beside the other while nobody says so.
+
+    One does nothing if all models are those of the other alone, although alone it is not FedAvg. A refusal of the pair or a
+    warning that names it says so.
+
+    Args:
+        first: An algorithm.
+        second: Another one.
+        runs: Runs of single algorithms with these arguments, by class, which are taken from here and added.
+        arguments: As for :func:`check_pair`.
+
+    Raises:
+        AssertionError: If one does nothing, silently.
+
+    Example:
+        >>> from fedlightning.callbacks import FedProx, FedPer
+        >>> check_both_act(FedProx(mu=1.0), FedPer())
+    """
+    known: dict[Any, Any] = {} if runs is None else runs
+    idle, plain = [(first, second), (second, first)], FederatedCallback()
+    plain.weighting = weighting = next((it.weighting for it in (first, second) if isinstance(it.weighting, str)), None)
+    lengths: tuple[dict[str, Any], ...] = ({}, {"sizes": (12, 7, 10, 15), "max_rounds": 5})
+    for length in lengths:  # what works on several clients or in late rounds may do nothing in a short run
+
+        def alone(*callbacks: FederatedCallback, length: dict[str, Any] = length) -> dict[str, Any] | None:
+            place = (str(weighting), str(length), *map(type, callbacks))
+            if place not in known:
+                known[place] = _run((*callbacks, plain), callbacks[0].key if callbacks else "", **arguments, **length)[
+                    0
+                ]
+            return known[place]
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            both, _ = _run((first, second), f"{first.key} and {second.key}", **arguments, **length)
+        said = " ".join(str(warning.message) for warning in caught)
+        idle = [
+            (callback, other)
+            for callback, other in idle
+            if callback.key not in said and _alike(both, alone(other)) and not _alike(alone(callback), alone())
+        ]
+        if not idle:
+            return
+    raise AssertionError(
+        f"{idle[0][0].key} changes nothing beside {idle[0][1].key}, and nobody says so. Refuse the pair, or warn of it."
+    )
+
+
+def _alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+    """Return whether two runs leave the same models, bit for bit; a run that was refused leaves none."""
+    places = ("the server's models", "the deployed models")
+    return one is not None and other is not None and all(difference(one[at], other[at]) == 0.0 for at in places)
+
+
+def _run(
+    pair: Sequence[FederatedCallback], names: str, sizes: Sequence[int] = (12, 7), **arguments: Any
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return what a small federation of some algorithms leaves, or the sentence that refuses it."""
     settings = {"max_rounds": 2, "local_steps": 2, **arguments}
     with tempfile.TemporaryDirectory() as folder, quiet():
         try:
-            trainer = federate(None, ToyData((12, 7)), Path(folder), others=copy.deepcopy(list(pair)), **settings)
+            trainer = federate(None, ToyData(sizes), Path(folder), others=copy.deepcopy(list(pair)), **settings)
         except Exception as error:
             text = str(error)
             named = any(word in text for callback in pair for word in (callback.key, type(callback).__name__))
@@ -72,6 +132,7 @@ def _run(pair: Sequence[FederatedCallback], names: str, **arguments: Any) -> tup
             )
             return None, text
         server = server_of(trainer)
+        assert not server.failures, f"{names} break clients: {server.failures[0]['reason']}"
         records = {client: trainer.store.get(client) for client in server.clients}
         return {
             "the server's models": server.models,

@@ -430,9 +430,32 @@ class Client:
         """Return a CPU copy of the module's present state."""
         return clone(self.entries, "cpu")
 
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the federation's architectures, in the server's order; ``("",)`` where everybody has the same."""
+        return self._blueprint.architectures
+
+    def module_of(self, architecture: str) -> LightningModule:
+        """Build a module of an architecture as the federation began: the same bits on every client and on the server.
+
+        Args:
+            architecture: Its name.
+        """
+        return self._blueprint.build(self.id, architecture)
+
     def initial_module(self) -> LightningModule:
-        """Build a module as the federation began: the same bits on every client and on the server."""
-        return self._blueprint.build(self.id)
+        """Build a module as the federation began: the same bits on every client and on the server.
+
+        Where a callback gives the client's module a shape of its own (`on_build`), it is of that shape.
+        """
+        module = self._blueprint.build(self.id)
+        if any(callback.claims("on_build") for callback in self._blueprint.callbacks):
+            own, self._module = self._module, module
+            try:
+                self._blueprint.callbacks.event("on_build", self, self.message)
+            finally:
+                self._module = own
+        return module
 
     def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
         """Return a teacher: a copy of the module on its device, in eval mode, without gradients.

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
-from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from fedlightning.seeding import isolated
@@ -77,7 +77,8 @@ def outputs(
 
     Example:
         >>> from torch.utils.data import DataLoader
-        >>> rows = outputs(nn.Flatten(), DataLoader(torch.ones(5, 2), 2), lambda net, x: net(x), torch.device("cpu"), Precision())
+        >>> loader, net = DataLoader(torch.ones(5, 2), 2), nn.Flatten()
+        >>> rows = outputs(net, loader, lambda net, x: net(x), torch.device("cpu"), Precision())
         >>> rows.shape
         torch.Size([5, 2])
     """
@@ -90,12 +91,16 @@ def outputs(
         ):  # fmt: skip
             for batch in loader:
                 batch = precision.convert_input(batch)
-                is_lightning = isinstance(module, LightningModule)
-                batch = move_batch(module, batch) if is_lightning else move_data_to_device(batch, device)
+                if isinstance(module, LightningModule):
+                    batch = move_batch(module, batch)
+                else:
+                    batch = move_data_to_device(batch, device)
                 rows = forward(module, batch)
                 if not isinstance(rows, Tensor) or rows.ndim == 0:
                     what = "a single number" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
-                    raise ValueError(f"outputs(forward=...) returned {what}; return a tensor with a row for each sample.")
+                    raise ValueError(
+                        f"outputs(forward=...) returned {what}; return a tensor with a row for each sample."
+                    )
                 found.append(rows.to("cpu", torch.promote_types(rows.dtype, torch.float32)))
     finally:
         module.to(home)

@@ -210,8 +210,19 @@ class LocalRunner:
         return self.data.pooled_dataloader(split) is not None
 
     def has_public(self) -> bool:
-        """Return True if the data module has public data."""
-        return self.data.public_dataloader() is not None
+        """Return True if the data module has public data.
+
+        Raises:
+            ValueError: If they cannot be drawn from by index.
+        """
+        loader = self.data.public_dataloader()
+        dataset: Any = None if loader is None else loader.dataset
+        if isinstance(dataset, IterableDataset):
+            raise ValueError(
+                f"{type(self.data).__name__}.public_dataloader gives an iterable {type(dataset).__name__}, but clients "
+                "draw public samples at random, by their index. Give a dataset with __len__ and __getitem__."
+            )
+        return loader is not None
 
     def public_size(self) -> int:
         """Return the number of public samples; 0 without any."""

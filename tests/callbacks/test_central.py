@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedlightning.callbacks import FLIU, SCAFFOLD, Central, FedAdam, FedPer, FedProx, pFedLA
+from fedlightning.callbacks import FLIU, MOON, SCAFFOLD, Central, FedAdam, FedLP, FedPer, FedProx, pFedLA
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import Toy, federate, global_state, same, spied, toy_data
@@ -37,7 +37,9 @@ def test_one_visit_a_round_on_all_samples():
     assert not trainer.store.get("0").visits
 
 
-@pytest.mark.parametrize("other", [FedPer(), FLIU(), SCAFFOLD(), FedAdam(), pFedLA()], ids=lambda c: c.key)
+@pytest.mark.parametrize(
+    "other", [FedPer(), FLIU(), SCAFFOLD(), FedAdam(), pFedLA(), FedLP(), MOON()], ids=lambda c: c.key
+)
 def test_company_that_needs_clients_is_refused(other):
     with pytest.raises(ValueError, match=f"Central trains one model on pooled data, so {other.key} has no clients"):
         federate(Toy(), toy_data(), [Central(), other])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fedlightning.callbacks import Dapper, FedAvg, LocalAdaptation
 from fedlightning.hooks import FederatedCallback
@@ -35,6 +35,16 @@ class WithPublic(ToyData):
 
     def public_dataloader(self):
         return DataLoader(TensorDataset(*samples("public", "train", self.public)), batch_size=self.batch_size)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from zip(*samples("public", "train", 8), strict=True)
+
+
+class Streamed(ToyData):
+    def public_dataloader(self):
+        return DataLoader(Endless(), batch_size=self.batch_size)
 
 
 def with_public(sizes=SIZES, **options):
@@ -186,6 +196,10 @@ def test_wrong_use():
             make()
     with pytest.raises(ValueError, match=r"the data module has none. Set public_fraction=0.1"):
         federate(Toy(), toy_data(SIZES), [Dapper()])
+    with pytest.raises(
+        ValueError, match=r"public_dataloader gives an iterable Endless, but clients draw .* by their index"
+    ):
+        federate(Toy(), Streamed(toy_data(SIZES).tensors, batch_size=8), [Dapper()])
     with pytest.raises(ValueError, match=r"no client has any\. Set val_fraction"):
         federate(Toy(), with_public(val=0), [Dapper()])
     with pytest.raises(ValueError, match="Manual optimizes manually"):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
-from fedlightning.callbacks import DSFL, FedAdam, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint
+from fedlightning.callbacks import DSFL, FedAdam, FedMD, FedPer, FedProx, GlobalCheckpoint, Local, LocalCheckpoint
 from fedlightning.callbacks.dsfl import sharpened
+from fedlightning.federation.failures import FederationError
 from fedlightning.tensors import module_state
-from tests.callbacks.public import own_models, public_data, resumed, two_models
+from tests.callbacks.public import PublicToyData, own_models, public_data, resumed, two_models
 from tests.conformance.case import Case, Kept
-from tests.helpers import CLASSES, NormNet, Toy, close, differs, federate, same, spied, toy_data
+from tests.helpers import CLASSES, FEATURES, NormNet, Toy, close, differs, federate, same, spied, toy_data
 
 CASES = {
     "DSFL": Case(
@@ -112,7 +115,7 @@ def test_absent_clients_distil_the_newest_targets_with_their_ids_when_they_retur
     )
     visits, ids = visits_of(spy, 6)
     clients = [client for (client,) in visits]
-    assert any(a == b for a, b in zip(clients, clients[1:], strict=False)) and len(set(clients)) > 1
+    assert any(a == b for a, b in pairwise(clients)) and len(set(clients)) > 1
     for message in (m for m in spy.messages if m.tag == "predict" and m.round):
         payload = message.extras["DSFL"]
         was_there = clients[message.round - 1] == message.client
@@ -151,6 +154,23 @@ def test_the_server_s_model_is_scored_and_selected(tmp_path):
     assert type(trainer.module()) is type(module.model("deep"))
     assert differs(module_state(trainer.module()), module_state(module.model("deep")))
     assert type(trainer.module(None, "best_global")) is type(module.model("deep"))
+
+
+@pytest.mark.parametrize("callback", [DSFL(), FedMD(transfer_epochs=0)], ids=lambda callback: callback.key)
+@pytest.mark.filterwarnings("ignore")
+def test_clients_that_fail_are_left_out_and_a_round_of_them_ends_in_a_sentence(callback):
+    data = public_data((24, 40))
+    data.tensors["1"]["train"][0][:] = float("nan")
+    _, spy = spied(Toy("sgd"), data, [callback], max_rounds=2, on_client_error="skip")
+    targets = [m.extras[callback.key] for m in spy.messages if m.tag in ("distil", "digest")]
+    assert targets and all(torch.isfinite(value).all() for extras in targets for value in extras.values())
+    with pytest.raises(FederationError, match=r"Round 1: .*client '0' failed"):
+        federate(Toy("sgd"), Broken(toy_data((24,)).tensors), [callback], max_rounds=2, on_client_error="skip")
+
+
+class Broken(PublicToyData):
+    def public_dataloader(self):
+        return DataLoader(TensorDataset(torch.full((9, FEATURES), float("nan")), torch.zeros(9).long()), 4)
 
 
 def start():

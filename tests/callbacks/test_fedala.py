@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedALA, FedAvg, FedPer, FedProx
+from fedlightning.callbacks import FedALA, FedAvg, FedPer, FedProx, PLayerFL
 from fedlightning.hooks import Job
 from fedlightning.tensors import module_state, select
 from tests.callbacks.common import HEAD, MAKES, SIZES, deployed
@@ -206,6 +206,12 @@ def test_composes_with_fedprox_whose_anchor_is_the_global_model():
 def test_impossible_splits_are_refused(callbacks, sentence):
     with pytest.raises(ValueError, match=sentence):
         federate(Toy(), toy_data(), callbacks)
+
+
+def test_a_head_that_stops_travelling_is_warned_of():
+    with pytest.warns(UserWarning, match="FedALA merges the last 1 .* from round 2 other callbacks keep them") as said:
+        federate(Toy(), toy_data(), [FedALA(), PLayerFL(split=1)], max_rounds=4)
+    assert sum("from round 2" in str(warning.message) for warning in said) == 1
 
 
 def test_a_frozen_head_is_refused():

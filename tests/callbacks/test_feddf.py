@@ -222,6 +222,19 @@ def test_two_architectures_resume_bit_for_bit_with_a_server_optimizer_for_each(t
     same(deep, whole.server.models["deep"])
 
 
+def test_held_out_clients_deploy_the_model_of_their_architecture(tmp_path):
+    data = public_data((24, 40, 16, 30, 20, 20))
+    callbacks = [FedDF(steps=2), LocalCheckpoint()]
+    trainer = federate(two_models(), data, callbacks, tmp_path, max_rounds=2, held_out=["4", "5"])
+    same(module_state(trainer.module("4")), trainer.server.models["global"])
+    same(module_state(trainer.module("5")), trainer.server.models["deep"])
+    unseen = {row.client for row in trainer.recorder.rows if row.model == "unseen" and row.stage == "L1"}
+    assert unseen == {"4", "5"}
+    with pytest.raises(ValueError, match=r"no model for the held-out client '3'.*'deep'"):
+        alone = two_models(assign={"0": "small", "1": "small", "2": "small", "3": "deep"})
+        federate(alone, public_data((24, 40, 16, 30)), [FedDF(steps=2)], max_rounds=1, held_out=["3"])
+
+
 @pytest.mark.slow
 def test_worker_processes_change_nothing_with_two_architectures():
     module, data, callbacks = start()
@@ -247,7 +260,7 @@ def test_wrong_use_is_refused():
             FedDF(**arguments)
     with pytest.raises(ValueError, match="needs labelled public data"):
         FedDF(drop_worst=True)
-    with pytest.raises(ValueError, match="FedDF fuses the whole models .* FedPer has another way"):
+    with pytest.raises(ValueError, match=r"FedDF fuses the whole models .* FedPer has another way"):
         federate(Toy(), public_data(), [FedDF(), FedPer(personal="net.3")])
     with pytest.raises(ValueError, match="FedDF trains on public data, but the data module has none"):
         federate(Toy(), toy_data(), [FedDF()])

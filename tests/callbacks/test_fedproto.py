@@ -302,3 +302,16 @@ def test_wrong_use_is_refused():
             FedProto(**arguments)
     with pytest.raises(ValueError, match=r"`net.1` of Toy is a ReLU"):
         federate(Toy(), toy_data(), [FedProto(head="net.1", predictor="nearest")])
+
+
+@pytest.mark.parametrize("proto_pass", ["after", "during"])
+def test_samples_that_the_loss_ignores_are_of_no_class(proto_pass):
+    """A label of -100 is torch's `ignore_index`."""
+    data = toy_data()
+    for client, splits in data.tensors.items():
+        x, y = splits["train"]
+        data.tensors[client] = {**splits, "train": (x, torch.where(torch.arange(len(y)) < 3, -100, y))}
+    method = FedProto(proto_pass=proto_pass, predictor="nearest", restrict=False)
+    trainer = federate(Toy(), data, [method], max_rounds=2)
+    assert trainer.server.state["FedProto"]["classes"].min() >= 0
+    assert "failures" not in trainer.summary

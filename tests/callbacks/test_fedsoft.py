@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FedPer, FedProx, FedSoft, Local
+from fedlightning.callbacks import FLIU, MOON, FedPer, FedProx, FedSoft, Local
 from fedlightning.callbacks.fedsoft import shares, weighted_sum
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
@@ -208,11 +208,16 @@ def test_planted_groups_get_a_centre_each():
 
 def test_terms_with_a_common_anchor_are_named_and_do_nothing():
     module, data = Toy(), toy_data()
-    with pytest.warns(UserWarning, match="no anchor that FedProx could refer to"):
-        ours = federate(module, data, [FedSoft(), FedProx(9.0)], max_rounds=2)
+    with pytest.warns(UserWarning, match="no anchor that FedProx, MOON could refer to"):
+        ours = federate(module, data, [FedSoft(), FedProx(9.0), MOON(9.0)], max_rounds=2)
     plain = federate(module, data, [FedSoft()], max_rounds=2)
     for client in ("0", "1", "2"):
         same(module_state(ours.module(client)), module_state(plain.module(client)))
+
+
+def test_a_client_goes_on_from_its_own_model_which_nothing_else_merges():
+    with pytest.raises(ValueError, match="FedSoft and FLIU both merge the model that arrives"):
+        federate(Toy(), toy_data(), [FedSoft(), FLIU()])
 
 
 def test_bodies_pulled_under_personal_heads():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FjORD
+from fedlightning.algorithm import FederatedCallback
+from fedlightning.callbacks import FedAvg, FjORD
 from fedlightning.callbacks.fjord import distillation_loss
 from fedlightning.seeding import generator
 from fedlightning.tensors import module_state
@@ -28,6 +30,36 @@ CASES = {
     ),
 }
 KEPT = {"FjORD": Kept("FjORD", options={"head": "net.3"})}
+
+
+class TwoNorms(Toy):
+    """The second layer sees other features at every width of the first."""
+
+    def make(self, hidden, dropout):
+        first, second = torch.nn.BatchNorm1d(hidden), torch.nn.BatchNorm1d(hidden)
+        layers = [torch.nn.Linear(6, hidden), first, torch.nn.ReLU(), torch.nn.Linear(hidden, hidden), second]
+        return torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(hidden, 4))
+
+
+class Look(FederatedCallback):
+    """Notes the model that each client is scored with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_client_evaluated(self, client, stage, split, metrics, module):
+        self.seen.append((client.id, stage, module_state(module)))
+
+
+def full_statistics(module, batches):
+    """Means over the batches of a module's batch statistics at its full width."""
+    module, names = copy.deepcopy(module).train(), ("running_mean", "running_var")
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.BatchNorm1d):
+            layer.momentum = None
+    for x in batches:
+        module(x)
+    return {name: value for name, value in module_state(module).items() if name.endswith(names)}
 
 
 @pytest.mark.parametrize("distillation", [False, True])
@@ -132,6 +164,56 @@ def test_with_batchnorm_every_deployed_width_has_statistics_of_its_own():
         hidden = F.linear(x, state["net.0.weight"], state["net.0.bias"])
         assert hidden.shape[1] == 4
         torch.testing.assert_close(state["net.1.running_mean"], hidden.mean(0))
+
+
+def test_the_step_at_the_drawn_width_leaves_the_statistics_of_the_largest_alone():
+    """Without a learning rate the weights stand still: what moves are the statistics, as they do in FedAvg."""
+    data, module = toy_data(batch_size=8, shuffle=False), NormNet(lr=0.0)
+    runs = [spied(module, data, [method], max_rounds=1)[1] for method in (FjORD([0.5, 1.0], [1.0]), FedAvg())]
+    sent = [[update.state for update in spy.updates if not update.tag] for spy in runs]
+    for found, expected in zip(*sent, strict=True):
+        same(found, expected)
+        assert differs(expected, module_state(module))
+
+
+def test_the_step_at_the_drawn_width_knows_the_number_of_its_batch():
+    seen = []
+
+    class Noted(Toy):
+        def training_step(self, batch, batch_idx):
+            seen.append((float(batch[0].sum()), batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    data = toy_data({"0": 32}, batch_size=8, shuffle=False)
+    federate(Noted(), data, [FjORD(rates=[1.0])], max_rounds=1)
+    assert set(seen) == {(float(x.sum()), number) for number, x in enumerate(data.tensors["0"]["train"][0].split(8))}
+    assert len(seen) > 4
+
+
+@pytest.mark.parametrize("buffers", ["average", "local"])
+def test_a_full_client_is_scored_with_statistics_of_the_full_width(buffers):
+    """Training leaves a mixture of several widths: the server replaces it, or it is estimated anew."""
+    data, look, module = toy_data({"0": 32, "1": 32}, batch_size=8, shuffle=False), Look(), TwoNorms(lr=0.0)
+    method = FjORD([0.5, 1.0], [1.0], distillation=False)
+    federate(module, data, [method, look], max_rounds=2, evaluate_every=1, float_buffers=buffers)
+    own = {client: full_statistics(module, data.tensors[client]["train"][0].split(8)) for client in ("0", "1")}
+    mean = {name: (own["0"][name] + own["1"][name]) / 2 for name in own["0"]}
+    assert {stage for _, stage, _ in look.seen} == {"L1", "L2"}
+    for client, stage, state in look.seen:
+        expected = mean if stage == "L1" and buffers == "average" else own[client]
+        close({name: state[name] for name in expected}, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_what_is_verified_are_the_widths_at_which_a_client_computes():
+    class Even(Toy):
+        def logits(self, x):
+            hidden = self.net[0](x)
+            assert hidden.shape[1] % 2 == 0, "an odd width"
+            return self.net[3](hidden.relu())
+
+    with pytest.raises(ValueError, match="A sub-model of Even does not run: an odd width"):
+        federate(Even(), toy_data(), [FjORD(widths=[0.375, 1.0], rates=[1.0])])
+    federate(Even(), toy_data(), [FjORD(widths=[0.25, 0.5, 0.625], rates=[0.5])], max_rounds=1)
 
 
 def test_the_fast_loop_and_the_trainer_train_the_same():

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from fedlightning.callbacks import GPFL, FedPer
 from fedlightning.callbacks.gpfl import Conditions, contexts
+from fedlightning.federation.loops.synchronous import FederationError
 from fedlightning.models import MLP, Classifier
 from fedlightning.tensors import module_state
 from tests.callbacks.common import SIZES, batches, deployed
@@ -169,6 +170,13 @@ def test_wrong_use():
         federate(NoHead(), toy_data(SIZES), [GPFL()])
     with pytest.raises(ValueError, match="FedPer chooses another part"):
         federate(Toy(), toy_data(SIZES), [GPFL(), FedPer()])
+
+
+def test_classes_without_an_embedding_are_refused():
+    with pytest.raises(
+        FederationError, match=r"GPFL weights 2 class embeddings .* but its data have 3 classes.*Set num_c"
+    ):
+        federate(Toy(), toy_data(SIZES), [GPFL(num_classes=2)])
 
 
 def test_copies_of_a_wrapped_module_are_independent():

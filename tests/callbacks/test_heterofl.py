@@ -247,6 +247,34 @@ def test_a_slice_is_deployed_with_the_statistics_of_its_clients_data():
         torch.testing.assert_close(state["net.1.running_var"], hidden.var(0))
 
 
+def test_a_full_client_that_keeps_its_head_is_scored_with_statistics_of_the_full_width():
+    """Beside FedPer the server makes none, and the mean that travels is over clients of several widths."""
+
+    class Two(NormNet):
+        def make(self, hidden, dropout):
+            first, second = (
+                torch.nn.Sequential(torch.nn.Linear(n, hidden), torch.nn.BatchNorm1d(hidden)) for n in (6, 8)
+            )
+            return torch.nn.Sequential(first, torch.nn.ReLU(), second, torch.nn.Linear(hidden, CLASSES))
+
+    seen = []
+
+    class Look(FederatedCallback):
+        def on_client_evaluated(self, client, stage, split, metrics, module):
+            if (client.id, stage) == ("0", "L1"):
+                seen.append(module_state(module))
+
+    data = toy_data({"0": 32, "1": 32}, batch_size=32, shuffle=False)
+    rates = {"0": 1.0, "1": 0.5}
+    federate(Two(), data, [HeteroFL(rates=rates), FedPer(["net.3"]), Look()], max_rounds=2, evaluate_every=1)
+    for state in seen:
+        x = F.linear(data.tensors["0"]["train"][0], state["net.0.0.weight"], state["net.0.0.bias"])
+        x = F.batch_norm(x, None, None, state["net.0.1.weight"], state["net.0.1.bias"], training=True).relu()
+        x = F.linear(x, state["net.2.0.weight"], state["net.2.0.bias"])
+        torch.testing.assert_close(state["net.2.1.running_mean"], x.mean(0), rtol=1e-4, atol=1e-5)
+    assert seen
+
+
 # -- composition and refusals ------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedlightning import FederatedCallback
-from fedlightning.callbacks import MOON, FedAvg, FedPer, FedProx
+from fedlightning.callbacks import FENDA, MOON, FedAvg, FedPer, FedProx, LGFedAvg, Local
 from fedlightning.callbacks.shared.representations import contrastive_loss, labels_of
 from fedlightning.tensors import clone, module_state
 from tests.conformance.case import Case, Kept
@@ -195,6 +195,25 @@ def test_wrong_use_is_refused():
         federate(Toy(), toy_data(), [MOON(head="head")])
     with pytest.raises(ValueError, match=r"MOON cannot see .*not called.*Set head="):
         federate(Unused(), toy_data(), [MOON()])
+
+
+@pytest.mark.parametrize("other", [LGFedAvg(num_layers=1), Local(), FENDA(head="net.3")], ids=lambda c: c.key)
+def test_a_representation_that_nothing_shared_feeds_is_refused(other):
+    """The teachers would be equal, and the loss without a gradient: FENDA's last layer is in its private twin."""
+    with pytest.raises(ValueError, match=r"MOON compares .* nothing that travels comes before it.* remove MOON"):
+        federate(Deep(), toy_data(), [MOON(), other])
+
+
+def test_a_representation_of_shared_statistics_is_one():
+    """FedPer keeps every weight before the head: what comes is statistics of batch normalisation."""
+    federate(NormNet(), toy_data(), [MOON(), FedPer(["net.0", "net.1.weight", "net.1.bias"])], max_rounds=1)
+    federate(Deep(), toy_data(), [MOON(head="net.3"), FENDA(head="net.3")], max_rounds=1)
+
+
+class Deep(Toy):
+    def make(self, hidden, dropout):
+        middle = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU())
+        return nn.Sequential(nn.Linear(6, hidden), nn.ReLU(), middle, nn.Linear(hidden, 4))
 
 
 class Unused(Toy):

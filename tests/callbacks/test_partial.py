@@ -14,10 +14,13 @@ from fedlightning.callbacks import (
     FedAvg,
     FedBABU,
     FedBN,
+    FedIT,
     FedLP,
     FedPer,
     FedProto,
     FedProx,
+    FedRep,
+    LGFedAvg,
     Local,
     LocalAdaptation,
 )
@@ -216,6 +219,22 @@ def test_what_works_on_a_travelling_model_is_refused_where_none_travels(alone, o
         ValueError, match=rf"{alone.key}\b.* lets no model travel, so {other.key} has nothing to work on"
     ):
         federate(Toy(), toy_data(SIZES), [other, alone])
+
+
+@pytest.mark.parametrize("other", [FedPer(), LGFedAvg(num_layers=1), FedBN()], ids=lambda c: c.key)
+def test_what_chooses_what_travels_is_refused_where_nothing_does(other):
+    with pytest.raises(ValueError, match=f"Local lets no model travel, so {other.key} has nothing to choose from"):
+        federate(NormNet(), toy_data(), [Local(), other])
+
+
+@pytest.mark.parametrize(
+    ("idle", "other"),
+    [(FedBN(), LGFedAvg(num_layers=1)), (FedPer(), FedRep()), (FedBN(), FedIT(r=2, head="net.3"))],
+    ids=lambda c: c.key,
+)
+def test_a_part_that_stays_anyway_is_warned_of(idle, other):
+    with pytest.warns(UserWarning, match=f"{idle.key} changes nothing beside {other.key}: what it keeps"):
+        federate(NormNet(), toy_data(), [idle, other], max_rounds=1)
 
 
 def test_default_of_local_is_named_in_the_trainer():

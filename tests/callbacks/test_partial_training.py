@@ -24,7 +24,7 @@ from fedlightning.callbacks import (
 from fedlightning.messages import Update
 from fedlightning.tensors import clone, module_state
 from fedlightning.wrappers.slices import ElementMean, take
-from tests.helpers import NormNet, Toy, close, federate, global_state, same, spied, toy_data
+from tests.helpers import NormNet, Toy, close, differs, federate, global_state, same, spied, toy_data
 
 SIZES = {"0": 24, "1": 40, "2": 16}
 METHODS = {
@@ -137,6 +137,21 @@ def test_it_composes_with_terms_in_the_gradient_and_a_server_optimizer(method):
     trained = [update for update in spy.updates if not update.tag]  # the others bring statistics of BatchNorm
     assert len(trained) == 6 and "failures" not in trainer.summary
     assert (global_state(trainer)["net.1.running_var"] > 0).all()
+
+
+def test_a_server_optimizer_with_momentum_moves_on_what_nobody_held():
+    """Its pseudo-gradient is 0 there, as docs/heterogeneous.md says: without momentum such elements stay, bit for bit."""
+    for beta1 in (0.9, 0.0):
+        method, step = HeteroFL(masked_loss=False), FedAdam(beta1=beta1, weighting="uniform")
+        trainer, spy = spied(Toy(), toy_data(SIZES), [method, step], max_rounds=6, participation=1)
+        models = [module_state(trainer.server.blueprint.build("server")), *spy.rounds]
+        full = [number for number in range(6) if "0" in spy.of_round(number)]
+        moved = [
+            differs({"tail": models[number]["net.0.weight"][4:]}, {"tail": models[number + 1]["net.0.weight"][4:]})
+            for number in range(6)
+        ]
+        assert 0 < len(full) < 6 and full[0] < 5
+        assert moved == [number in full if beta1 == 0.0 else number >= full[0] for number in range(6)]
 
 
 REFUSED = [

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import SCAFFOLD, FedAdam, FedLP, FedProx, pFedKnow
+from fedlightning.callbacks import MOON, SCAFFOLD, FedAdam, FedLP, FedProx, pFedKnow
 from fedlightning.callbacks.pfedknow import kept, pseudo_label_loss
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
@@ -158,6 +158,8 @@ def test_what_cannot_work_is_refused():
         federate(Toy(), toy_data(), [SCAFFOLD(), pFedKnow("0")])
     with pytest.raises(ValueError, match=r"pFedKnow tells from its own pruning .* Remove FedLP or pFedKnow"):
         federate(Toy(), toy_data(), [FedLP(), pFedKnow("0")])
+    with pytest.raises(ValueError, match=r"MOON adds a term to the loss on labels, but pFedKnow's clients"):
+        federate(Toy(), toy_data(), [MOON(), pFedKnow("0")])
     for name, value in {"prune": 1.0, "threshold": 2.0, "lam": -1.0}.items():
         with pytest.raises(ValueError, match=f"pFedKnow got {name}="):
             pFedKnow(**{name: value})

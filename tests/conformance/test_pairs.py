@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from fedlightning.callbacks import FedProx
+from fedlightning.callbacks import FedPer, FedProx
 from fedlightning.catalogue import ALGORITHMS, create
 from fedlightning.hooks import FederatedCallback
-from fedlightning.testing.pairs import check_pair
+from fedlightning.testing.pairs import check_both_act, check_pair
 
 GIVEN = {
     "FENDA": {"head": "head"},
@@ -19,7 +19,7 @@ GIVEN = {
     "FedGH": {"head": "head"},
     "FedGKT": {"head": "head", "server_hidden": [4]},
     "PerFCL": {"head": "head"},
-    "PLayerFL": {"split": 1},
+    "PLayerFL": {"split": 2},
     "PIFL": {"monitor": "val_loss"},
     "FedCovid": {"head": "head"},
     "FedMultimodal": {"encoders": {"x": ["body"]}},
@@ -28,8 +28,8 @@ GIVEN = {
     "TIFF": {"monitor": "val_loss"},
 }
 """Options without which the toy module cannot be trained."""
-PARTIAL = {"HeteroFL", "FedRolex", "FederatedDropout", "FjORD"}
-"""Methods that cut chains of layers, which the full toy module is none of."""
+PARTIAL = {"HeteroFL", "FedRolex", "FederatedDropout", "FjORD", "pFedHR"}
+"""Methods that take chains of layers apart, which the full toy module is none of."""
 NAMES = [row.name for row in ALGORITHMS]
 ROWS = {row.name: row for row in ALGORITHMS}
 MEETING = (
@@ -57,9 +57,12 @@ def is_variant(name):
     return any(issubclass(cls, ROWS[other].load()) for other in NAMES if other != name)
 
 
+def options(a, b):
+    return {"full": not PARTIAL & {a, b}, **({"local_steps": 1, "batch_size": 64} if "FedSGD" in (a, b) else {})}
+
+
 def check(a, b):
-    options = {"local_steps": 1, "batch_size": 64} if "FedSGD" in (a, b) else {}
-    return check_pair(algorithm(a), algorithm(b), full=not PARTIAL & {a, b}, **options)
+    return check_pair(algorithm(a), algorithm(b), **options(a, b))
 
 
 LONG = ("correct_gradient-on_before_optimizer_step", "correct_gradient-correct_gradient", "on_receive-on_receive")
@@ -86,6 +89,21 @@ def test_all_pairs(first):
         check(first, second)
 
 
+SINGLE = {}
+"""Runs of single algorithms, by the options of a pair."""
+DECIDED_LATER = {("FedPer", "PLayerFL"), ("FedPer", "PLayerFLRandom")}
+"""Whether both keep the head with the clients is decided in round 1, and does not matter to what is trained."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", NAMES)
+def test_both_of_a_pair_do_something_or_a_sentence_says_that_one_does_not(first):
+    for second in NAMES[NAMES.index(first) + 1 :]:
+        if (first, second) not in DECIDED_LATER:
+            given = options(first, second)
+            check_both_act(algorithm(first), algorithm(second), SINGLE.setdefault(str(given), {}), **given)
+
+
 @pytest.mark.parametrize(("a", "b"), [("HeteroFL", "FedIT"), ("FENDA", "PerFCL")])
 def test_modules_that_two_callbacks_change_are_refused_by_name(a, b):
     sentence = check(a, b)
@@ -94,7 +112,7 @@ def test_modules_that_two_callbacks_change_are_refused_by_name(a, b):
 
 
 def test_attention_over_nothing_is_uniform():
-    assert check("HeurFedAMP", "PLayerFL") is None
+    assert check_pair(algorithm("HeurFedAMP"), create("PLayerFL", split=1), full=True) is None  # a frozen entry travels
 
 
 class Doubles(FedProx):
@@ -109,6 +127,22 @@ def test_an_order_that_matters_is_found():
         AssertionError, match=r"order of FedProx and Doubles in the list changes .* Give one of them a rank"
     ):
         check_pair(FedProx(mu=1.0), Doubles())
+
+
+class Forgets(FedProx):
+    """Reads an anchor that is not there."""
+
+    def correct_gradient(self, ctx, name, parameter, gradient):
+        return super().correct_gradient(ctx, name, parameter, gradient) if self.works else gradient
+
+    def check(self, setup):
+        self.works = not any(isinstance(other, FedPer) for other in setup.callbacks)
+
+
+def test_one_that_does_nothing_beside_another_is_found():
+    with pytest.raises(AssertionError, match=r"^Forgets changes nothing beside FedPer, and nobody says so"):
+        check_both_act(FedPer(), Forgets(mu=1.0))
+    check_both_act(FedPer(), FedProx(mu=1.0))
 
 
 class Breaks(FedProx):

@@ -17,13 +17,14 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.models import MLP, Classifier
 from fedlightning.run.environment import plain
 from fedlightning.run.fingerprint import ARGUMENTS as FIXED
 from fedlightning.run.fingerprint import differences, fingerprint, with_later_options
+from fedlightning.testing.toys import ToyData, federate
 from tests.helpers import Toy, make_trainer, toy_data
 
 
@@ -117,6 +118,20 @@ def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
     assert differences(before, now) == ["FedProx.mu was 0.1 and is 0.2"]
 
 
+def test_another_public_data_set_is_seen_by_what_it_holds(tmp_path):
+    def data(value):
+        class Data(ToyData):
+            def public_dataloader(self):
+                return DataLoader(TensorDataset(torch.full((8, 6), value)), batch_size=4)
+
+        return Data((12, 7))
+
+    federate(None, data(0.0), tmp_path, max_rounds=1, save_state=1)
+    with pytest.raises(ValueError, match=r"data \(public content\) was '\w+' and is '\w+'"):
+        federate(None, data(1.0), tmp_path, max_rounds=2, save_state=1, resume=True)
+    federate(None, data(0.0), tmp_path, max_rounds=2, save_state=1, resume=True)
+
+
 def test_an_option_that_came_later_is_compared_with_its_default():
     before = {"fingerprint": 3, "callbacks": ["FedProx"], "model": "fedlightning.models.classifier.Classifier"}
     now = before | {"FedProx.mu": 0.1, "model.more_metrics": [], "data (public)": "7 samples"}
@@ -143,7 +158,7 @@ def test_an_option_that_came_later_is_compared_with_its_default():
 
 
 def test_a_run_from_before_an_option_goes_on(tmp_path, monkeypatch):
-    later = ("model.more_metrics", "data (public)", "scored rounds and stages")
+    later = ("model.more_metrics", "data (public)", "data (public content)", "scored rounds and stages")
 
     def noted(*args):
         return {name: value for name, value in fingerprint(*args).items() if name not in later}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, IterableDataset
 
+from fedlightning import FederatedTrainer
 from fedlightning.algorithm import FederatedCallback, Phase, Wire, equal
 from fedlightning.callbacks.shared.distillation import kl, logits_of
-from fedlightning.testing.toys import ToyData, federate
+from fedlightning.datamodules.public import public_loader
+from fedlightning.federation.failures import FederationError
+from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.visit.client import Client
 
 
@@ -81,16 +87,22 @@ def test_digest_changes_training_and_counts_as_own_steps(tmp_path: Path) -> None
     ],
     ids=str,
 )
-@pytest.mark.parametrize("federated", [False, True])
-def test_both_loops_give_the_same_bits(tmp_path: Path, arguments: dict[str, Any], federated: bool) -> None:
+def test_both_loops_give_the_same_bits(tmp_path: Path, arguments: dict[str, Any]) -> None:
     fast, slow = (
-        run(tmp_path / loop, Digest(federated=federated), local_loop=loop, max_rounds=2, **arguments)
+        run(
+            tmp_path / loop,
+            Digest(federated="gradient_clip_val" in arguments),
+            local_loop=loop,
+            max_rounds=2,
+            **arguments,
+        )
         for loop in ("fast", "trainer")
     )
     assert equal(fast.server.model, slow.server.model)
     assert fast.engine.runner.loop.used == "fast"
 
 
+@pytest.mark.slow
 def test_processes_give_the_bits_of_sequential(tmp_path: Path) -> None:
     one, other = run(tmp_path / "a"), run(tmp_path / "b", engine="processes", workers=2)
     assert equal(one.server.model, other.server.model)
@@ -108,6 +120,204 @@ def test_resumed_in_the_middle_bit_for_bit(tmp_path: Path, optimizer_state: str)
     run(tmp_path / "b", max_rounds=2, save_state=1, optimizer_state=optimizer_state)
     resumed = run(tmp_path / "b", max_rounds=4, save_state=1, optimizer_state=optimizer_state, resume=True)
     assert equal(whole.server.model, resumed.server.model)
+
+
+# -- what a phase sees -------------------------------------------------------------------------------------------------
+class Phases(FederatedCallback):
+    """Yields the phases that a function makes, and notes what a loss sees."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def local_phases(self, client):
+        yield from self.make(client)
+
+
+class Hooked(ToyModule):
+    """Has transfer hooks of its own, which know a batch as `(x, y)`."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x + 1, y
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        assert y.dtype == torch.long
+        return 2 * x, y
+
+
+def fitted(root: Path, make: Any, module: LightningModule | None = None, **arguments: Any) -> FederatedTrainer:
+    how = {
+        "max_rounds": 1,
+        "local_steps": 2,
+        "evaluate_every": 0,
+        "save_state": 0,
+        "logger": False,
+        "sanity_check": False,
+    }
+    how |= arguments
+    trainer = FederatedTrainer(
+        callbacks=[Phases(make)], default_root_dir=root, enable_progress_bar=False, accelerator="cpu", **how
+    )
+    trainer.fit(module or ToyModule(), ToyData((12, 7)))
+    return trainer
+
+
+@pytest.mark.parametrize("loop", ["fast", "trainer"])
+def test_transfer_hooks_see_the_plain_batch(tmp_path: Path, loop: str) -> None:
+    seen = []
+
+    def loss(client, module, batch, batch_idx):
+        seen.append((client.id, batch_idx, batch.batch[0], batch.targets))
+        return module(batch.batch[0]).square().mean()
+
+    def make(client):
+        loader = client.public(torch.tensor([3, 1]), targets=torch.tensor([[3.0], [1.0]]))
+        yield Phase("public", data=loader, loss=loss, work=1, federated=False)
+        assert client.outputs(loader, lambda module, pair: pair.batch[0][:, :1]).equal(2 * (x[[3, 1], :1] + 1))
+
+    x = ToyData().public_dataloader().dataset.tensors[0]  # type: ignore[attr-defined]
+    fitted(tmp_path, make, Hooked(), local_loop=loop)
+    assert [(client, index) for client, index, *_ in seen] == [("site0", 0), ("site1", 0)]
+    for _, _, inputs, targets in seen:
+        assert torch.equal(inputs, 2 * (x[[3, 1]] + 1)) and targets.tolist() == [[3.0], [1.0]]
+
+
+@pytest.mark.parametrize("loop", ["fast", "trainer"])
+def test_training_step_is_not_called_and_nothing_of_the_task_is_logged(tmp_path: Path, loop: str) -> None:
+    class Task(ToyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError("the task's step")
+
+        def on_train_epoch_end(self) -> None:
+            self.log("task", 1.0)
+
+    def make(client):
+        yield Phase(data="public", loss=lambda client, module, batch, index: module(batch[0]).square().mean())
+
+    trainer = fitted(tmp_path, make, Task(), local_loop=loop)
+    assert not trainer.federation.server.failures and trainer.federation.server.steps == 4
+
+
+def test_public_data_train_the_task_in_an_addressed_order_of_each_client(tmp_path: Path) -> None:
+    def orders(seed: int, loop: str = "fast") -> dict[str, list[list[float]]]:
+        found: dict[str, list[list[float]]] = {}
+
+        class Watched(ToyModule):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                found.setdefault(phase[0].id, []).append(batch[0][:, 0].tolist())
+                return super().training_step(batch, batch_idx)
+
+        phase: list[Any] = [None]
+
+        def make(client):
+            phase[0] = client
+            yield Phase(data="public", work=2, unit="epochs")
+
+        fitted(tmp_path / f"{seed}{loop}{len(found)}", make, Watched(), seed=seed, local_loop=loop)
+        return found
+
+    one = orders(0)
+    assert one == orders(0, "trainer")
+    first, second = one["site0"][:2], one["site0"][2:]
+    assert sorted(chain(*first)) == sorted(chain(*second)) and len(list(chain(*first))) == 10
+    assert first != second  # epochs draw orders of their own
+    assert one["site0"] != one["site1"] and one != orders(1)
+
+
+def test_outside_a_fit_the_order_is_addressed_and_the_global_generator_is_left_alone(tmp_path: Path) -> None:
+    found: dict[tuple[str, int], list[float]] = {}
+
+    def make(client):
+        before = torch.get_rng_state()
+        loaders = [client.public(shuffle=True) for _ in range(2)]
+        one, other = ([value for x, _ in loader for value in x[:, 0].tolist()] for loader in loaders)
+        client.outputs(loaders[0], lambda module, batch: module(batch[0]) + torch.rand(()))
+        assert one == other and client.public_size == 10
+        assert torch.equal(torch.get_rng_state(), before)
+        found[client.id, client.round] = one
+        yield Phase()
+
+    fitted(tmp_path, make, max_rounds=2)
+    assert len({tuple(order) for order in found.values()}) == 4
+
+
+def test_weights_are_those_of_the_own_samples(tmp_path: Path) -> None:
+    def make(client):
+        yield Phase("public", data="public", federated=False)
+        yield Phase()
+
+    sizes = {}
+
+    class Sizes(FederatedCallback):
+        def on_update(self, server, update):
+            sizes[update.client] = update.num_samples
+
+    trainer = FederatedTrainer(
+        callbacks=[Phases(make), Sizes()], default_root_dir=tmp_path, max_rounds=1, local_steps=2, logger=False,
+        enable_progress_bar=False, accelerator="cpu", save_state=0, evaluate_every=0,
+    )  # fmt: skip
+    trainer.fit(ToyModule(), ToyData((12, 7)))
+    assert sizes == {"site0": 12, "site1": 7}
+
+
+class Manual(ToyModule):
+    """Optimizes inside `training_step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("phase", "module", "words"),
+    [
+        ({"loss": lambda client, module, batch, index: module(batch[0])}, ToyModule, "return a tensor with one number"),
+        ({"loss": lambda client, module, batch, index: None}, ToyModule, "is a NoneType"),
+        ({"loss": lambda client, module, batch, index: None}, Manual, "Manual optimizes manually"),
+        ({"data": DataLoader([])}, ToyModule, "has no batch to train on"),
+    ],
+)
+def test_what_cannot_work_is_refused(tmp_path: Path, phase: dict[str, Any], module: Any, words: str) -> None:
+    with pytest.raises(FederationError, match=words):
+        fitted(tmp_path, lambda client: iter([Phase(**phase)]), module(), on_client_error="stop")
+
+
+def test_a_phase_says_what_it_takes() -> None:
+    with pytest.raises(ValueError, match="use 'train', 'public', or a DataLoader"):
+        Phase(data="val")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give a function"):
+        Phase(loss=0.5)  # type: ignore[arg-type]
+
+
+def test_iterable_public_data_are_refused_at_the_door(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(torch.zeros(3, 6))
+
+    class Streaming(ToyData):
+        def public_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Stream(), batch_size=2)
+
+    with pytest.raises(ValueError, match="public data of Streaming are a Stream, whose samples have no position"):
+        public_loader(Streaming().public_dataloader(), "Streaming")
+    told = []
+
+    def make(client):
+        for ask in (client.public, client.public_batches):
+            with pytest.raises(ValueError, match="no position"):
+                ask()
+            told.append(client.id)
+        yield Phase()
+
+    trainer = FederatedTrainer(
+        callbacks=[Phases(make)], default_root_dir=tmp_path, max_rounds=1, logger=False, enable_progress_bar=False
+    )
+    trainer.fit(ToyModule(), Streaming((12,)))
+    assert told == ["site0", "site0"]
 
 
 class Weighs(FederatedCallback):

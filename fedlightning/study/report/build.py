@@ -12,6 +12,7 @@ from fedlightning.study.problems import Problem
 from fedlightning.study.report.context import LABELS, Context
 from fedlightning.study.report.html import Page, Section, Trouble, render, slug
 from fedlightning.study.report.sections import (
+    architectures,
     clients,
     clusters,
     failures,
@@ -117,6 +118,7 @@ PARTS = (
     scores.overview,
     statistics.differences,
     clients.clients,
+    architectures.architectures,
     clusters.clusters,
     unseen.unseen,
     fairness.fairness,

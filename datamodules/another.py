@@ -1,0 +1,173 @@
+"""Public data from another data set: read once, without the samples that a client holds too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from lightning import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.datamodules.overlap import digests, is_cheap
+from fedlightning.datamodules.views import collate_rows
+from fedlightning.seeding import isolated
+
+Public = float | Dataset[Any] | LightningDataModule | None
+"""Public data: a share of every client's training samples, or another data set."""
+
+
+def share_of(owner: Any, public: Any, fraction: float) -> float:
+    """Return the share of the clients' training samples that becomes public.
+
+    Args:
+        owner: The data module, for messages.
+        public: Its argument `public`.
+        fraction: Its argument `public_fraction`, another name for a share.
+
+    Raises:
+        ValueError: If both are given and differ, or `public` is neither a share nor a data set.
+
+    Example:
+        >>> from fedlightning.datamodules.another import share_of
+        >>> share_of("data", 0.1, 0.0), share_of("data", None, 0.2)
+        (0.1, 0.2)
+    """
+    name = type(owner).__name__
+    if public is None:
+        return fraction
+    is_number = isinstance(public, int | float) and not isinstance(public, bool)
+    if fraction and not (is_number and public == fraction):
+        given = public if is_number else type(public).__name__
+        raise ValueError(f"{name} got public={given} and public_fraction={fraction}; give one of them.")
+    if is_number:
+        return float(public)
+    is_set = isinstance(public, LightningDataModule) or (hasattr(public, "__getitem__") and hasattr(public, "__len__"))
+    if isinstance(public, type | str | bool) or not is_set:
+        given = f"the class {public.__name__}" if isinstance(public, type) else repr(public)
+        raise ValueError(
+            f"{name} got public={given}; give a share of every client's training samples (0.1), a map-style Dataset, or a "
+            "LightningDataModule."
+        )
+    return 0.0
+
+
+@dataclass
+class Another:
+    """Another data set as public data.
+
+    Attributes:
+        dataset: Its samples.
+        positions: Those that are public.
+        name: Class of the data set or data module.
+        options: Keyword arguments of its loader.
+        left_out: By split, the samples that a client holds too, and which are therefore not public.
+        checked: Whether they could be compared with the clients' samples.
+    """
+
+    dataset: Any
+    positions: np.ndarray
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+    checked: bool = False
+
+
+def another(owner: Any, public: Any, options: Mapping[str, Any], splits: Mapping[str, Any], seed: int) -> Another:
+    """Read another data set, and leave out what a client holds too.
+
+    Args:
+        owner: The data module of the clients, for messages.
+        public: A dataset, or a data module, of which the pooled training data are taken.
+        options: Keyword arguments of the clients' loaders, for a plain dataset.
+        splits: The clients' samples.
+        seed: Seed of what a data module draws in its `setup`.
+
+    Raises:
+        ValueError: If it has no samples with positions, or none that no client holds.
+    """
+    own, name = type(owner).__name__, type(public).__name__
+    made = dict(options)
+    dataset: Any = public
+    if isinstance(public, LightningDataModule):
+        loader = _training_loader(public, seed)
+        if not isinstance(loader, DataLoader):
+            raise ValueError(
+                f"{own} got public={name}, whose training loader is a {type(loader).__name__}; give a data module with one "
+                "torch DataLoader."
+            )
+        dataset = loader.dataset
+        made = {
+            "batch_size": loader.batch_size or options["batch_size"],
+            "collate_fn": loader.collate_fn,
+            "num_workers": loader.num_workers,
+            "pin_memory": loader.pin_memory,
+        }
+    if isinstance(dataset, IterableDataset) or len(dataset) == 0:
+        what = (
+            "an iterable data set, whose samples have no position" if isinstance(dataset, IterableDataset) else "empty"
+        )
+        raise ValueError(f"{own} got public={name}, which is {what}; give a map-style Dataset with samples.")
+    found = Another(dataset, np.arange(len(dataset)), name, made)
+    _leave_out(own, found, splits, options)
+    return found
+
+
+def _training_loader(public: LightningDataModule, seed: int) -> Any:
+    public.prepare_data()
+    with isolated(seed, "public", "setup"):
+        public.setup("fit")
+        if isinstance(public, FederatedDataModule):
+            return public.pooled_dataloader("train")
+        loader = public.train_dataloader()
+    return loader[0] if isinstance(loader, list | tuple) and len(loader) == 1 else loader
+
+
+def _leave_out(owner: str, found: Another, splits: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Take out the samples whose inputs are, bit for bit, those of a client's sample of any split."""
+    held = {name: _held(split.indices) for name, split in splits.items()}
+    sizes = [(split.dataset, len(held[name])) for name, split in splits.items()]
+    if not all(is_cheap(dataset, count) for dataset, count in [*sizes, (found.dataset, len(found.dataset))]):
+        return
+    public = digests(found.dataset, found.positions, found.options.get("collate_fn") or collate_rows)
+    if public is None:
+        return
+    known, stays = set(public), np.ones(len(public), dtype=bool)
+    for name in (name for name in SPLITS if name in splits):
+        split = splits[name]
+        theirs = digests(
+            split.dataset, held[name], split.loader.get("collate_fn") or options.get("collate_fn") or collate_rows
+        )
+        if theirs is None:
+            found.left_out.clear()
+            return
+        shared = known.intersection(theirs)
+        of_split = np.array([one in shared for one in public])
+        if of_split.any():
+            found.left_out[name] = int(of_split.sum())
+        stays &= ~of_split
+    found.checked, found.positions = True, found.positions[stays]
+    if not found.left_out:
+        return
+    where = ", ".join(f"{count} of {name}" for name, count in found.left_out.items())
+    if not stays.any():
+        raise ValueError(
+            f"{owner} got public={found.name}, but a client holds every one of its {len(public)} samples ({where}), bit for "
+            "bit. Public data may not be a client's: give another data set, or public=0.1 to take a share from the clients."
+        )
+    rank_zero_warn(
+        f"{int((~stays).sum())} of the {len(public)} public samples of {found.name} are left out, since a client holds them "
+        f"too, bit for bit ({where}).",
+        category=UserWarning,
+    )
+
+
+def _held(indices: Sequence[Any]) -> np.ndarray:
+    return (
+        np.unique(np.concatenate([np.asarray(part, np.int64) for part in indices]))
+        if len(indices)
+        else np.zeros(0, np.int64)
+    )
