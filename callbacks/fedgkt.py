@@ -65,8 +65,8 @@ class FedGKT(FederatedCallback):
     * Deployed (stage L1): the client's extractor below the server's head. Stage L2 scores the small network. There is no
       global model.
 
-    Samples are known by their numbers in the training dataset, so this must give the same sample under a number every time: no
-    random augmentation, which is refused where a batch shows it. The server's head is a perceptron on flattened features; the
+    Samples are known by their numbers in the training dataset, so this must give the same sample under a number every time:
+    no random augmentation, which is refused where a batch shows it. The server's head is a perceptron on flattened features; the
     paper's is the larger part of a ResNet. Features of test samples, which the authors' code sends in training, do not
     travel here: to score L1 the head comes to the client, and that is not counted, as no evaluation is. The optimizer of the
     head is new in every round. An absent client keeps the logits that were found for it last (`max_age`).
@@ -183,7 +183,8 @@ class FedGKT(FederatedCallback):
         if self.alpha and not torch.allclose(loss.float(), F.cross_entropy(logits, labels), rtol=1e-3, atol=1e-4):
             raise ValueError(
                 f"FedGKT trains clients by the cross entropy of forward's logits, and training_step of {name} has another "
-                f"loss ({float(loss):.4g}, not {float(F.cross_entropy(logits, labels)):.4g}). Use alpha=0, or a task of that kind."
+                f"loss ({float(loss):.4g}, not {float(F.cross_entropy(logits, labels)):.4g}). Use alpha=0, or a task of that "
+                "kind."
             )
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
