@@ -66,8 +66,8 @@ class FedGKT(FederatedCallback):
       global model.
 
     Samples are known by their numbers in the training dataset, so this must give the same sample under a number every time:
-    no random augmentation, which is refused where a batch shows it. The server's head is a perceptron on flattened features; the
-    paper's is the larger part of a ResNet. Features of test samples, which the authors' code sends in training, do not
+    no random augmentation (refused where a batch shows it). The server's head is a perceptron on flattened features;
+    the paper's is the larger part of a ResNet. Features of test samples, which the authors' code sends in training, do not
     travel here: to score L1 the head comes to the client, and that is not counted, as no evaluation is. The optimizer of the
     head is new in every round. An absent client keeps the logits that were found for it last (`max_age`).
 
