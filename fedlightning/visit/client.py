@@ -372,14 +372,14 @@ class Client:
         return loader
 
     def samples(self, targets: Tensor | None = None, *, split: str = "train") -> DataLoader[Any]:
-        """Return a loader of the client's own samples in which each keeps its number, for a :class:`Phase` or :meth:`outputs`.
+        """Return a loader of the client's own samples, each with its number, for a :class:`Phase` or :meth:`outputs`.
 
         Sample `i` is the `i`-th of the split's dataset, in every round: what is found out about it can be kept by its number.
 
         Args:
             targets: A row for each sample. A batch is then the pair `(batch, target_rows)`, and the batches are as those of
-                training: their size, an addressed order if that is shuffled, no smaller last batch with `drop_last`. `None`: all
-                samples in the order of their numbers.
+                training: their size, an addressed order if that is shuffled, no smaller last batch with `drop_last`.
+                `None`: all samples in the order of their numbers.
             split: Split to read.
 
         Raises:
