@@ -100,7 +100,12 @@ def test_both_models_move_and_statistics_too():
     module.training_step(batch(), 0).backward()
     optimizer.step()
     now = dict(module.state_dict())
-    for prefix in ("net.1.running_mean", "net.3.weight", "shared_model.net.1.running_mean", "shared_model.net.3.weight"):
+    for prefix in (
+        "net.1.running_mean",
+        "net.3.weight",
+        "shared_model.net.1.running_mean",
+        "shared_model.net.3.weight",
+    ):
         assert differs({prefix: before[prefix]}, now)
     assert shared_of(module).net[1].num_batches_tracked == 1
 
