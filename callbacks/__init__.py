@@ -18,6 +18,8 @@ from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 from fedlightning.callbacks.ditto import Ditto
 from fedlightning.callbacks.dsfl import DSFL
+from fedlightning.callbacks.fccl import FCCL
+from fedlightning.callbacks.fcclplus import FCCLPlus
 from fedlightning.callbacks.fd import FD
 from fedlightning.callbacks.fedala import FedALA
 from fedlightning.callbacks.fedamp import FedAMP
@@ -28,7 +30,10 @@ from fedlightning.callbacks.fedbe import FedBE
 from fedlightning.callbacks.fedcovid import FedCovid
 from fedlightning.callbacks.feddf import FedDF
 from fedlightning.callbacks.federateddropout import FederatedDropout
+from fedlightning.callbacks.fedet import FedET
 from fedlightning.callbacks.fedfomo import FedFomo
+from fedlightning.callbacks.fedgh import FedGH
+from fedlightning.callbacks.fedgkt import FedGKT
 from fedlightning.callbacks.fedgroup import FedGroup
 from fedlightning.callbacks.fedkd import FedKD
 from fedlightning.callbacks.fedkemf import FedKEMF
@@ -85,6 +90,8 @@ __all__ = [
     "Dapper",
     "Ditto",
     "DSFL",
+    "FCCL",
+    "FCCLPlus",
     "FD",
     "FedAdagrad",
     "FedAdam",
@@ -99,7 +106,10 @@ __all__ = [
     "FedDF",
     "FederatedDropout",
     "FederationSensitivity",
+    "FedET",
     "FedFomo",
+    "FedGH",
+    "FedGKT",
     "FedGroup",
     "FedIT",
     "FedKD",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Setup, isolated, move_batch
-from fedlightning.callbacks.shared.representations import LABEL_KEYS, labels_of, rows
-from fedlightning.wrappers import frozen_buffers, muted
+from fedlightning.callbacks.shared.representations import LABEL_KEYS, features_at_start, labels_of, rows
+from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 
 def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
@@ -207,3 +207,26 @@ def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any)
             f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take "
             "the inputs and return logits (batch, classes)."
         ) from error
+
+
+def check_own_logits(owner: str, setup: Setup, tap: Callable[[LightningModule], FeatureTap]) -> None:
+    """Refuse before round 1 a submodule that does not give the logits of a training step.
+
+    Args:
+        owner: The algorithm, for the messages.
+        setup: The federation.
+        tap: Makes the tap on the submodule's output.
+
+    Raises:
+        ValueError: If a step does not call it exactly once, or it gives no row for each sample.
+    """
+    seen = features_at_start(setup, lambda module: {"logits": tap(module)}, owner)
+    if not seen:
+        return
+    samples, found = len(inputs_of(setup.first_batch(), owner)), tuple(seen["logits"].shape)
+    wanted = check_public_logits(owner, setup, labels=False)
+    if both_classes(seen["logits"]).shape != (samples, wanted):
+        raise ValueError(
+            f"{owner} needs the logits of each training step, but the head of {type(setup.template).__name__} gives {found} "
+            f"for {samples} samples, and forward has {wanted} classes. Set head=... to the submodule that gives the logits."
+        )

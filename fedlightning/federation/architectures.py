@@ -73,13 +73,13 @@ def describe(server: Server) -> dict[str, dict[str, Any]]:
 
 
 def refuse_mixed(server: Server) -> None:
-    """Refuse callbacks that are not written for several models at the server, and entries that not all models have.
+    """Refuse callbacks that are not written for several models at the server, or for clients' models that differ.
 
     Args:
         server: The server.
 
     Raises:
-        ConfigurationError: Naming the callback, or the entry.
+        ConfigurationError: Naming the callback.
     """
     owner = server.callbacks.role("model_of")
     several = owner is not None and any(server.model_of(client) != GLOBAL for client in server.clients)
@@ -98,6 +98,19 @@ def refuse_mixed(server: Server) -> None:
                 f"({', '.join(server.architectures)}). Use a method for models that differ (docs/heterogeneous.md), or one "
                 "architecture for all."
             )
+
+
+def refuse_uncommon(server: Server) -> None:
+    """Refuse entries that would travel and that not all models have. Callbacks' own checks come before, and know more.
+
+    Args:
+        server: The server.
+
+    Raises:
+        ConfigurationError: Naming the entry.
+    """
+    if not server.is_mixed:
+        return
     for client in (*server.clients, *server.held_out):
         model = server.model_of(client) if server.callbacks.role("model_of") is None else None
         own = server.architecture_of(client)

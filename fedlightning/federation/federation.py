@@ -11,7 +11,7 @@ from typing import Any
 from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
-from fedlightning.federation.architectures import refuse_mixed
+from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
 from fedlightning.federation.changes import Changes, Fingerprint, changes_since, check_scored, keep_assigned
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
@@ -243,6 +243,7 @@ class Federation:
                 shared_names=partial(server.shared_in, name),
             )
             server.callbacks.event("check", whose)
+        refuse_uncommon(server)
         self.engine.check()
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
         self.unseen.check()

@@ -14,6 +14,10 @@ from fedlightning.testing.pairs import check_both_act, check_pair
 
 GIVEN = {
     "FENDA": {"head": "head"},
+    "FCCL": {"head": "head", "pretrain_epochs": 1},
+    "FCCLPlus": {"head": "head"},
+    "FedGH": {"head": "head"},
+    "FedGKT": {"head": "head", "server_hidden": [4]},
     "PerFCL": {"head": "head"},
     "PLayerFL": {"split": 2},
     "PIFL": {"monitor": "val_loss"},
