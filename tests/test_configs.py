@@ -138,7 +138,13 @@ def test_models_are_made(path: Path) -> None:
     assert getattr(cli.model, "num_classes", 2) in (2, 10, 47)
 
 
-@pytest.mark.parametrize("name", ["digits", "matching", "no_incentive", "disjoint_classes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matching",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("digits", "no_incentive", "disjoint_classes")),
+    ],
+)
 def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
     files = [CONFIGS / "pi_fl/digits.yaml", *([CONFIGS / f"pi_fl/{name}.yaml"] if name != "digits" else [])]
     words = [word for file in files for word in ("--config", str(file))]

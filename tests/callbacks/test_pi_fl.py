@@ -58,7 +58,9 @@ def test_one_cluster_with_slots_for_all_is_fedavg(make):
         same(module_state(ours.module(client)), global_state(plain))
 
 
-@pytest.mark.parametrize("options", [{"ledger": False}, {"tokens": 1e9}, {"price": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"ledger": False}, {"tokens": 1e9}, pytest.param({"price": 0.0}, marks=pytest.mark.slow)]
+)
 def test_the_ledger_does_not_touch_training(options):
     """Unlimited balances, no accounts at all, no price: the same bits."""
     module, data = Toy("adam", dropout=0.2), toy_data([24, 16, 16, 8])
