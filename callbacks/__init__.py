@@ -17,18 +17,29 @@ from fedlightning.callbacks.diagnostics.layer_values import LayerValues
 from fedlightning.callbacks.diagnostics.sensitivity import FederationSensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import Sensitivity
 from fedlightning.callbacks.ditto import Ditto
+from fedlightning.callbacks.dsfl import DSFL
+from fedlightning.callbacks.fccl import FCCL
+from fedlightning.callbacks.fcclplus import FCCLPlus
 from fedlightning.callbacks.fd import FD
 from fedlightning.callbacks.fedala import FedALA
 from fedlightning.callbacks.fedamp import FedAMP
 from fedlightning.callbacks.fedavg import FedAvg, FedSGD
 from fedlightning.callbacks.fedavgm import FedAvgM
 from fedlightning.callbacks.fedbabu import FedBABU
+from fedlightning.callbacks.fedbe import FedBE
 from fedlightning.callbacks.fedcovid import FedCovid
+from fedlightning.callbacks.feddf import FedDF
 from fedlightning.callbacks.federateddropout import FederatedDropout
+from fedlightning.callbacks.fedet import FedET
 from fedlightning.callbacks.fedfomo import FedFomo
+from fedlightning.callbacks.fedgh import FedGH
+from fedlightning.callbacks.fedgkt import FedGKT
 from fedlightning.callbacks.fedgroup import FedGroup
+from fedlightning.callbacks.fedkd import FedKD
+from fedlightning.callbacks.fedkemf import FedKEMF
 from fedlightning.callbacks.fedlama import FedLAMA
 from fedlightning.callbacks.fedlp import FedLP
+from fedlightning.callbacks.fedmd import FedMD
 from fedlightning.callbacks.fedmultimodal import FedMultimodal
 from fedlightning.callbacks.fednova import FedNova
 from fedlightning.callbacks.fedopt import FedAdagrad, FedAdam, FedYogi
@@ -42,9 +53,12 @@ from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.fesem_ma import FeSEMMA
 from fedlightning.callbacks.fjord import FjORD
 from fedlightning.callbacks.fliu import FLIU
+from fedlightning.callbacks.flora import FLoRA
+from fedlightning.callbacks.fml import FML
 from fedlightning.callbacks.gpfl import GPFL
 from fedlightning.callbacks.harmony import Harmony
 from fedlightning.callbacks.heterofl import HeteroFL
+from fedlightning.callbacks.hetlora import HetLoRA
 from fedlightning.callbacks.heurfedamp import HeurFedAMP
 from fedlightning.callbacks.heurpfedla import HeurpFedLA
 from fedlightning.callbacks.ifca import IFCA, HypCluster
@@ -58,6 +72,7 @@ from fedlightning.callbacks.partial import FedBN, FedPer, LGFedAvg, Local
 from fedlightning.callbacks.per_fedavg import PerFedAvg
 from fedlightning.callbacks.perfcl import PerFCL
 from fedlightning.callbacks.pfedbayes import pFedBayes
+from fedlightning.callbacks.pfedhr import pFedHR
 from fedlightning.callbacks.pfedknow import pFedKnow
 from fedlightning.callbacks.pfedla import pFedLA
 from fedlightning.callbacks.pfedme import pFedMe
@@ -74,6 +89,9 @@ __all__ = [
     "CFL",
     "Dapper",
     "Ditto",
+    "DSFL",
+    "FCCL",
+    "FCCLPlus",
     "FD",
     "FedAdagrad",
     "FedAdam",
@@ -82,15 +100,23 @@ __all__ = [
     "FedAvg",
     "FedAvgM",
     "FedBABU",
+    "FedBE",
     "FedBN",
     "FedCovid",
+    "FedDF",
     "FederatedDropout",
     "FederationSensitivity",
+    "FedET",
     "FedFomo",
+    "FedGH",
+    "FedGKT",
     "FedGroup",
     "FedIT",
+    "FedKD",
+    "FedKEMF",
     "FedLAMA",
     "FedLP",
+    "FedMD",
     "FedMultimodal",
     "FedNova",
     "FedPer",
@@ -107,12 +133,15 @@ __all__ = [
     "FFALoRA",
     "FjORD",
     "FLIU",
+    "FLoRA",
+    "FML",
     "GlobalCheckpoint",
     "GPFL",
     "GradientVariance",
     "Harmony",
     "HessianTrace",
     "HeteroFL",
+    "HetLoRA",
     "HeurFedAMP",
     "HeurpFedLA",
     "HypCluster",
@@ -130,6 +159,7 @@ __all__ = [
     "PerFCL",
     "PerFedAvg",
     "pFedBayes",
+    "pFedHR",
     "pFedKnow",
     "pFedLA",
     "pFedMe",

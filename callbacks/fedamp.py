@@ -28,7 +28,7 @@ from fedlightning.algorithm import (
     module_state,
     select,
 )
-from fedlightning.callbacks.shared.server_models import ClientModels, combine, parameter_names
+from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, parameter_names
 from fedlightning.callbacks.shared.steps import largest_lr
 
 PAPER_ALPHA = 1e4
@@ -41,7 +41,7 @@ NEAR_TWO = 1.8
 """Share of the way to ``u_i`` in one step from which a warning is due: SGD diverges at 2."""
 
 
-class FedAMP(ClientModels):
+class FedAMP(KeepsClientModels):
     """Attentive message passing: each client is pulled to its own mixture of all models, most to those like its own.
 
     Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized cross-silo federated learning on non-IID data", AAAI 2021.

@@ -23,12 +23,12 @@ from fedlightning.algorithm import (
     module_state,
     select,
 )
-from fedlightning.callbacks.shared.server_models import ClientModels, combine, sent_models
+from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, sent_models
 
 ITSELF = "itself"
 
 
-class FedFomo(ClientModels):
+class FedFomo(KeepsClientModels):
     """First-order model optimisation: a client downloads others' models and moves towards those that help it.
 
     Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized federated learning with first order model optimization", ICLR

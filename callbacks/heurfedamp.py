@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedlightning.algorithm import Server, Setup, State
 from fedlightning.callbacks.fedamp import FLAT, PAPER_ALPHA, FedAMP
-from fedlightning.callbacks.shared.server_models import ClientModels, parameter_names
+from fedlightning.callbacks.shared.server_models import KeepsClientModels, parameter_names
 
 ROUNDING = 1e-14
 """What ``1 - cos`` of a vector with itself may be in float64."""
@@ -74,7 +74,7 @@ class HeurFedAMP(FedAMP):
         Raises:
             ValueError: If a callback changes one global model.
         """
-        ClientModels.check(self, setup)
+        KeepsClientModels.check(self, setup)
         self._warn_of_pull(setup)
 
     def unlikeness(self, server: Server, a: State, b: State) -> float:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from lightning.pytorch import LightningModule
-from torch import nn
-
-from fedlightning.algorithm import FederatedCallback, Server, WeightingName, as_names, expand
-from fedlightning.wrappers import DualByHeadMixin
-from fedlightning.wrappers.adapters import adapter_names, add_adapters
+from fedlightning.algorithm import WeightingName
+from fedlightning.callbacks.shared.low_rank import LowRank
 
 
-class FedIT(FederatedCallback):
+class FedIT(LowRank):
     """Low-rank adapters on a frozen network: only they train and travel.
 
     Zhang, Vahidian, Kuo, Li, Zhang, Yu, Wang, Chen, "Towards building the federated GPT: federated instruction tuning",
@@ -51,8 +45,6 @@ class FedIT(FederatedCallback):
         2.0
     """
 
-    train_a = True
-
     def __init__(
         self,
         r: int = 16,
@@ -62,49 +54,14 @@ class FedIT(FederatedCallback):
         head: str | list[str] | None = None,
         weighting: WeightingName | None = None,
     ) -> None:
-        if r < 1 or alpha <= 0 or not 0.0 <= dropout < 1.0:
-            raise ValueError(
-                f"{self.key} got r={r}, alpha={alpha}, dropout={dropout}. An adapter needs a rank of at least 1, a "
-                "positive scale and a dropout in [0, 1)."
-            )
+        self.refuse_impossible(r, alpha, dropout)
+        super().__init__(dropout, target_modules, head, weighting)
         self.r = r
         self.alpha = alpha
-        self.dropout = dropout
-        self.target_modules = target_modules
-        self.head = head
-        self.weighting = weighting
 
-    def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
-        """Freeze everything but the head and add adapters; they start with the same bits for every owner.
-
-        Raises:
-            ImportError: If peft is not installed.
-            ValueError: If there is no such layer, or none at all, or FENDA has doubled the network.
-        """
-        if isinstance(module, DualByHeadMixin):
-            raise ValueError(
-                f"{self.key} puts adapters into a network, which FENDA's head=... has doubled already: the copy and the "
-                f"wider head would not fit them. Build the model from a DualExtractor and leave head out, or remove "
-                f"{self.key} or FENDA."
-            )
-        return add_adapters(
-            module,
-            r=self.r,
-            alpha=self.alpha,
-            dropout=self.dropout,
-            target_modules=self.target_modules,
-            head=expand(as_names(self.head), module.state_dict()),
-            train_a=self.train_a,
-        )
-
-    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Return the names of the adapters and the head."""
-        return adapter_names(module)
-
-    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
-        """Return the network with the mean adapters, or ``None`` where other callbacks keep some adapters private."""
-        private = set(adapter_names(server.module)) - set(server.shared_names())
-        return None if private else server.module_with(server.model)
+    def size(self) -> tuple[int, float]:
+        """Return rank and alpha."""
+        return self.r, self.alpha
 
 
 class FFALoRA(FedIT):

@@ -11,10 +11,10 @@ from torch.func import functional_call
 
 from fedlightning.algorithm import Job, Message, Server, State, Update, clone, isolated, module_state, partition, select
 from fedlightning.callbacks.hypernetwork import HyperNetwork
-from fedlightning.callbacks.shared.server_models import ClientModels, combine, parameter_names
+from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, parameter_names
 
 
-class pFedLA(ClientModels):
+class pFedLA(KeepsClientModels):
     """Layer-wise personalised aggregation whose weights a hypernetwork per client learns at the server.
 
     Ma, Zhang, Guo, Xu, "Layer-wised model aggregation for personalized federated learning", CVPR 2022.

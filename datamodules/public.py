@@ -194,6 +194,7 @@ def public_loader(
     batch_size: int | None = None,
     shuffle: bool = False,
     reader: str = "public",
+    drop_last: bool = False,
 ) -> DataLoader[Any]:
     """Return a loader of public samples by their positions, whose sampler is an `AddressedSampler`.
 
@@ -205,6 +206,7 @@ def public_loader(
         batch_size: Samples of a batch. `None`: as `loader` has it.
         shuffle: Draw an order by address instead of that of `ids`.
         reader: Who reads, in the address of the order.
+        drop_last: Leave out a last batch that is smaller than the others.
 
     Raises:
         ValueError: If there are no public data, a position is not there, or targets and positions differ in number.
@@ -249,6 +251,7 @@ def public_loader(
     sampler = AddressedSampler(len(dataset), reader, shuffle=shuffle)
     options: dict[str, Any] = {
         "batch_size": batch_size or source.batch_size or getattr(source.batch_sampler, "batch_size", None) or 1,
+        "drop_last": drop_last,
         "num_workers": source.num_workers,
         "pin_memory": source.pin_memory,
         "timeout": source.timeout,

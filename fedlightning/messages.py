@@ -18,9 +18,10 @@ from fedlightning.tensors import State
 GLOBAL = "global"
 """Key of the server's model, unless an algorithm keeps several."""
 Shape = tuple[int, ...]
-Spec = Literal["scalar", "parameters", "state", "states"] | Shape
+Spec = Literal["scalar", "parameters", "state", "states", "tensors"] | Shape
 """An extra's declaration: one number, a tensor shape (-1: any size), named tensors shaped as the trainable parameters
-(``"parameters"``) or as any entries of the model's state (``"state"``), or several such states by name (``"states"``)."""
+(``"parameters"``) or as any entries of the model's state (``"state"``), several such states by name (``"states"``), or named
+tensors of any shape (``"tensors"``), such as a model of another architecture than the client's."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,10 @@ def check_extras(
             fits = isinstance(value, int | float | bool) or (isinstance(value, Tensor) and value.numel() == 1)
         elif spec in ("parameters", "state"):
             fits = _is_state(value, shapes)
+        elif spec == "tensors":
+            fits = isinstance(value, Mapping) and all(
+                isinstance(part, str) and isinstance(tensor, Tensor) for part, tensor in value.items()
+            )
         elif spec == "states":
             fits = isinstance(value, Mapping) and all(_is_state(state, shapes) for state in value.values())
         else:

@@ -308,6 +308,8 @@ def differs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 class Spy(FederatedCallback):
     """Notes every message and update, and with ``trainer`` set every client's record after each round."""
 
+    mixes_architectures = True
+
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self.updates: list[Update] = []

@@ -49,12 +49,16 @@ PUBLIC = 0.1
 """Share of the training samples that is public for methods that need public data."""
 
 
+ON_PUBLIC_DATA = ("Dapper", "FedMD", "FedDF", "DSFL", "FedBE")
+"""Methods that need public data."""
+
 HEAD = """# Every method at its defaults
 
 Made by `python -m tools.methods_table --heart FOLDER --mnist FOLDER` from real runs: all algorithms of the catalogue,
 each as `FederatedTrainer(callbacks=[Method()])` builds it, on the same data, network, optimizer and local work. What
 a method needs beside that is set: `head` for FENDA and PerFCL, one step a round for FedSGD (full batches) and L2GD
 (100 rounds), gradient clipping for HeteroFL, BatchNorm for FedBN, a tenth of the training samples as public data for Dapper,
+FedMD, FedDF, DSFL and FedBE,
 a client whose labels are the server's for pFedKnow.
 
 Accuracy is the mean over clients, on each client's own test data, of the model that it would deploy after the last
@@ -179,7 +183,7 @@ def run(setting: Setting, method: str, seed: int, engine: str = "sequential", **
         )
         started = time.monotonic()
         data: Any = setting.data(seed, batch)
-        data.public_fraction = PUBLIC if method == "Dapper" else 0.0
+        data.public_fraction = PUBLIC if method in ON_PUBLIC_DATA else 0.0
         trainer.fit(setting.module(method), data)
         trainer.test()
     rows = [row for row in trainer.results if row["split"] == "test" and row["metric"] == "test_accuracy"]

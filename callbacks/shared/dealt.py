@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from fedlightning.algorithm import FederatedCallback, Server
+
+T = TypeVar("T")
+
+
+def dealt_to(values: Sequence[T] | Mapping[str, T], clients: Sequence[str], client: str) -> T:
+    """Return a client's value: from a table by client, or from a list that is dealt in turn.
+
+    Args:
+        values: The table or the list.
+        clients: All clients, in order.
+        client: One of them.
+
+    Example:
+        >>> from fedlightning.callbacks.shared.dealt import dealt_to
+        >>> [dealt_to([8, 4], ["a", "b", "c"], client) for client in "abc"], dealt_to({"a": 2}, [], "a")
+        ([8, 4, 8], 2)
+    """
+    return values[client] if isinstance(values, Mapping) else values[clients.index(client) % len(values)]
 
 
 def refuse_new_deal(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Setup, isolated, move_batch
-from fedlightning.callbacks.shared.representations import LABEL_KEYS, labels_of, rows
-from fedlightning.wrappers import frozen_buffers, muted
+from fedlightning.callbacks.shared.representations import LABEL_KEYS, features_at_start, labels_of, rows
+from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 
 def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
@@ -106,6 +106,35 @@ def kl(teacher_logits: Tensor, student_logits: Tensor, temperature: float = 1.0)
     return temperature**2 * divergence
 
 
+def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: str) -> Tensor:
+    """Return the weighted mean of what clients predict for the same samples, summed in float64 in the order given.
+
+    Args:
+        rows: By client, a tensor `(samples, classes)`.
+        weights: By client, a positive number.
+        owner: The algorithm, for the message.
+
+    Raises:
+        ValueError: If clients differ in the number of samples or classes.
+
+    Example:
+        >>> mean_rows({"a": torch.tensor([[4.0]]), "b": torch.tensor([[0.0]])}, {"a": 3, "b": 1}, "FedMD")
+        tensor([[3.]])
+    """
+    first, known = next(iter(rows.items()))
+    for client, own in rows.items():
+        if own.shape != known.shape:
+            raise ValueError(
+                f"Client '{client}' predicts {tuple(own.shape)}, client '{first}' {tuple(known.shape)} (samples, classes). "
+                f"{owner} needs the same classes for all."
+            )
+    total = sum(weights[client] * own.double() for client, own in rows.items()) / sum(
+        weights[client] for client in rows
+    )
+    assert isinstance(total, Tensor)
+    return total.to(known.dtype)
+
+
 def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
     """Refuse before round 1 what distillation on public data cannot work with.
 
@@ -178,3 +207,26 @@ def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any)
             f"{owner} cannot read the logits of {name} on a public batch: {str(error).rstrip('.')}. Its forward must take "
             "the inputs and return logits (batch, classes)."
         ) from error
+
+
+def check_own_logits(owner: str, setup: Setup, tap: Callable[[LightningModule], FeatureTap]) -> None:
+    """Refuse before round 1 a submodule that does not give the logits of a training step.
+
+    Args:
+        owner: The algorithm, for the messages.
+        setup: The federation.
+        tap: Makes the tap on the submodule's output.
+
+    Raises:
+        ValueError: If a step does not call it exactly once, or it gives no row for each sample.
+    """
+    seen = features_at_start(setup, lambda module: {"logits": tap(module)}, owner)
+    if not seen:
+        return
+    samples, found = len(inputs_of(setup.first_batch(), owner)), tuple(seen["logits"].shape)
+    wanted = check_public_logits(owner, setup, labels=False)
+    if both_classes(seen["logits"]).shape != (samples, wanted):
+        raise ValueError(
+            f"{owner} needs the logits of each training step, but the head of {type(setup.template).__name__} gives {found} "
+            f"for {samples} samples, and forward has {wanted} classes. Set head=... to the submodule that gives the logits."
+        )

@@ -44,7 +44,8 @@ from fedlightning.algorithm import (
     training_loss,
 )
 from fedlightning.callbacks.checkpoints import LocalCheckpoint
-from fedlightning.callbacks.shared.dealt import refuse_new_deal
+from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
+from fedlightning.callbacks.shared.parts import refuse_whole_models
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.wrappers.slices import ElementMean, Slices, take
@@ -169,18 +170,7 @@ class PartialTraining(FederatedCallback):
 
     def _refuse(self, other: FederatedCallback, setup: Setup) -> None:
         """Refuse another callback that would take a part of the model for the whole, or for the part of another round."""
-        wire = other.wire(setup.module)
-        whole = {"parameters", "state", "states"}.intersection(
-            spec for spec in (*wire.down.values(), *wire.up.values()) if isinstance(spec, str)
-        )
-        if whole or other.claims("plan_round"):
-            why = "sends values shaped as the full model" if whole else "plans rounds of its own"
-            raise ValueError(f"{other.key} {why}, but {self.key}'s clients hold parts of it. Remove one of them.")
-        if other.takes_part and other.claims("on_reduced"):
-            raise ValueError(
-                f"{other.key} corrects the mean of whole models, but {self.key} has a mean of its own for every element. "
-                "Remove one of them."
-            )
+        refuse_whole_models(self, other, setup)
         if not self._changing:
             return
         if isinstance(other, LocalCheckpoint):
@@ -225,11 +215,9 @@ class PartialTraining(FederatedCallback):
     # -- 1. the server cuts --------------------------------------------------------------------------------------------
     def rate_of(self, server: Server, client: str, round: int | None = None) -> float:
         """Return the client's width in a round; default: the server's present one."""
-        if isinstance(self.rates, dict):
-            return self.rates[client]
+        if isinstance(self.rates, dict) or not self.dynamic:
+            return float(dealt_to(self.rates, server.clients, client))
         number = server.clients.index(client)
-        if not self.dynamic:
-            return float(self.rates[number % len(self.rates)])
         address = (server.seed, server.round if round is None else round, "server", "rates")
         drawn = torch.randint(len(self.rates), (len(server.clients),), generator=generator(*address))
         return float(self.rates[int(drawn[number])])

@@ -26,7 +26,7 @@ from fedlightning.algorithm import (
 )
 
 
-class ClientModels(FederatedCallback):
+class KeepsClientModels(FederatedCallback):
     """Base of methods in which the server keeps every client's model and sends each client another one.
 
     ``server.state[key]["models"]`` holds what each client sent last; a client that never sent anything counts with
@@ -37,7 +37,7 @@ class ClientModels(FederatedCallback):
     Example:
         >>> from types import SimpleNamespace
         >>> server = SimpleNamespace(state={}, clients=["a", "b"], model={"w": torch.zeros(1)})
-        >>> base, update = ClientModels(), SimpleNamespace(client="a", steps=1, state={"w": torch.ones(1)})
+        >>> base, update = KeepsClientModels(), SimpleNamespace(client="a", steps=1, state={"w": torch.ones(1)})
         >>> base.reduce(server, [update]), base.models(server)
         ({}, {'a': {'w': tensor([1.])}, 'b': {'w': tensor([0.])}})
     """
@@ -129,10 +129,15 @@ def refuse_second_visits(callback: FederatedCallback, setup: Setup, what: str, w
             )
 
 
-def refuse_without_a_model(callback: FederatedCallback, setup: Setup) -> None:
+def refuse_without_a_model(callback: FederatedCallback, setup: Setup, why: str = "lets no model travel") -> None:
     """Refuse callbacks that work on the model that travels, beside one that lets none travel.
 
     They make it, or several of it, choose what is sent of it, put it together at a client, or adapt it after the last round.
+
+    Args:
+        callback: The callback that lets none travel.
+        setup: The federation.
+        why: What it does instead, as the end of a sentence after its key.
 
     Raises:
         ValueError: If there is one. The sentence names the two callbacks.
@@ -151,13 +156,17 @@ def refuse_without_a_model(callback: FederatedCallback, setup: Setup) -> None:
         works_on_it = other.merges or other.sends_less or any(map(other.claims, works))
         if other is not callback and other.takes_part and works_on_it:
             raise ValueError(
-                f"{callback.key} lets no model travel, so {other.key} has nothing to work on. Remove {callback.key} or "
-                f"{other.key}."
+                f"{callback.key} {why}, so {other.key} has nothing to work on. Remove {callback.key} or {other.key}."
             )
 
 
-def refuse_what_stays(callback: FederatedCallback, setup: Setup) -> None:
+def refuse_what_stays(callback: FederatedCallback, setup: Setup, why: str = "lets no model travel") -> None:
     """Refuse callbacks that keep something at a client beside a shared model, beside one that lets none travel.
+
+    Args:
+        callback: The callback that lets none travel.
+        setup: The federation.
+        why: What it does instead, as the end of a sentence after its key.
 
     Raises:
         ValueError: If there is one. The sentence names the two callbacks.
@@ -165,7 +174,7 @@ def refuse_what_stays(callback: FederatedCallback, setup: Setup) -> None:
     for other in setup.callbacks:
         if other is not callback and (other.claims("shared_names") if other.keeps is None else other.keeps):
             raise ValueError(
-                f"{callback.key} lets no model travel, and each client's own is whole, so {other.key} has nothing to do with "
+                f"{callback.key} {why}, and each client's own model is whole, so {other.key} has nothing to do with "
                 f"what it keeps at a client beside a shared model. Remove {callback.key} or {other.key}."
             )
 

@@ -13,6 +13,7 @@ A new algorithm's row goes into the file of its kind:
 ``shared_part``    a part of the model is shared, the rest stays
 ``own_model``      a model of each client's own, beside a global one
 ``from_others``    each client's model is made from other clients' models
+``distillation``   what clients predict is shared: on public data, or through a model fused at the server
 ``clusters``       several models at the server, one for each cluster of clients
 ``multimodal``     clients with rare labels, different sensors or no labels
 ``baselines``      what federations are compared with
@@ -30,7 +31,16 @@ import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fedlightning.catalogue import baselines, clusters, from_others, global_models, multimodal, own_model, shared_part
+from fedlightning.catalogue import (
+    baselines,
+    clusters,
+    distillation,
+    from_others,
+    global_models,
+    multimodal,
+    own_model,
+    shared_part,
+)
 from fedlightning.catalogue.algorithm import FAMILIES, Algorithm, Option
 from fedlightning.catalogue.installed import installed_rows, plain
 from fedlightning.compat.renamed import old_names, present_names
@@ -45,6 +55,7 @@ KINDS: dict[str, tuple[Algorithm, ...]] = {
     "a model of each client's own": own_model.ROWS,
     "a shared part of the model": shared_part.ROWS,
     "a model from other clients' models": from_others.ROWS,
+    "shared predictions": distillation.ROWS,
     "a model for each cluster of clients": clusters.ROWS,
     "rare labels, several modalities, no labels": multimodal.ROWS,
     "baselines": baselines.ROWS,

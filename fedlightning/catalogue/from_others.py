@@ -51,5 +51,15 @@ ROWS = (
         client_state="theta_i (its own model)",
         composes="as pFedLA",
     ),
+    Algorithm(
+        "pFedHR", "personal",
+        "Networks of any architecture are taken apart at the server; what is put together anew teaches the clients.",
+        'Wang et al., "Towards personalized federated learning via heterogeneous model reassembly" (pFedHR), NeurIPS 2023',
+        down="a candidate: stitched blocks of clients' networks", up="th_i",
+        client_state="its whole model", server_state="each client's candidate (O(N * model) at most)",
+        deployed=OWN_MODEL,
+        weights="none: nothing is averaged",
+        composes="LocalCheckpoint; no method that shares weights; needs public data and networks that are chains of layers",
+    ),
 )
 # fmt: on

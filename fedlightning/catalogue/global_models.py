@@ -172,5 +172,28 @@ ROWS = (
         composes="as FedIT",
         module="lora",
     ),
+    Algorithm(
+        "FLoRA", "global",
+        "Adapters of differing ranks are stacked, not averaged, and merged into the network in every round.",
+        'Wang et al., "FLoRA: federated fine-tuning large language models with heterogeneous low-rank adaptations", '
+        "NeurIPS 2024",
+        down="the stacked A, B of the rounds that a client has missed, or W of a layer where that is smaller",
+        up="A_i, B_i of the client's rank (and the head, by option)",
+        client_state="the merged network", server_state="the newest stacks, what each client has",
+        deployed="the merged network; GlobalCheckpoint or LocalCheckpoint",
+        composes="FedProx and other terms in gradient or loss, LocalAdaptation; not server optimizers, SCAFFOLD, nor what "
+        'keeps a part of the model at a client; needs nn.Linear layers and peft: pip install "fedlightning[lora]"',
+    ),
+    Algorithm(
+        "HetLoRA", "global",
+        "Adapters of differing ranks are padded for the mean, truncated for each client, and pruned by clients.",
+        'Cho et al., "Heterogeneous LoRA for federated fine-tuning of on-device foundation models", EMNLP 2024',
+        down="the first r_i rows of A and B (and the head, by option)", up="A_i, B_i of the client's rank",
+        client_state="the frozen network", server_state="ranks of clients that have pruned",
+        deployed="each client the first r_i rows; LocalCheckpoint. All rows: GlobalCheckpoint",
+        weights="norm of the client's change (default), samples, uniform or log",
+        composes="FedProx, server optimizers on the padded adapters, FedPer; not SCAFFOLD nor methods that plan rounds; "
+        'needs nn.Linear layers and peft: pip install "fedlightning[lora]"',
+    ),
 )
 # fmt: on

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from fedlightning.catalogue.algorithm import Algorithm, beside_global
 
+PRIVATE = "each client's private model; LocalCheckpoint (the shared model is also a global one: GlobalCheckpoint)"
+"""What is deployed where a small shared model trains beside a private one."""
+
 # fmt: off
 ROWS = (
     Algorithm(
@@ -99,6 +102,35 @@ ROWS = (
         deployed="the chosen copy, from GlobalCheckpoint's selection where there is one; w is also a global model",
         weights="those of the method beside it",
         composes="as LocalAdaptation; needs public data (public_fraction); not with manual optimization",
+    ),
+    Algorithm(
+        "FML", "personal",
+        "A private model of any architecture and a small shared one learn from each other; only the shared one travels.",
+        'Shen et al., "Federated mutual learning", 2020',
+        down="the shared model", up="the client's shared model",
+        client_state="the private model",
+        deployed=PRIVATE,
+        weights="uniform (paper), samples or log",
+        composes="FedProx, SCAFFOLD, server optimizers on the shared model; not with what chooses what travels or trains",
+    ),
+    Algorithm(
+        "FedKD", "personal",
+        "A private teacher and a small shared student distil into each other; the student's updates travel at low rank.",
+        'Wu et al., "Communication-efficient federated learning via knowledge distillation", Nature Communications 2022',
+        down="the student's change (U, s, V), or the student", up="the student's change (U, s, V)",
+        client_state="the teacher, W_h, the last student", server_state="the last change, which student a client has",
+        deployed=PRIVATE,
+        weights="uniform (default), samples or log",
+        composes="FedProx on the student; not with server optimizers or what reads updates while they are compressed",
+    ),
+    Algorithm(
+        "FedKEMF", "personal",
+        "Private models teach a small knowledge network; the server distils the ensemble of these into the next one.",
+        'Yu et al., "Resource-aware federated learning using knowledge extraction and multi-model fusion", 2022',
+        down="the knowledge network", up="the client's knowledge network",
+        client_state="the private model",
+        deployed=PRIVATE,
+        composes="FedProx, SCAFFOLD on the knowledge network; needs public data, without labels",
     ),
     Algorithm(
         "pFedBayes", "personal",

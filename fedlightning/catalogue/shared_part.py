@@ -111,6 +111,16 @@ ROWS = (
         composes="FedProx has nothing to hold here; LocalCheckpoint; no method that shares weights",
     ),
     Algorithm(
+        "FedGH", "personal",
+        "Own extractors under one header, which the server trains on mean representations of classes.",
+        'Yi et al., "FedGH: heterogeneous federated learning with generalized global header", ACM MM 2023',
+        down="the header", up="a mean representation per class of the client's",
+        client_state="its extractor", server_state="the header",
+        deployed=OWN_MODEL,
+        weights="none: a step for each pair that comes",
+        composes="LocalCheckpoint; no method that shares weights; representations of one width",
+    ),
+    Algorithm(
         "FD", "personal",
         "Only mean predictions per class travel; each client learns from what the others predict for a label.",
         'Jeong et al., "Communication-efficient on-device machine learning: federated distillation and augmentation under '

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.errors import ConfigurationError
+from fedlightning.messages import GLOBAL
 from fedlightning.tensors import EntryKind, entry_kinds, module_state, tied_names
 from fedlightning.wrappers import user_class
 
@@ -72,16 +73,17 @@ def describe(server: Server) -> dict[str, dict[str, Any]]:
 
 
 def refuse_mixed(server: Server) -> None:
-    """Refuse callbacks that are not written for several models at the server, and entries that not all models have.
+    """Refuse callbacks that are not written for several models at the server, or for clients' models that differ.
 
     Args:
         server: The server.
 
     Raises:
-        ConfigurationError: Naming the callback, or the entry.
+        ConfigurationError: Naming the callback.
     """
     owner = server.callbacks.role("model_of")
-    for callback in server.callbacks if not server.is_mixed else ():
+    several = owner is not None and any(server.model_of(client) != GLOBAL for client in server.clients)
+    for callback in server.callbacks if several and not server.is_mixed else ():
         if owner not in (None, callback) and callback.takes_part and not callback.mixes_architectures:
             assert owner is not None
             raise ConfigurationError(
@@ -96,6 +98,19 @@ def refuse_mixed(server: Server) -> None:
                 f"({', '.join(server.architectures)}). Use a method for models that differ (docs/heterogeneous.md), or one "
                 "architecture for all."
             )
+
+
+def refuse_uncommon(server: Server) -> None:
+    """Refuse entries that would travel and that not all models have. Callbacks' own checks come before, and know more.
+
+    Args:
+        server: The server.
+
+    Raises:
+        ConfigurationError: Naming the entry.
+    """
+    if not server.is_mixed:
+        return
     for client in (*server.clients, *server.held_out):
         model = server.model_of(client) if server.callbacks.role("model_of") is None else None
         own = server.architecture_of(client)

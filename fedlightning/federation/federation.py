@@ -11,7 +11,7 @@ from typing import Any
 from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
-from fedlightning.federation.architectures import refuse_mixed
+from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
 from fedlightning.federation.changes import Changes, Fingerprint, changes_since, check_scored, keep_assigned
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
@@ -243,6 +243,7 @@ class Federation:
                 shared_names=partial(server.shared_in, name),
             )
             server.callbacks.event("check", whose)
+        refuse_uncommon(server)
         self.engine.check()
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
         self.unseen.check()
@@ -272,7 +273,7 @@ class Federation:
         updates = run_round(server, self.engine, inside, client_done)
         _explain(server, updates, self.engine.attempts.policy)
         server.explosions.end_round(server.round + 1)
-        rows = stage_scores.update_rows(updates)
+        rows = stage_scores.update_rows(updates, server.model_of)
         if due:
             evaluate = Evaluate(("val",), self.evaluate_data)
             global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
@@ -321,8 +322,9 @@ class Federation:
                 "failures": self.server.failures,
                 "explosions": self.server.explosions.plain(),
                 "local_loop": self.engine.runner.loop.reason,
-                "assigned": dict(server.blueprint.assigned),
             } | ({"changes": self.changes} if self.changes else {})
+            if server.blueprint.assigned:
+                extra["assigned"] = dict(server.blueprint.assigned)
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
             self.rounds_saved = self.rounds_done
             self.recorder.logs.begun()

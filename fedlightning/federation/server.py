@@ -381,6 +381,20 @@ class Server(TrainsAtServer):
             return None
         return self.module_with(self.models[model], model)
 
+    def global_with(self, state: State, model: str = GLOBAL) -> LightningModule:
+        """Build the model of stage G with other entries, such as those of a selected checkpoint.
+
+        Args:
+            state: Entries of the model of stage G, which may be another module than the clients'.
+            model: Key of the model that they are of.
+        """
+        has_own = model == GLOBAL and self.callbacks.role("global_module") is not None
+        module = self.global_module(None) if has_own else None
+        if module is None:
+            return self.module_with(state, model)
+        load_state(module, state)
+        return module
+
     def weight(self, update: Update) -> float:
         """Return an update's weight before normalisation; 0 for an update without a real step."""
         if update.steps == 0:

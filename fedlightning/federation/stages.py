@@ -30,17 +30,21 @@ class ScoringError(RuntimeError):
     """A stage at which no model could be scored."""
 
 
-def update_rows(updates: Iterable[Update]) -> list[Row]:
+def update_rows(updates: Iterable[Update], model_of: Callable[[str], str] = lambda client: GLOBAL) -> list[Row]:
     """Return the L2 scores and training metrics that came with the updates of a round.
 
-    They go under the model that the client was sent: `"personal"` for the global one, else its key, so that a client
-    that trains several models in a round has a row for each.
+    They go under the model that the client was sent: `"personal"` for the global one and for the client's own, else its key,
+    so that a client that trains several models in a round has a row for each.
+
+    Args:
+        updates: The updates.
+        model_of: Gives the key of the model that a client is sent in ordinary visits.
     """
     rows = []
     trained: Counter[tuple[str, str]] = Counter()
     for update in updates:
         number, client = update.round + 1, update.client
-        model = "personal" if update.origin == GLOBAL else update.origin
+        model = "personal" if update.origin in (GLOBAL, model_of(client)) else update.origin
         if update.metrics or update.evaluations:  # a client may train a model of the server more than once in a round
             trained[client, model] += 1
             model += f" {trained[client, model]}" if trained[client, model] > 1 else ""
@@ -231,7 +235,7 @@ def checkpoint_rows(server: Server, engine: Engine, evaluate: Evaluate) -> list[
     rows = []
     for kept in server.checkpoints.values():
         scored = ScoredModel(kept["round"], "G", GLOBAL, kept["name"])
-        module, of = server.module_with(kept["model"], kept.get("of", GLOBAL)), kept.get("of")
+        module, of = server.global_with(kept["model"], kept.get("of", GLOBAL)), kept.get("of")
         if of is None:
             rows += score_global(server, engine, module, evaluate, scored)
             continue
@@ -316,7 +320,7 @@ def deployed_module(server: Server, engine: Engine, client: str | None, checkpoi
     if chosen is None and checkpoint != "latest":
         raise ValueError(f"There is no checkpoint '{checkpoint}' here; there is {[k['name'] for k in kept.values()]}.")
     if client is None:
-        module = server.module_with(chosen["model"]) if chosen is not None else server.global_module(None)
+        module = server.global_with(chosen["model"]) if chosen is not None else server.global_module(None)
         if module is None:
             raise ValueError(
                 "This federation has no global model: part of the model stays with the clients. Name a client."

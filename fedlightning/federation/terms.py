@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from fedlightning.blueprint.optimizers import have_memory
@@ -61,6 +61,12 @@ def optimizer_state_of(
     return given or (wishes[0] if wishes else "reset")
 
 
+def _any_memory(found: Iterable[bool | None]) -> bool | None:
+    """Return True if one of them is, `None` if none is and one cannot be told."""
+    answers = set(found)
+    return True if True in answers else None if None in answers else False
+
+
 def terms_of(server: Server, kept: Sequence[str], validations: int) -> dict[str, Any]:
     """Return the terms of a run, for `summary.json`.
 
@@ -77,7 +83,7 @@ def terms_of(server: Server, kept: Sequence[str], validations: int) -> dict[str,
     """
     return {
         "optimizer_state": server.blueprint.settings.optimizer_state,
-        "optimizer_memory": have_memory(server.module),
+        "optimizer_memory": _any_memory(have_memory(own.module) for own in server.architectures.values()),
         "weighting": weighting_of(server.callbacks) if server.returned_names() else None,
         "local_steps": server.steps,
         **{name: server.spent.get(name, 0) for name in SPENT},

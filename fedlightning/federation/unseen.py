@@ -113,7 +113,7 @@ class Unseen:
             if checkpoint in ("all", kept["name"]):
                 scored = ScoredModel(kept["round"], "G", UNSEEN, kept["name"])
                 of = kept.get("of", GLOBAL)
-                module = server.module_with(kept["model"], of)
+                module = server.global_with(kept["model"], of)
                 ids = [client for client in server.held_out if server.model_of(client) == of]
                 rows += rows_of_global(self.engine, module, ids, Evaluate(tuple(splits)), scored)
         return self._without_gaps(rows)

@@ -35,8 +35,8 @@ def check_pair(first: FederatedCallback, second: FederatedCallback, **arguments:
         The sentence with which they are refused, or `None` where they compose.
 
     Raises:
-        AssertionError: If the order of the list changes what is trained, only one order is refused, or a run ends in an
-            error that is no sentence about one of the two.
+        AssertionError: If the order of the list changes what is trained, only one order is refused, a client fails, or a
+            run ends in an error that is no sentence about one of the two.
 
     Example:
         >>> from fedlightning.callbacks import FedProx, FedPer, FLIU, FedALA
@@ -132,6 +132,7 @@ def _run(
             )
             return None, text
         server = server_of(trainer)
+        assert not server.failures, f"{names} break clients: {server.failures[0]['reason']}"
         records = {client: trainer.store.get(client) for client in server.clients}
         return {
             "the server's models": server.models,

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.compat.attached import detached_copy
 from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.public import addressable, public_loader, size_of
+from fedlightning.datamodules.public import addressable, is_iterable, public_loader, size_of
 from fedlightning.datamodules.views import samples_at
 from fedlightning.hooks import Phase
 from fedlightning.messages import ClientLog, Message
@@ -371,6 +371,42 @@ class Client:
         self._runner.start_sampler(loader, self.message, purpose="public")
         return loader
 
+    def samples(self, targets: Tensor | None = None, *, split: str = "train") -> DataLoader[Any]:
+        """Return a loader of the client's own samples in which each keeps its number, for a :class:`Phase` or :meth:`outputs`.
+
+        Sample `i` is the `i`-th of the split's dataset, in every round: what is found out about it can be kept by its number.
+
+        Args:
+            targets: A row for each sample. A batch is then the pair `(batch, target_rows)`, and the batches are as those of
+                training: their size, an addressed order if that is shuffled, no smaller last batch with `drop_last`. `None`: all
+                samples in the order of their numbers.
+            split: Split to read.
+
+        Raises:
+            ValueError: If the split has no samples with numbers, or `targets` another number of rows.
+        """
+        loader = self.loader(split)
+        if loader is None or is_iterable(loader):
+            what = (
+                "no samples"
+                if loader is None
+                else f"samples without a number ({type(getattr(loader, 'dataset', loader)).__name__})"
+            )
+            raise ValueError(
+                f"client.samples(split='{split}'): client '{self.id}' has {what}. Use a map-style dataset."
+            )
+        paired = targets is not None
+        found = public_loader(
+            loader,
+            f"client '{self.id}'",
+            targets=targets,
+            shuffle=paired and bool(getattr(loader.sampler, "shuffle", True)),
+            reader=f"samples of {self.id}",
+            drop_last=paired and bool(loader.drop_last),
+        )
+        self._runner.start_sampler(found, self.message, purpose=f"samples-{split}")
+        return found
+
     def outputs(
         self,
         loader: Iterable[Any],
@@ -394,9 +430,32 @@ class Client:
         """Return a CPU copy of the module's present state."""
         return clone(self.entries, "cpu")
 
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names of the federation's architectures, in the server's order; ``("",)`` where everybody has the same."""
+        return self._blueprint.architectures
+
+    def module_of(self, architecture: str) -> LightningModule:
+        """Build a module of an architecture as the federation began: the same bits on every client and on the server.
+
+        Args:
+            architecture: Its name.
+        """
+        return self._blueprint.build(self.id, architecture)
+
     def initial_module(self) -> LightningModule:
-        """Build a module as the federation began: the same bits on every client and on the server."""
-        return self._blueprint.build(self.id)
+        """Build a module as the federation began: the same bits on every client and on the server.
+
+        Where a callback gives the client's module a shape of its own (`on_build`), it is of that shape.
+        """
+        module = self._blueprint.build(self.id)
+        if any(callback.claims("on_build") for callback in self._blueprint.callbacks):
+            own, self._module = self._module, module
+            try:
+                self._blueprint.callbacks.event("on_build", self, self.message)
+            finally:
+                self._module = own
+        return module
 
     def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
         """Return a teacher: a copy of the module on its device, in eval mode, without gradients.

@@ -8,13 +8,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedlightning.tensors import tied_names
 from fedlightning.wrappers.mixing import AddedParametersMixin, mix, mixins_of
+from fedlightning.wrappers.submodel import shrink_layer
 
 ADAPTER = "default"
 """Name of the one adapter of a layer, as peft calls it. It is part of the state's names."""
@@ -54,6 +56,7 @@ class AdapterMixin(AddedParametersMixin):
 
     def on_unmix(self) -> None:
         """Merge every adapter into its layer: `W <- W + (alpha / r) B A`."""
+        untie_adapted(cast(LightningModule, self))  # a weight that another layer uses too must not change there
         for path in self.adapted_paths:
             layer: Any = self.get_submodule(path)
             layer.merge()
@@ -140,7 +143,103 @@ def adapter_names(module: nn.Module) -> list[str]:
     wrapped = cast(AdapterMixin, module)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     added = [name for name in wrapped.added_parameters() if name in parameters and parameters[name].requires_grad]
-    return [*added, *wrapped.trained_names]
+    tied = tied_names(module)  # a layer that is registered under several paths travels under all of them, or not at all
+    return [*(other for name in added for other in sorted(tied.get(name, {name}))), *wrapped.trained_names]
+
+
+class Adapted(NamedTuple):
+    """State names of one adapted layer. One that is registered under several paths has several names for each entry.
+
+    Attributes:
+        a: The first factor, of shape `(r, inputs)`.
+        b: The second factor, of shape `(outputs, r)`.
+        base: The frozen weight, of shape `(outputs, inputs)`.
+        every_a: All names of the first factor.
+        every_b: All names of the second factor.
+        every_base: All names of the frozen weight.
+    """
+
+    a: str
+    b: str
+    base: str
+    every_a: tuple[str, ...]
+    every_b: tuple[str, ...]
+    every_base: tuple[str, ...]
+
+
+def adapted_layers(module: nn.Module) -> dict[str, Adapted]:
+    """Return the state names of every adapted layer, by its path; empty for a module without adapters.
+
+    Args:
+        module: A module from `add_adapters`.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers.adapters import adapted_layers
+        >>> adapted_layers(MLP(4, [3], 2))
+        {}
+    """
+    if AdapterMixin not in mixins_of(module):
+        return {}
+    tied = tied_names(module)
+    layers = {}
+    for path in cast(AdapterMixin, module).adapted_paths:
+        names = [f"{path}.lora_{factor}.{ADAPTER}.weight" for factor in "AB"] + [f"{path}.base_layer.weight"]
+        every = [tuple(sorted(tied.get(name, {name}))) for name in names]
+        layers[path] = Adapted(names[0], names[1], names[2], every[0], every[1], every[2])
+    return layers
+
+
+def resize_adapters(module: nn.Module, rank: int, scale: float) -> None:
+    """Keep the first `rank` rows of every first factor and columns of every second one, in place.
+
+    Args:
+        module: A module from `add_adapters`, whose adapters have at least this rank.
+        rank: Rank of every adapter from now on.
+        scale: Every adapter adds `scale * B A` to its layer from now on.
+
+    Example:
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers.adapters import add_adapters, resize_adapters
+        >>> module = Classifier(MLP(4, [3], 2), num_classes=2)
+        >>> options = {"r": 4, "alpha": 8, "dropout": 0.0, "target_modules": ["fc1"], "train_a": True}
+        >>> _ = add_adapters(module, head=[], **options)  # doctest: +SKIP
+        >>> resize_adapters(module, rank=2, scale=1.0)
+        >>> tuple(module.net.fc1.lora_A["default"].weight.shape)  # doctest: +SKIP
+        (2, 4)
+    """
+    kept = torch.arange(rank)
+    for path in adapted_layers(module):
+        layer: Any = module.get_submodule(path)
+        a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+        if len(a.weight) != rank:
+            shrink_layer(a, "weight", (kept, None))
+            shrink_layer(b, "weight", (None, kept))
+        layer.r[ADAPTER], layer.lora_alpha[ADAPTER], layer.scaling[ADAPTER] = rank, scale * rank, scale
+
+
+def untie_adapted(module: LightningModule) -> LightningModule:
+    """Give adapted layers frozen weights of their own where they share them with other layers, in place.
+
+    As long as nobody changes a frozen weight that does not change what the module computes. A layer that is registered under
+    several paths stays one layer.
+
+    Args:
+        module: A module from `add_adapters`.
+
+    Returns:
+        `module` itself.
+    """
+    users: dict[int, int] = {}
+    for layer in module.modules():
+        for parameter in layer.parameters(recurse=False):
+            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    for path in adapted_layers(module):
+        layer = cast(Any, module.get_submodule(path)).get_base_layer()
+        if users[id(layer.weight)] > 1:
+            users[id(layer.weight)] -= 1
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), layer.weight.requires_grad)
+    return module
 
 
 def find_linear(module: nn.Module, targets: Sequence[str] | None, head: Iterable[str] = ()) -> list[str]:

@@ -135,7 +135,7 @@ def fit(root: Path, data: Any, module: Any = None, labels: bool = False) -> Any:
     ("public", "module", "labels", "words"),
     [
         (None, None, False, "Method trains on public data, but the data module has none. Set public=0.1"),
-        (Stream(), None, False, "whose samples have no position"),
+        (Stream(), None, False, "draw public samples at random, by their index"),
         (TensorDataset(X), None, True, "Method, on public data, needs one class label a sample"),
         (
             TensorDataset(torch.zeros(9, 1, 4), Y),

@@ -15,6 +15,7 @@ import torch
 
 from fedlightning.callbacks import GlobalCheckpoint, LayerDiagnostics, LocalCheckpoint
 from fedlightning.catalogue import ALGORITHMS, create
+from tests.callbacks.public import public_data
 from tests.conformance.case import Kept, collect, missing
 from tests.helpers import NormNet, federate, toy_data
 
@@ -38,7 +39,8 @@ def test_state_is_kept_under(name):
     kept = KEPT[name]
     algorithm = create(name.split()[0], **kept.options)
     assert algorithm.key == kept.key
-    trainer = federate(NormNet(), toy_data((8, 8)), [algorithm], local_steps=1, **kept.arguments)
+    data = public_data((8, 8), batch_size=8) if kept.public else toy_data((8, 8))
+    trainer = federate(NormNet(), data, [algorithm], local_steps=1, **kept.arguments)
     assert entries(trainer.server.state) == ({kept.key: list(kept.server)} if kept.server else {})
     assert tuple(trainer.server.models) == kept.models
     for client in trainer.server.clients:
@@ -65,7 +67,7 @@ def test_a_saved_state_is_made_of(tmp_path):
         torch.load(last / name, weights_only=False) for name in (manifest["server"], manifest["clients"]["0"])
     )
     client = client["0"]  # one file holds the records of several clients
-    assert set(server) == {"models", "state", "checkpoints", "bytes_up", "bytes_down", "steps"}
+    assert set(server) == {"models", "state", "checkpoints", "bytes_up", "bytes_down", "steps", "model_architectures"}
     visit = {"num_samples", "steps", "lr_sum", "visits", "last_round"}
     assert set(client) == {"personal", "state", "checkpoints", "lightning"} | visit
     selected = ["model", "name", "round", "score", "stage"]

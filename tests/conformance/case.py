@@ -48,6 +48,7 @@ class Kept:
         models: Models of the server.
         options: Options of the algorithm.
         arguments: Arguments of the trainer.
+        public: Whether the data need public samples.
     """
 
     key: str
@@ -57,6 +58,7 @@ class Kept:
     models: tuple[str, ...] = ("global",)
     options: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    public: bool = False
 
 
 def collect(name: str) -> dict[str, Any]:

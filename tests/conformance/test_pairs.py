@@ -14,6 +14,10 @@ from fedlightning.testing.pairs import check_both_act, check_pair
 
 GIVEN = {
     "FENDA": {"head": "head"},
+    "FCCL": {"head": "head", "pretrain_epochs": 1},
+    "FCCLPlus": {"head": "head"},
+    "FedGH": {"head": "head"},
+    "FedGKT": {"head": "head", "server_hidden": [4]},
     "PerFCL": {"head": "head"},
     "PLayerFL": {"split": 2},
     "PIFL": {"monitor": "val_loss"},
@@ -24,8 +28,8 @@ GIVEN = {
     "TIFF": {"monitor": "val_loss"},
 }
 """Options without which the toy module cannot be trained."""
-PARTIAL = {"HeteroFL", "FedRolex", "FederatedDropout", "FjORD"}
-"""Methods that cut chains of layers, which the full toy module is none of."""
+PARTIAL = {"HeteroFL", "FedRolex", "FederatedDropout", "FjORD", "pFedHR"}
+"""Methods that take chains of layers apart, which the full toy module is none of."""
 NAMES = [row.name for row in ALGORITHMS]
 ROWS = {row.name: row for row in ALGORITHMS}
 MEETING = (

@@ -103,6 +103,10 @@ def test_one_model_for_each_architecture_is_fedavg_among_its_clients():
         assert trainer.server.architecture(name).name == name
     rows = [row for row in trainer.recorder.rows if row.stage == "G"]
     assert {row.client for row in rows} == {"0", "1", "2", "3"}
+    trained = [
+        row for row in trainer.recorder.rows if row.stage == "L2" and row.round == 3 and row.metric == "val_loss"
+    ]
+    assert {(row.client, row.model) for row in trained} == {(client, "personal") for client in "0123"}
     results = {row.client: row.value for row in rows if row.metric == "val_loss" and row.round == 3}
     module = trainer.server.module_with(trainer.server.models["deep"], "deep")
     x, y = map(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from fedlightning.callbacks.shared.distillation import kl, logits_of
 from fedlightning.datamodules.public import public_loader
 from fedlightning.federation.failures import FederationError
 from fedlightning.testing.toys import ToyData, ToyModule, federate
+from fedlightning.visit.client import Client
 
 
 class Digest(FederatedCallback):
@@ -316,3 +318,54 @@ def test_iterable_public_data_are_refused_at_the_door(tmp_path: Path) -> None:
     )
     trainer.fit(ToyModule(), Streaming((12,)))
     assert told == ["site0", "site0"]
+
+
+class Weighs(FederatedCallback):
+    """Trains on a row for each sample of its own."""
+
+    def wire(self, module):
+        return Wire(up={"seen": (-1,), "net": "tensors"})
+
+    def local_phases(self, client):
+        yield Phase(data=client.samples(torch.arange(client.num_samples).float()[:, None]), loss=self._loss)
+
+    def _loss(self, client, module, paired, batch_idx):
+        client.scratch.setdefault("rows", []).append(paired.targets[:, 0])
+        client.scratch.setdefault("x", []).append(paired.batch[0])
+        return module(paired.batch[0]).square().mean()
+
+    def on_send(self, client, update):
+        if not client.steps:
+            return
+        x = torch.cat([batch[0] for batch in client.samples()])
+        numbers = torch.cat(client.scratch["rows"]).long()
+        assert torch.equal(x[numbers], torch.cat(client.scratch["x"]))
+        update.extras[self.key] = {"seen": numbers, "net": {"any": torch.zeros(2, 2), "shape": torch.zeros(1)}}
+
+    def on_update(self, server, update):
+        own = server.state.get(self.key, {})
+        server.state[self.key] = {**own, update.client: update.extras[self.key]["seen"]}
+
+
+def test_own_samples_keep_their_numbers_and_rows_follow_them(tmp_path: Path) -> None:
+    federation = run(tmp_path, Weighs(), max_rounds=1, local_steps=None, local_epochs=2)
+    seen = federation.server.state["Weighs"]["site0"].tolist()
+    assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(12)) != seen[:12] != seen[12:]
+
+
+def test_tensors_of_an_extra_are_tensors(tmp_path: Path) -> None:
+    class Wrong(Weighs):
+        def on_send(self, client, update):
+            update.extras[self.key] = {"net": {"any": 3.0}}
+
+    with pytest.raises(Exception, match=r"declares 'net' as 'tensors' but sends dict"):
+        run(tmp_path, Wrong(), max_rounds=1)
+
+
+def test_own_samples_without_numbers_are_refused() -> None:
+    client = SimpleNamespace(id="a", loader=lambda split: None)
+    with pytest.raises(ValueError, match=r"client.samples\(split='val'\): client 'a' has no samples"):
+        Client.samples(client, split="val")  # type: ignore[arg-type]
+    client.loader = lambda split: iter([1])
+    with pytest.raises(ValueError, match=r"client 'a' has samples without a number"):
+        Client.samples(client)  # type: ignore[arg-type]

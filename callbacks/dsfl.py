@@ -1,0 +1,249 @@
+"""DS-FL: distillation-based semi-supervised federated learning with entropy reduction averaging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from fedlightning.algorithm import (
+    GLOBAL,
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Phase,
+    Plan,
+    Server,
+    Setup,
+    Update,
+    Wire,
+    clone,
+    module_state,
+)
+from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of, mean_rows
+from fedlightning.callbacks.shared.fusion import check_numbers
+from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+
+PREDICT, DISTIL = "predict", "distil"
+
+
+def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
+    """Return `softmax(p / T)` of mean probabilities: entropy reduction averaging (ERA) with a small `T`.
+
+    Args:
+        probabilities: `(samples, classes)`.
+        temperature: `T`.
+
+    Example:
+        >>> sharpened(torch.tensor([[0.9, 0.1]]), 0.1)
+        tensor([[9.9966e-01, 3.3535e-04]])
+    """
+    return (probabilities.double() / temperature).softmax(1).to(probabilities.dtype)
+
+
+class DSFL(FederatedCallback):
+    """Probabilities on unlabelled public data travel, models do not: clients and a server's model learn their sharpened mean.
+
+    Itahara, Nishio, Koda, Morikura, Yamamoto, "Distillation-based semi-supervised federated learning for
+    communication-efficient collaborative training with non-IID private data", IEEE Transactions on Mobile Computing, 2021
+    (arXiv 2008.06180).
+
+    A round has two visits of every participant:
+
+    * first its local training, and then its probabilities on the `public_samples` ids of the round, in eval mode;
+    * the server takes their mean `p` and sharpens it: `t = softmax(p / T)` (ERA; `aggregation="mean"` is the paper's SA);
+    * then the distillation, `distil_epochs` with the cross entropy to `t`. The server's model is distilled in the same way.
+
+    Down: the ids, and `t`, a row of `C` numbers for each id. Up: as many rows. No weight of a model ever travels. A client
+    that was absent distils the newest `t` before its local training, on that round's ids, which come with it.
+
+    * State: the whole model at each client; at the server its own model, the newest ids and `t`, and who has distilled them.
+    * Deployed: the client's model. The server's is the global model (stage G): of clients with models of several
+      architectures it has the first one, or that of `ClientModels(server=...)`.
+
+    With `distil_epochs=0` it is local training.
+
+    Args:
+        public_samples: Public samples of a round. Default 1000 (paper); all, if there are not more.
+        temperature: `T`. Default 0.1 (paper). Small: nearly one-hot at the likeliest class; large: uniform.
+        aggregation: `"era"`: the sharpened mean (paper), or `"mean"`: the plain one (the paper's SA).
+        distil_epochs: Epochs of each distillation. Default 5 (paper).
+        distil_batch_size: Batch size of the distillation. Default 50 (that of the paper's local training). `None`: that of
+            the public data.
+        distil_lr_factor: Factor on the modules' learning rates in clients' distillation.
+        server_lr: Learning rate of the server's SGD. Default 0.1 (paper).
+        weighting: `"uniform"` mean of the participants' probabilities (paper) or by their `"samples"`.
+
+    Raises:
+        ValueError: If a number is negative or 0 where it cannot be, or `aggregation` or `weighting` is unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import DSFL
+        >>> module = nn.Linear(2, 3)
+        >>> DSFL().shared_names(None, module), DSFL().wire(module).up
+        ([], {'probabilities': (-1, -1)})
+    """
+
+    mixes_architectures = True
+    no_newcomers = "shares predictions on public data and no model, and has no model for a client that never trained"
+
+    def __init__(
+        self,
+        public_samples: int = 1000,
+        temperature: float = 0.1,
+        aggregation: Literal["era", "mean"] = "era",
+        distil_epochs: int = 5,
+        distil_batch_size: int | None = 50,
+        distil_lr_factor: float = 1.0,
+        server_lr: float = 0.1,
+        weighting: Literal["uniform", "samples"] = "uniform",
+    ) -> None:
+        numbers = {"public_samples": public_samples, "temperature": temperature, "server_lr": server_lr}
+        check_numbers("DSFL", **numbers, distil_batch_size=1 if distil_batch_size is None else distil_batch_size)
+        if distil_epochs < 0 or distil_lr_factor < 0:
+            raise ValueError(
+                f"DSFL got distil_epochs={distil_epochs} and distil_lr_factor={distil_lr_factor}; use 0 or more."
+            )
+        if aggregation not in ("era", "mean"):
+            raise ValueError(f"DSFL got aggregation={aggregation!r}. Use 'era' or 'mean'.")
+        if weighting not in ("uniform", "samples"):
+            raise ValueError(f"DSFL got weighting={weighting!r}. Use 'uniform' or 'samples'.")
+        self.public_samples = public_samples
+        self.temperature = temperature
+        self.aggregation = aggregation
+        self.distil_epochs = distil_epochs
+        self.distil_batch_size = distil_batch_size
+        self.distil_lr_factor = distil_lr_factor
+        self.server_lr = server_lr
+        self.weighting = weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse missing public data, models without logits, and callbacks on a model.
+
+        Raises:
+            ValueError: If public data are missing or of another shape, or `forward` gives no logits for them. Also if another
+                callback works on a model that travels, or keeps something beside one.
+        """
+        refuse_without_a_model(self, setup)
+        refuse_what_stays(self, setup)
+        check_public_logits(self.key, setup, labels=False)
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return nothing: no weight travels."""
+        return []
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare ids to predict, ids and targets to distil down, probabilities up."""
+        return Wire(
+            down={"predict": (-1,), "ids": (-1,), "targets": (-1, -1)},
+            up={"probabilities": (-1, -1)},
+        )
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the server's model, for everybody."""
+        return server.module_with(server.model)
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Let participants train and predict, then distil."""
+        clients = server.participants()
+        if not self.distil_epochs:
+            yield [Job(client) for client in clients]
+            return
+        own = dict(server.state.get(self.key, {}))
+        server.state[self.key] = {**own, "predict": server.public_ids(self.public_samples)}
+        sent = yield [Job(client, tag=PREDICT, keep=True) for client in clients]
+        rows = {update.client: update.extras[self.key]["probabilities"] for update in sent if update.error is None}
+        if not rows:  # the only one failed
+            server.state[self.key] = own
+            return
+        weights = {client: server.num_samples[client] if self.weighting == "samples" else 1 for client in rows}
+        targets = mean_rows(rows, weights, self.key)
+        if self.aggregation == "era":
+            targets = sharpened(targets, self.temperature)
+        ids = server.state[self.key]["predict"]
+        server.state[self.key] = {"ids": ids, "targets": targets, "done": []}
+        self._teach_server(server, ids, targets)
+        distilled = yield [Job(client, tag=DISTIL) for client in rows]
+        done = [update.client for update in distilled if update.error is None]
+        server.state[self.key] = {"ids": ids, "targets": targets, "done": done}
+
+    def _teach_server(self, server: Server, ids: Tensor, targets: Tensor) -> None:
+        """Distil the server's own model."""
+        module = server.module_with(server.model)
+        server.fit(
+            module,
+            server.public(ids, targets=targets, batch_size=self.distil_batch_size, shuffle=True),
+            _cross_entropy,
+            epochs=self.distil_epochs,
+            optimizer=partial(SGD, lr=self.server_lr),
+            purpose=self.key,
+        )
+        server.models[GLOBAL] = clone(module_state(module))
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send ids to predict, and what the client has not distilled yet."""
+        own = server.state.get(self.key, {})
+        payload = {}
+        if job.tag == PREDICT:
+            payload["predict"] = own["predict"]
+        if job.tag == DISTIL or (job.tag == PREDICT and "ids" in own and job.client not in own["done"]):
+            payload |= {"ids": own["ids"], "targets": own["targets"]}
+        if payload:
+            message.extras[self.key] = payload
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Do nothing: they are like clients that were absent so far."""
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def local_phases(self, client: Client) -> Iterable[Phase]:
+        """Distil what is there to distil; then train, unless the visit is for distillation only."""
+        payload = client.message.extras.get(self.key, {})
+        if "targets" in payload:
+            loader = client.public(
+                payload["ids"], targets=payload["targets"], batch_size=self.distil_batch_size, shuffle=True
+            )
+            yield Phase(
+                DISTIL,
+                data=loader,
+                loss=lambda client, module, paired, batch_idx: _cross_entropy(module, paired),
+                work=self.distil_epochs,
+                unit="epochs",
+                lr_factor=self.distil_lr_factor,
+                federated=False,
+            )
+        if client.message.tag != DISTIL:
+            yield Phase()
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send probabilities, if they are asked for.
+
+        Raises:
+            FloatingPointError: If one is not finite. The core then leaves the client out.
+        """
+        ids = client.message.extras.get(self.key, {}).get("predict")
+        if ids is None:
+            return
+        probabilities = client.outputs(client.public(ids, batch_size=self.distil_batch_size), _probabilities)
+        if not torch.isfinite(probabilities).all():
+            raise FloatingPointError("its predictions on public data hold NaN; lower the learning rate")
+        update.extras[self.key] = {"probabilities": probabilities}
+
+
+def _probabilities(module: LightningModule, batch: Any) -> Tensor:
+    """Return a module's probabilities for a batch."""
+    return logits_of(module, batch).softmax(1)
+
+
+def _cross_entropy(module: LightningModule, paired: Any) -> Tensor:
+    """Return the cross entropy to a batch's targets."""
+    logits = logits_of(module, paired.batch)
+    return F.cross_entropy(logits, paired.targets.to(logits))

@@ -1,0 +1,273 @@
+"""Fed-ET: small models of clients teach a large model of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import Adam
+
+from fedlightning.algorithm import (
+    GLOBAL,
+    FederatedCallback,
+    Plan,
+    Server,
+    Setup,
+    WeightingName,
+    as_names,
+    clone,
+    expand,
+    module_state,
+)
+from fedlightning.callbacks.checkpoints import GlobalCheckpoint
+from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
+from fedlightning.callbacks.shared.server_models import refuse_parts_of_models
+
+LARGE = "server"
+"""Key of the server's model where clients have its architecture too."""
+
+
+class FedET(FederatedCallback):
+    """Clients train small models of differing architectures; on public data they teach a large model of the server's own.
+
+    Cho, Manoel, Joshi, Sim, Dimitriadis, "Heterogeneous ensemble knowledge transfer for training large models in federated
+    learning", IJCAI 2022.
+
+    * Client: local training of the model of its architecture.
+    * Server, small models: for each architecture the weighted mean of its clients' models, as in FedAvg.
+    * Server, large model, on public data without labels: each returned model weighs
+      `a_i(x) = Var_c z_i(x) / sum_j Var_c z_j(x)`, the variance of its logits over the classes (its confidence);
+      `z = sum_i a_i z_i`, pseudo-label `y = argmax z`. Models whose own argmax is not `y` are the diverse ones: `z_div` is
+      their mean by the same weights. `steps` times, on a batch:
+      `loss = CE(f(x), y) + diversity KL(softmax(z_div) || softmax(f(x)))`; a sample on which all agree has no second term.
+    * Down: the model of the client's architecture. Up: `w_i`. State: one model for each architecture, and the large one.
+    * Deployed: the large model at the server (stage G); each client deploys the mean of its architecture (L1).
+
+    Give the large model as `ClientModels(..., server="large")`. Where clients have that architecture too, or all have one, the
+    server's model is one more of it, which begins as theirs and is never averaged.
+
+    The paper lets the representation layers of the large model go back to the small ones, which it designs to have them in
+    common. `transfer` names such entries; they must be in all models under one name and in one shape, and replace the means
+    after the large model has trained. The layers above have been trained on the means' representations, and have the next
+    visit to get used to the new ones. `None`: the means stay. What else the sheet of this entry leaves open is an option or as
+    in FedDF: teachers are the round's models, in eval mode, without augmentation.
+
+    Args:
+        steps: Steps of the large model in a round. Default 200. 0: FedAvg for each architecture.
+        lr: Adam's learning rate. Default 1e-3.
+        batch_size: Public samples of a step. Default 128.
+        public_samples: Public samples of a round; all (`None`, default) or a drawn subset.
+        diversity: Weight of the second term, lambda. Default 0.05 (paper).
+        transfer: Names or prefixes of entries that go from the large model to all others.
+        weighting: Weights of the means: `"samples"` (default) or `"uniform"`.
+
+    Raises:
+        ValueError: If a number is negative, or 0 where it cannot be.
+
+    Example:
+        >>> from fedlightning.callbacks import FedET
+        >>> FedET(diversity=0.1, transfer=["net.features"]).transfer
+        ['net.features']
+    """
+
+    mixes_architectures = True
+
+    def __init__(
+        self,
+        steps: int = 200,
+        lr: float = 1e-3,
+        batch_size: int = 128,
+        public_samples: int | None = None,
+        diversity: float = 0.05,
+        transfer: str | list[str] | None = None,
+        weighting: WeightingName | None = None,
+    ) -> None:
+        for name, value, least in (("steps", steps, 0), ("diversity", diversity, 0), ("batch_size", batch_size, 1),
+                                   ("public_samples", public_samples or 1, 1)):  # fmt: skip
+            if value < least:
+                raise ValueError(f"FedET got {name}={value}; use {least} or more.")
+        if lr <= 0:
+            raise ValueError(
+                f"FedET got lr={lr}; use a positive learning rate. steps=0 leaves the large model as it is."
+            )
+        self.steps = steps
+        self.lr = lr
+        self.batch_size = batch_size
+        self.public_samples = public_samples
+        self.diversity = diversity
+        self.transfer = transfer
+        self.weighting = weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse missing public data, models without logits, and callbacks with another way to the next models.
+
+        Raises:
+            ValueError: If public data are missing or of another shape, or `forward` gives no logits for them. Also if another
+                callback reduces updates, sends parts of models, or selects one global model.
+        """
+        refuse_parts_of_models(self, setup)
+        for other in setup.callbacks:
+            ways = ("reduce", "shared_names", "global_module", "personal_module")
+            if other is not self and other.takes_part and any(map(other.claims, ways)):
+                raise ValueError(
+                    f"FedET averages whole models for each architecture and teaches a large one by them, and {other.key} has "
+                    f"another way to the models. Remove {other.key} or FedET."
+                )
+            if isinstance(other, GlobalCheckpoint):
+                raise ValueError(
+                    "GlobalCheckpoint would select the clients' architectures by the scores of stage G, which are those of "
+                    "FedET's large model. Remove GlobalCheckpoint, or use LocalCheckpoint()."
+                )
+        check_public_logits(self.key, setup, labels=False)
+
+    def on_federation_start(self, server: Server) -> None:
+        """Make the models.
+
+        Raises:
+            ValueError: If parts of models stay with the clients, or `transfer` names entries that not all models have.
+        """
+        if server.float_buffers == "local":
+            raise ValueError(
+                "FedET makes teachers of whole models, and float_buffers='local' keeps a part of each at its client. Use "
+                "float_buffers='average'."
+            )
+        self.on_clients_join(server, server.clients)
+        for client in server.held_out:
+            if self.model_of(server, client) not in server.models:
+                raise ValueError(
+                    f"FedET has no model for the held-out client '{client}': nobody who trains has its architecture "
+                    f"'{server.architecture_of(client).name}'. Assign it another one."
+                )
+        large = self.large(server)
+        if large not in server.models:
+            server.add_model(large, server.architecture().name)
+        self._transferred(server)
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Make a model for an architecture that nobody had so far."""
+        for client in clients:
+            if (key := self.model_of(server, client)) not in server.models:
+                server.add_model(key, key)
+
+    def large(self, server: Server) -> str:
+        """Return the key of the server's own model."""
+        own = server.architecture()
+        return LARGE if any(server.architecture_of(client) is own for client in server.clients) else GLOBAL
+
+    def model_of(self, server: Server, client: str) -> str:
+        """Return the model of the client's architecture."""
+        own = server.architecture_of(client)
+        return GLOBAL if own is server.architecture() else own.name
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the large model."""
+        key = self.large(server)
+        return server.module_with(server.models[key], key)
+
+    def _transferred(self, server: Server) -> list[str]:
+        """Return the names of the entries that go from the large model to the others.
+
+        Raises:
+            ValueError: If one is not in all models in the same kind and shape, or a name matches nothing.
+        """
+        if self.transfer is None:
+            return []
+        large = server.architecture(self.large(server))
+        names = expand(as_names(self.transfer), large.kinds)
+        for key in server.models:
+            own = server.architecture(key)
+            differing = own.first_difference(large, tuple(names))
+            if differing is not None:
+                have = tuple(own.shapes[differing]) if differing in own.shapes else "missing"
+                raise ValueError(
+                    f"FedET(transfer={self.transfer!r}): '{differing}' is {tuple(large.shapes[differing])} in the server's model "
+                    f"and {have} in '{own.name}'. Transfer entries that all models have in one shape, or transfer=None."
+                )
+        return names
+
+    # -- a round -------------------------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Let clients train; average; then let what came teach the large model."""
+        answers = yield [server.job(client, keep=bool(self.steps)) for client in server.participants()]
+        yield []  # the means
+        members = [(a.model, a.state) for a in answers if a.error is None and a.state and a.steps]
+        if not self.steps or not members:
+            return
+        ids = (
+            torch.arange(server.public_size) if self.public_samples is None else server.public_ids(self.public_samples)
+        )
+        logits = []
+        for model, state in members:
+            teacher = server.module_with({**server.models[model], **state}, model)
+            logits.append(server.outputs(teacher, server.public(ids), logits_of))
+        key = self.large(server)
+        student = server.module_with(server.models[key], key)
+        server.fit(
+            student,
+            server.public(ids, targets=lessons(torch.stack(logits)), batch_size=self.batch_size, shuffle=True),
+            self._loss,
+            steps=self.steps,
+            optimizer=partial(Adam, lr=self.lr),
+            purpose=f"{self.key} large",
+        )
+        kinds = server.architecture(key).kinds
+        trained = {name: value for name, value in module_state(student).items() if kinds[name] != "frozen"}
+        server.models[key] = {**server.models[key], **clone(trained)}
+        names = self._transferred(server)
+        for model in server.models if names else ():
+            moved = {name: server.models[key][name].clone() for name in names}
+            server.models[model] = {**server.models[model], **moved}
+
+    def _loss(self, module: LightningModule, paired: Any) -> Tensor:
+        """Return the loss of the large model on a batch."""
+        logits = logits_of(module, paired.batch)
+        labels, diverse, z = paired.targets[:, 0].long(), paired.targets[:, 1], paired.targets[:, 2:].to(logits)
+        loss = F.cross_entropy(logits, labels)
+        if self.diversity == 0.0:
+            return loss
+        apart = F.kl_div(logits.log_softmax(1), z.log_softmax(1), reduction="none", log_target=True).sum(1)
+        return loss + self.diversity * (apart * diverse).mean()
+
+
+def confidence(logits: Tensor) -> Tensor:
+    """Return each model's weight for each sample, `(models, n)`: the variance of its logits over their sum; uniform if all are 0.
+
+    Args:
+        logits: Of all models, `(models, n, C)`.
+
+    Example:
+        >>> confidence(torch.tensor([[[3.0, -3.0]], [[0.0, 2.0]]])).tolist()
+        [[0.8999999761581421], [0.10000000149011612]]
+    """
+    variance = logits.double().var(2, correction=0)
+    total = variance.sum(0)
+    weights = torch.where(total > 0, variance / total.clamp_min(1e-300), 1.0 / len(logits))
+    return weights.to(logits.dtype)
+
+
+def lessons(logits: Tensor) -> Tensor:
+    """Return what the models teach for each sample: label, 1 where models disagree, and the diverse logits.
+
+    Args:
+        logits: Of all models, `(models, n, C)`.
+
+    Returns:
+        `(n, 2 + C)`; the diverse logits are 0 where all agree.
+
+    Example:
+        >>> lessons(torch.tensor([[[3.0, -3.0]], [[0.0, 2.0]]])).tolist()
+        [[0.0, 1.0, 0.0, 2.0]]
+    """
+    weights = confidence(logits).double()
+    labels = (weights[:, :, None] * logits.double()).sum(0).argmax(1)
+    others = (logits.argmax(2) != labels).double()  # (models, n)
+    own = weights * others
+    own = torch.where(own.sum(0) > 0, own, others)  # those that differ may all have variance 0
+    total = own.sum(0).clamp_min(1e-300)[:, None]
+    z = (own[:, :, None] * logits.double()).sum(0) / total
+    return torch.cat([labels[:, None].double(), others.any(0).double()[:, None], z], 1).to(logits.dtype)

@@ -1,0 +1,281 @@
+"""FedGH: one header for clients with extractors of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedlightning.algorithm import (
+    GLOBAL,
+    Client,
+    FederatedCallback,
+    Job,
+    Plan,
+    Server,
+    Setup,
+    Update,
+    Wire,
+    detached_copy,
+    isolated,
+    module_state,
+)
+from fedlightning.callbacks.shared.distillation import both_classes
+from fedlightning.callbacks.shared.prototypes import ClassMeans, pack
+from fedlightning.callbacks.shared.representations import (
+    features_at_start,
+    head_path,
+    labels_of,
+    refuse_other_widths,
+    rows,
+)
+from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.wrappers import FeatureTap
+
+
+class FedGH(FederatedCallback):
+    """A global header, trained at the server on the mean representation that each client sends of each class.
+
+    Yi, Wang, Liu, Shi, Yu, "FedGH: heterogeneous federated learning with generalized global header", ACM MM 2023.
+
+    * Client: its header is replaced by the server's; the whole model trains on the task's loss; then one pass in eval mode
+      gives the mean representation of each of its classes.
+    * Server: continues the header `theta` on what came this round, pairs `(z, class)`, by the cross entropy of
+      `theta(z)`: a step of SGD for each pair, clients in order and then classes (authors' protocol), or mini-batches.
+    * Down: the header. Up: one vector for each class of the client, and the classes. No weight goes up.
+    * State: the extractor at each client, the header at the server.
+    * Deployed: the client's extractor under the newest header (stage L1); stage L2 scores it after local training. There is
+      no global model.
+
+    Extractors may differ, but all give representations of one width, to headers of one name and shape. A client that was
+    absent takes the newest header; a client that never trained has an untrained extractor below it. All clients begin with
+    one header, the server's. The authors' published script steps an optimizer of another network and never zeroes
+    gradients; their text, which is followed here, trains the header. A class that no client has moves its row of the
+    header only through the softmax.
+
+    Args:
+        head: Path of the submodule that turns representations into predictions (`"net.fc"`). `None`: the last layer.
+        server_lr: Learning rate of the server's SGD. Default 0.01 (paper).
+        server_momentum: Its momentum. Default 0.
+        server_weight_decay: Its weight decay. Default 0.
+        server_batch_size: Pairs of a step. Default 1 (authors' protocol); HtFLlib has mini-batches.
+        server_epochs: Passes over the pairs of a round. Default 1.
+        shuffle: Draw the order of the pairs anew for every pass.
+        means: `"samples"`: the mean over the samples of a class. `"batches"`: the mean of the batches' means (authors'
+            code), in which samples of a smaller last batch count more.
+        warmup: Rounds at the beginning in which clients keep their own headers while the server trains its own. Default 0.
+
+    Raises:
+        ValueError: If an option is negative or unknown, or a batch size or number of passes below 1.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import FedGH
+        >>> module = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3))
+        >>> FedGH().shared_names(SimpleNamespace(round=0), module), FedGH().wire(module).up
+        (['2.weight', '2.bias'], {'prototypes': (-1, -1), 'classes': (-1,)})
+    """
+
+    mixes_architectures = True
+
+    def __init__(
+        self,
+        head: str | list[str] | None = None,
+        server_lr: float = 0.01,
+        server_momentum: float = 0.0,
+        server_weight_decay: float = 0.0,
+        server_batch_size: int = 1,
+        server_epochs: int = 1,
+        shuffle: bool = False,
+        means: Literal["samples", "batches"] = "samples",
+        warmup: int = 0,
+    ) -> None:
+        given = {"server_lr": server_lr, "server_momentum": server_momentum, "server_weight_decay": server_weight_decay}
+        for name, value in (given | {"warmup": warmup}).items():
+            if value < 0:
+                raise ValueError(f"FedGH got {name}={value}; it cannot be negative. Use 0 to do without.")
+        for name, value in {"server_batch_size": server_batch_size, "server_epochs": server_epochs}.items():
+            if value < 1:
+                raise ValueError(f"FedGH got {name}={value}. Use 1 or more; server_lr=0 leaves the header as it began.")
+        if means not in ("samples", "batches"):
+            raise ValueError(f"FedGH got means={means!r}. Use 'samples' or 'batches'.")
+        self.head = head
+        self.server_lr = server_lr
+        self.server_momentum = server_momentum
+        self.server_weight_decay = server_weight_decay
+        self.server_batch_size = server_batch_size
+        self.server_epochs = server_epochs
+        self.shuffle = shuffle
+        self.means = means
+        self.warmup = warmup
+
+    def check(self, setup: Setup) -> None:
+        """Refuse headers that cannot be trained on representations, or that are not alike in all architectures.
+
+        Raises:
+            ValueError: If a batch has no labels, the header is the whole model, is tied to the rest, does not give logits
+                for representations alone or has too few, or widths of representations differ. Also if another callback
+                works on a model that comes back, or keeps something beside one: here none does.
+        """
+        refuse_without_a_model(self, setup, "takes no model back from clients")
+        refuse_what_stays(self, setup, "shares a header alone")
+        name, module = type(setup.template).__name__, setup.module
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"FedGH reads representations in a training_step that trains nothing, but {name} optimizes manually inside "
+                "training_step. Use automatic optimization."
+            )
+        seen = features_at_start(setup, self.feature_taps, self.key)
+        path = head_path(module, self.head)
+        where = f"`{path}` of {name}"
+        inside = set(self._header_names(module))
+        of_header = {id(p) for n, p in module.named_parameters(remove_duplicate=False) if n in inside}
+        rest = [(n, p) for n, p in module.named_parameters(remove_duplicate=False) if n not in inside]
+        tied = next((n for n, p in rest if id(p) in of_header), None)
+        if tied is not None or not rest:
+            what = f"shares '{tied}' with the rest" if rest else "is the whole model, without an extractor"
+            raise ValueError(
+                f"FedGH sends the header {where} and nothing else, but it {what}. Set head=... to another one."
+            )
+        if seen:
+            self._try_header(setup, where, seen)
+        self._compare(setup)
+
+    def _try_header(self, setup: Setup, where: str, seen: Mapping[str, Tensor]) -> None:
+        """Refuse a header that does not give the logits of all classes for representations alone."""
+        z, wanted = seen["z"], both_classes(seen["logits"])
+        labels = labels_of(setup.first_batch(), self.key)
+        header = detached_copy(setup.module).get_submodule(head_path(setup.module, self.head)).eval()
+        try:
+            with torch.no_grad(), isolated("header"):
+                fits = torch.allclose(_logits(header, z), wanted, rtol=1e-3, atol=1e-4)
+                _logits(header.train(), z[: self.server_batch_size])
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"FedGH trains {where} at the server on {self.server_batch_size} representations at a time, {z.shape[1]} "
+                f"numbers each, and it fails there: {str(error).rstrip('.')}. Set head=... to layers that take rows of "
+                "representations, or a larger server_batch_size where it has batch normalisation."
+            ) from error
+        if not fits:
+            raise ValueError(
+                f"FedGH trains {where} at the server on rows of representations, and there it gives other logits than in the "
+                "model. Set head=... to layers that depend on the representation alone."
+            )
+        if len(labels) != len(wanted) or (len(labels) and int(labels.max()) >= wanted.shape[1]):
+            raise ValueError(
+                f"FedGH needs a row of logits for each sample and a logit for each class, but {where} gives "
+                f"{tuple(wanted.shape)} for {len(labels)} samples whose largest label is {int(labels.max())}. Set head=... "
+                "to the submodule that gives the logits."
+            )
+
+    def _compare(self, setup: Setup) -> None:
+        """Refuse headers and widths of representations that differ between architectures."""
+        if not setup.modules:
+            return
+        refuse_other_widths(setup, self.feature_taps, self.key)
+        one, first = next(iter(setup.modules.items()))
+        mine = next(name for name, module in setup.modules.items() if module is setup.module)
+        names = [(head_path(first, self.head), one), (head_path(setup.module, self.head), mine)]
+        if names[0][0] != names[1][0]:
+            raise ValueError(
+                f"FedGH sends one header to all clients, but it is `{names[0][0]}` in '{one}' and `{names[1][0]}` in "
+                f"'{mine}'. Give it one name in all models, and set head=... to it."
+            )
+        theirs, ours = ({n: v.shape for n, v in module_state(m).items()} for m in (first, setup.module))
+        for name in sorted({*self._header_names(first), *self._header_names(setup.module)}):
+            if theirs.get(name) != ours.get(name):
+                shapes = [tuple(found[name]) if name in found else "missing" for found in (theirs, ours)]
+                raise ValueError(
+                    f"FedGH sends one header to all clients, but '{name}' is {shapes[0]} in '{one}' and {shapes[1]} in "
+                    f"'{mine}'. Give all models the same header."
+                )
+
+    def _header_names(self, module: nn.Module) -> list[str]:
+        """Return the names of the header's entries."""
+        prefix = head_path(module, self.head) + "."  # type: ignore[arg-type]
+        return [name for name in module_state(module) if name.startswith(prefix)]
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return the header's names; nothing while clients keep their own."""
+        return [] if server.round < self.warmup else self._header_names(module)
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare one vector for each class, and which class it is of, up."""
+        return Wire(up={"prototypes": (-1, -1), "classes": (-1,)})
+
+    def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
+        """Tap the header's input, the representation, and its output."""
+        path = head_path(module, self.head)
+        return {"z": FeatureTap(module, path), "logits": FeatureTap(module, path, at="output")}
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send the mean representations.
+
+        Raises:
+            FloatingPointError: If one is not finite. The core then drops the update.
+        """
+        if not client.steps:
+            return
+        means = ClassMeans()
+        for batch, found in client.feature_pass(self.feature_taps):
+            z, labels = rows(found["z"]), labels_of(batch, self.key)
+            if self.means == "batches":  # each class of the batch counts as one sample, its mean
+                of_batch = ClassMeans()
+                of_batch.add(z, labels)
+                labels = torch.tensor(sorted(of_batch.sums))
+                z = torch.stack([mean for _, mean in sorted(of_batch.result().items())]) if len(labels) else z[:0]
+            means.add(z, labels.to(z.device))
+        known = {label: mean for label, mean in means.result().items() if label >= 0}  # not an ignore_index
+        payload = pack(known)
+        if not torch.isfinite(payload["prototypes"]).all():
+            raise FloatingPointError("its representations hold NaN or infinite values; lower the learning rate")
+        update.extras[self.key] = payload
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Let clients train; then train the header on the pairs that they have sent."""
+        answers = yield [Job(client, returns=(), keep=True) for client in server.participants()]
+        sent = [answer.extras[self.key] for answer in answers if answer.error is None and answer.extras.get(self.key)]
+        sent = [payload for payload in sent if len(payload["classes"])]
+        if sent:
+            z, labels = (torch.cat([payload[part] for payload in sent]) for part in ("prototypes", "classes"))
+            self._train_header(server, z, labels.long())
+
+    def _train_header(self, server: Server, z: Tensor, labels: Tensor) -> None:
+        """Continue the server's header on pairs of representation and class."""
+        module = server.module_with(server.model)
+        header = module.get_submodule(head_path(module, self.head))
+        if not any(parameter.requires_grad for parameter in header.parameters()):
+            return
+        pairs = DataLoader(
+            TensorDataset(z, labels), self.server_batch_size, shuffle=self.shuffle, generator=torch.Generator()
+        )
+        server.fit(
+            header,
+            pairs,
+            lambda header, pair: F.cross_entropy(_logits(header, pair[0]), pair[1]),
+            epochs=self.server_epochs,
+            optimizer=lambda parameters: torch.optim.SGD(
+                parameters, self.server_lr, momentum=self.server_momentum, weight_decay=self.server_weight_decay
+            ),
+            purpose=f"{self.key} header",
+        )
+        trained = module_state(module)
+        names = self._header_names(module)
+        server.add_model(GLOBAL, state={**server.model, **{name: trained[name].detach().clone() for name in names}})
+
+
+def _logits(header: nn.Module, z: Tensor) -> Tensor:
+    """Return the logits of rows of representations, in the header's own precision, with a column for each class."""
+    like = next((parameter for parameter in header.parameters()), z)
+    logits: Tensor = header(z.to(like.dtype))
+    if logits.ndim != 2:
+        raise ValueError(f"it gives {tuple(logits.shape)} for {tuple(z.shape)}")
+    return both_classes(logits)

@@ -1,0 +1,334 @@
+"""FedGKT: small networks at clients, a large head at the server, and knowledge in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Adam
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Phase,
+    Plan,
+    Server,
+    Setup,
+    Stage,
+    Update,
+    Wire,
+    clone,
+    detached_copy,
+    isolated,
+    move_batch,
+    training_loss,
+)
+from fedlightning.callbacks.shared.distillation import inputs_of, kl, logits_of
+from fedlightning.callbacks.shared.representations import (
+    features_at_start,
+    head_path,
+    labels_of,
+    refuse_other_widths,
+    rows,
+)
+from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
+
+TRAIN = "train"
+"""Tag of the visits of a round; others only evaluate."""
+
+
+class FedGKT(FederatedCallback):
+    """Clients train a small extractor and head; the server trains a large head on their features; each teaches the other.
+
+    He, Annavaram, Avestimehr, "Group knowledge transfer: federated learning of large CNNs at the edge", NeurIPS 2020.
+
+    **Privacy: the features, the logits and the label of every training sample leave the client, in every round.** From
+    features inputs can often be reconstructed. The server never sees inputs, but this is no method for data that may not
+    leave.
+
+    * Client: `loss = CE(z_c, y) + alpha T^2 KL(softmax(z_s / T) || softmax(z_c / T))`, where `z_s` are the server's logits of
+      the same sample; without any (first round) the task's own loss. Then one pass in eval mode over its samples.
+    * Up: of each sample the features (input of the head), the logits `z_c` and the label. Down: of each sample `z_s`.
+    * Server: its head `g` on the features that came this round, by
+      `CE(g(h), y) + server_alpha T^2 KL(softmax(z_c / T) || softmax(g(h) / T))`; then its logits of these samples.
+    * State: the whole small network at each client; head, its optimizer's kind aside, and newest logits by client at the server.
+    * Deployed (stage L1): the client's extractor below the server's head. Stage L2 scores the small network. There is no
+      global model.
+
+    Samples are known by their numbers in the training dataset, so this must give the same sample under a number every time: no
+    random augmentation, which is refused where a batch shows it. The server's head is a perceptron on flattened features; the
+    paper's is the larger part of a ResNet. Features of test samples, which the authors' code sends in training, do not
+    travel here: to score L1 the head comes to the client, and that is not counted, as no evaluation is. The optimizer of the
+    head is new in every round. An absent client keeps the logits that were found for it last (`max_age`).
+
+    Args:
+        alpha: Weight of the server's logits in a client's loss. Default 1 (authors).
+        server_alpha: Weight of the client's logits in the server's loss. Default 1.
+        temperature: `T`. Default 3 (authors).
+        server_hidden: Widths of the hidden layers of the server's head. Default 256, 256.
+        server_lr: Learning rate of the server's Adam. Default 1e-3.
+        server_epochs: Passes over the features of a round. Default 5 (authors: up to 40).
+        server_batch_size: Features of a step. Default 64.
+        max_age: Rounds after which logits are too old to be sent. `None`: never.
+        deploy: `"server"`: the extractor below the server's head. `"edge"`: the small network.
+        head: Path of the client's small head (`"net.fc"`). `None`: the last layer.
+
+    Raises:
+        ValueError: If a number is negative, or 0 where it cannot be, or `deploy` is unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import FedGKT
+        >>> FedGKT().wire(nn.Linear(2, 3)).up
+        {'features': (-1, -1), 'logits': (-1, -1), 'labels': (-1,)}
+    """
+
+    mixes_architectures = True
+    no_newcomers = "shares features of training samples and no extractor, and has none for a client that never trained"
+
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        server_alpha: float = 1.0,
+        temperature: float = 3.0,
+        server_hidden: Sequence[int] = (256, 256),
+        server_lr: float = 1e-3,
+        server_epochs: int = 5,
+        server_batch_size: int = 64,
+        max_age: int | None = None,
+        deploy: Literal["server", "edge"] = "server",
+        head: str | list[str] | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("alpha", alpha, 0),
+            ("server_alpha", server_alpha, 0),
+            ("server_epochs", server_epochs, 1),
+            ("server_batch_size", server_batch_size, 1),
+            ("max_age", 1 if max_age is None else max_age, 1),
+            ("server_hidden", min(server_hidden, default=1), 1),
+        ):
+            if value < least:
+                raise ValueError(f"FedGKT got {name}={value}; use {least} or more.")
+        for name, value in {"temperature": temperature, "server_lr": server_lr}.items():
+            if value <= 0:
+                raise ValueError(f"FedGKT got {name}={value}; use a positive number.")
+        if deploy not in ("server", "edge"):
+            raise ValueError(f"FedGKT got deploy={deploy!r}. Use 'server' or 'edge'.")
+        self.alpha = alpha
+        self.server_alpha = server_alpha
+        self.temperature = temperature
+        self.server_hidden = list(server_hidden)
+        self.server_lr = server_lr
+        self.server_epochs = server_epochs
+        self.server_batch_size = server_batch_size
+        self.max_age = max_age
+        self.deploy = deploy
+        self.head = head
+
+    def claims(self, role: str) -> bool:
+        """Decline the personal model and the phase where the options do not use them."""
+        unused = {"personal_module": self.deploy == "edge", "local_phases": self.alpha == 0.0}
+        return super().claims(role) and not unused.get(role, False)
+
+    def check(self, setup: Setup) -> None:
+        """Refuse tasks that are no classification by cross entropy, and samples that differ from one reading to the next.
+
+        Raises:
+            ValueError: If a batch has no labels, `forward` gives no logits of the head, `training_step` is not their cross
+                entropy (with `alpha`), batches are augmented at random, or features differ in width between architectures. Also
+                if another callback works on a model that travels, or keeps something beside one: here none does.
+        """
+        refuse_without_a_model(self, setup)
+        refuse_what_stays(self, setup)
+        name = type(setup.template).__name__
+        features_at_start(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)
+        refuse_other_widths(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)
+        batch = setup.first_batch()
+        if batch is None:
+            return
+        labels = labels_of(batch, self.key)
+        with isolated("another reading"):
+            again = setup.first_batch()
+        if not torch.equal(inputs_of(batch, self.key), inputs_of(again, self.key)):
+            raise ValueError(
+                "FedGKT keeps the server's logits of each training sample until the next visit, but the data give another "
+                "sample every time they are read. Remove random augmentation."
+            )
+        module = detached_copy(setup.module).eval()
+        batch = move_batch(module, batch)
+        try:
+            with torch.no_grad(), isolated("logits"), muted(module), frozen_buffers(module):
+                found = self._predict(module, batch)
+                logits, loss = logits_of(module, batch), training_loss(module, batch)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"FedGKT cannot read features and logits of {name}: {str(error).rstrip('.')}. Its forward must take the inputs "
+                "and return logits (batch, classes) of the head; set head=... to the client's small head."
+            ) from error
+        if len(found) != len(labels) or (len(labels) and int(labels.max()) >= logits.shape[1]):
+            raise ValueError(
+                f"FedGKT needs a row of logits for each sample and a logit for each class; {name} gives {tuple(logits.shape)} "
+                f"for {len(labels)} samples whose largest label is {int(labels.max())}."
+            )
+        if self.alpha and not torch.allclose(loss.float(), F.cross_entropy(logits, labels), rtol=1e-3, atol=1e-4):
+            raise ValueError(
+                f"FedGKT trains clients by the cross entropy of forward's logits, and training_step of {name} has another loss "
+                f"({float(loss):.4g}, not {float(F.cross_entropy(logits, labels)):.4g}). Use alpha=0, or a task of that kind."
+            )
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return nothing: no weight of a client travels."""
+        return []
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare logits of samples and the server's head down; features, logits and labels of samples up."""
+        return Wire(
+            down={"logits": (-1, -1), "head": "tensors"},
+            up={"features": (-1, -1), "logits": (-1, -1), "labels": (-1,)},
+        )
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Let clients train and send; train the head; keep its logits of what came."""
+        answers = yield [Job(client, tag=TRAIN, keep=True) for client in server.participants()]
+        sent = {a.client: a.extras[self.key] for a in answers if a.error is None and a.extras.get(self.key)}
+        if not sent:
+            return
+        own = server.state.get(self.key, {})
+        features, logits, labels = (
+            torch.cat([payload[part] for payload in sent.values()]) for part in ("features", "logits", "labels")
+        )
+        width, classes = features.shape[1], logits.shape[1]
+        head = make_head(width, self.server_hidden, classes, server.seed, self.key)
+        if "head" in own:
+            head.load_state_dict(own["head"])
+        loader = DataLoader(
+            TensorDataset(features, logits, labels.long()),
+            self.server_batch_size,
+            shuffle=True,
+            generator=torch.Generator(),
+        )
+        server.fit(
+            head,
+            loader,
+            self._server_loss,
+            epochs=self.server_epochs,
+            optimizer=partial(Adam, lr=self.server_lr),
+            purpose=f"{self.key} head",
+        )
+        known = dict(own.get("logits", {}))
+        ages = dict(own.get("rounds", {}))
+        for client, payload in sent.items() if self.alpha else ():
+            plain = DataLoader(TensorDataset(payload["features"]), self.server_batch_size)
+            known[client] = server.outputs(head, plain, lambda head, batch: head(batch[0]))
+            ages[client] = server.round
+        order = [client for client in server.clients if client in known]
+        server.state[self.key] = {
+            "head": clone(head.state_dict()),
+            "logits": {client: known[client] for client in order},
+            "rounds": {client: ages[client] for client in order},
+        }
+
+    def _server_loss(self, head: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of the server's head."""
+        features, logits, labels = batch
+        found = head(features)
+        return F.cross_entropy(found, labels) + self.server_alpha * kl(logits, found, self.temperature)
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send the logits of the client's samples to train with, or the head to score with."""
+        own = server.state.get(self.key, {})
+        if job.tag != TRAIN:
+            if "head" in own and self.deploy == "server":
+                message.extras[self.key] = {"head": own["head"]}
+        elif job.client in own.get("logits", {}):
+            age = server.round - own["rounds"][job.client]
+            if self.max_age is None or age <= self.max_age:
+                message.extras[self.key] = {"logits": own["logits"][job.client]}
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Do nothing: a client without the server's logits trains its task, like all in the first round."""
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def local_phases(self, client: Client) -> Iterable[Phase]:
+        """Train with the server's logits, if there are any."""
+        logits = client.message.extras.get(self.key, {}).get("logits")
+        if logits is None:
+            return [Phase()]
+        return [Phase(data=client.samples(logits), loss=self._loss)]
+
+    def _loss(self, client: Client, module: LightningModule, paired: Any, batch_idx: int) -> Tensor:
+        """Return the loss of a client."""
+        logits = logits_of(module, paired.batch)
+        labels = labels_of(paired.batch, self.key)
+        return F.cross_entropy(logits, labels) + self.alpha * kl(paired.targets.to(logits), logits, self.temperature)
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send features, logits and labels of all training samples, in the order of their numbers.
+
+        Raises:
+            FloatingPointError: If a feature or logit is not finite. The core then drops the update.
+        """
+        if client.message.tag != TRAIN or not client.steps:
+            return
+        labels = torch.cat([labels_of(batch, self.key) for batch in client.samples()])
+        classes = 0
+
+        def predict(module: LightningModule, batch: Any) -> Tensor:
+            nonlocal classes
+            classes = logits_of(module, batch).shape[1]
+            return self._predict(module, batch)
+
+        found = client.outputs(client.samples(), predict)
+        if not torch.isfinite(found).all():
+            raise FloatingPointError("its features or logits hold NaN or infinite values; lower the learning rate")
+        update.extras[self.key] = {
+            "features": found[:, :-classes].contiguous(),
+            "logits": found[:, -classes:].contiguous(),
+            "labels": labels,
+        }
+
+    def _predict(self, module: LightningModule, batch: Any) -> Tensor:
+        """Return features and logits of a batch, side by side."""
+        with FeatureTap(module, head_path(module, self.head)) as tap:
+            logits = logits_of(module, batch)
+            return torch.cat([rows(tap.features), logits], 1)
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """Return the extractor below the server's head; the small network before there is one, and at stage L2."""
+        entries = client.message.extras.get(self.key, {}).get("head")
+        if entries is None:
+            return client.module
+        module = client.copy_module()
+        outer, _, inner = head_path(module, self.head).rpartition(".")
+        sizes = [value.shape for name, value in entries.items() if name.endswith("weight")]
+        head = make_head(sizes[0][1], [size[0] for size in sizes[:-1]], sizes[-1][0], 0, self.key)
+        head.load_state_dict(entries)
+        setattr(module.get_submodule(outer), inner, head.to(module.device))
+        return module
+
+
+def make_head(width: int, hidden: Sequence[int], classes: int, seed: int, key: str) -> nn.Sequential:
+    """Return the server's head as it begins: a perceptron on flattened features, of the run's seed.
+
+    Example:
+        >>> make_head(8, [4], 3, 0, "FedGKT")(torch.zeros(2, 2, 4)).shape
+        torch.Size([2, 3])
+    """
+    sizes = [width, *hidden, classes]
+    layers: list[nn.Module] = [nn.Flatten()]
+    with isolated(seed, key, "head"):
+        for before, after in pairwise(sizes):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

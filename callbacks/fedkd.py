@@ -1,0 +1,316 @@
+"""FedKD: mutual distillation of adaptive strength, and updates of low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlightning.algorithm import (
+    Client,
+    Job,
+    Message,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightedMean,
+    WeightingName,
+    Wire,
+    module_state,
+)
+from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
+from fedlightning.wrappers.pair import JointLoss, Side, shared_entries
+
+FACTORS = ("u", "s", "v")
+
+
+class FedKD(SharedPeer):
+    r"""A private teacher and a small shared student learn from each other; the student's updates travel at low rank.
+
+    Wu, Wu, Lyu, Huang, Xie, "Communication-efficient federated learning via knowledge distillation", Nature Communications
+    13, 2022.
+
+    On every batch, with predictions `p_t` of the private teacher and `p_s` of the shared student, task losses `CE_t` and
+    `CE_s`, and `H` the mean squared difference of the teacher's representation and `W_h` times the student's:
+
+    * teacher: `CE_t + (KL(p_s || p_t) + H) / (CE_t + CE_s)`
+    * student: `CE_s + (KL(p_t || p_s) + H) / (CE_t + CE_s)`
+
+    so that models which are still bad learn less from each other. As in the authors' code nothing is detached: the gradient
+    of the sum of both goes through targets and denominator. A representation is the input of the head.
+
+    * *Up*: the change of every matrix of the student by its largest singular values, as few as hold a share `T` of the sum of
+      their squares; `T` grows from `energy_start` to `energy_end` over the rounds. `U, s, V` have `k (m + n + 1)` numbers;
+      where that is no less than `m n`, and for vectors, the entry itself is sent. Kernels count as matrices of their outputs.
+    * *Server*: the mean of the students, whose change is compressed in the same way: that is the next student.
+    * *Down*: its factors. A client that missed a round gets the whole student.
+    * State: teacher, `W_h` and the last student at each client.
+    * Deployed: the teacher. Stage G scores the student.
+
+    `energy_start = energy_end = 1` sends everything. `bytes_up` and `bytes_down` count the factors. The authors' code
+    multiplies the factors wrongly and may keep none; HtFLlib compresses parameters instead of changes. What trains
+    together, and how, is as in :class:`FML`; optimizers begin anew in every visit by default.
+
+    Args:
+        shared: The student: a LightningModule with the same classes. `None`: a copy of the client's own model, where all
+            have one architecture.
+        strength: Factor on the terms of distillation (paper: 1). 0: FedAvg of the student beside local training.
+        hidden: Compare representations, too (paper). Both heads must be linear layers.
+        detach: Stop the gradient at targets and denominator. `False`: authors' code.
+        energy_start: Share `T` in the first round, in (0, 1] (paper: 0.95).
+        energy_end: Share that `T` reaches after the last round (paper: 0.98).
+        head: Path of the layer of the private models that gives the logits. `None`: the last layer of each.
+        shared_head: The same of the student.
+        weighting: `"uniform"` (authors' code), `"samples"` or `"log"`.
+
+    Raises:
+        ValueError: If `strength` is negative, a share is outside (0, 1], or `shared` is no LightningModule.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.callbacks.fedkd import factors, product
+        >>> change = torch.outer(torch.ones(8), torch.arange(5.0))
+        >>> found = factors(change, energy=0.95)
+        >>> sum(part.numel() for part in found.values())
+        14
+        >>> torch.allclose(product(found, change.shape).float(), change, atol=1e-5)
+        True
+    """
+
+    rank = -10  # messages are whole again before others see them
+
+    def __init__(
+        self,
+        shared: LightningModule | None = None,
+        strength: float = 1.0,
+        hidden: bool = True,
+        detach: bool = False,
+        energy_start: float = 0.95,
+        energy_end: float = 0.98,
+        head: str | None = None,
+        shared_head: str | None = None,
+        weighting: WeightingName = "uniform",
+    ) -> None:
+        if not strength >= 0.0:
+            raise ValueError(f"FedKD got strength={strength}; the factor on a loss cannot be negative (paper: 1).")
+        for name, share in (("energy_start", energy_start), ("energy_end", energy_end)):
+            if not 0.0 < share <= 1.0:
+                raise ValueError(f"FedKD got {name}={share}; the share of the energy to keep is in (0, 1].")
+        self.shared = self.checked(shared)
+        self.strength = strength
+        self.hidden = hidden
+        self.detach = detach
+        self.energy_start = energy_start
+        self.energy_end = energy_end
+        self.head = head
+        self.shared_head = shared_head
+        self.weighting = weighting
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything can travel as factors."""
+        return min(self.energy_start, self.energy_end) < 1.0
+
+    def claims(self, role: str) -> bool:
+        """Decline what puts factors together where everything is sent."""
+        return super().claims(role) and (self.compresses or role not in ("reduce", "server_step"))
+
+    def joint_loss(self) -> JointLoss:
+        """Return the sum of the two losses."""
+        return AdaptiveLoss(self.strength, self.hidden, self.detach)
+
+    def uses_projection(self) -> bool:
+        """Return whether representations are compared."""
+        return self.hidden and self.strength > 0.0
+
+    def check(self, setup: Setup) -> None:
+        """Refuse what :class:`SharedPeer` does, and callbacks that read or change what a client sends.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
+        super().check(setup)
+        for other in setup.callbacks:
+            if other is not self and other.takes_part and self.compresses:
+                if other.claims("on_send"):
+                    raise ValueError(
+                        f"FedKD sends a client's update as factors of low rank, which {other.key} does not know. Remove "
+                        f"{other.key}, or set energy_start=1 and energy_end=1: then nothing is compressed."
+                    )
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare the factors of every matrix of the student; down also the share of energy and the student's number."""
+        state = module_state(module)
+        spec: dict[str, tuple[int, ...]] = {}
+        for name in shared_entries(module):
+            if is_matrix(state[name]):
+                rows, columns = state[name].flatten(1).shape
+                spec |= {f"{name}/u": (rows, -1), f"{name}/s": (-1,), f"{name}/v": (-1, columns)}
+        return Wire(down={**spec, "energy": "scalar", "version": "scalar"}, up={**spec}) if self.compresses else Wire()
+
+    def energy(self, server: Server) -> float:
+        """Return `T` of this round: `energy_start + (energy_end - energy_start) t / T_total`."""
+        return self.energy_start + (self.energy_end - self.energy_start) * server.round / server.max_rounds
+
+    # -- server to client ----------------------------------------------------------------------------------------------
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send the last change of the student at low rank, to a client that has what came before."""
+        if not self.compresses:
+            return
+        own = server.state.get(self.key, {})
+        version, there = own.get("version", 0), own.get("there", {}).get(job.client)
+        extras = message.extras[self.key] = {"energy": self.energy(server), "version": version}
+        change: Mapping[str, Tensor] = own.get("change", {})
+        if there is None or there not in (version, version - 1):
+            return
+        matrices = {name.rpartition("/")[0] for name in change}
+        if there == version - 1:
+            extras.update(change)
+        message.state = {name: value for name, value in message.state.items() if name not in matrices}
+
+    def on_receive(self, client: Client, message: Message) -> None:
+        """Add the change to the student that the client has."""
+        extras, own = message.extras.get(self.key), client.state.get(self.key)
+        if own is None or extras is None:
+            return
+        missing = [name for name in own["student"] if name not in message.state]
+        change = {} if own["version"] == extras["version"] else extras
+        for name in missing:
+            value = own["student"][name]
+            if f"{name}/u" in change:
+                value = value + product(_factors_in(change, name), value.shape).to(value)
+            message.state[name] = client.received[name] = value
+
+    # -- client to server ----------------------------------------------------------------------------------------------
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send changes of matrices at low rank, and keep the student that came."""
+        if not client.steps or not self.compresses:
+            return
+        extras: dict[str, Tensor] = {}
+        state, sent = dict(update.state), client.message.extras[self.key]
+        for name, value in update.state.items():
+            if is_matrix(value) and name in client.received and len(state) > 1:  # an update has one entry at least
+                found = factors(value - client.received[name].to(value), float(sent["energy"]))
+                if found is not None:
+                    extras |= {f"{name}/{part}": factor for part, factor in found.items()}
+                    del state[name]
+        update.state = state
+        update.extras[self.key] = extras
+        client.state[self.key] = {"student": dict(client.received), "version": int(sent["version"])}
+
+    def on_update(self, server: Server, update: Update) -> None:
+        """Note which student the client has."""
+        if self.compresses and update.steps:
+            own = server.state.get(self.key, {})
+            there = {**own.get("there", {}), update.client: own.get("version", 0)}
+            server.state[self.key] = {**own, "there": there}
+
+    def reduce(self, server: Server, updates: list[Update]) -> State:
+        """Return the mean of the students, put together again."""
+        old, mean = server.models[server.combining], WeightedMean()
+        for update in updates:
+            extras, state = update.extras.get(self.key, {}), dict(update.state)
+            for name in dict.fromkeys(entry.rpartition("/")[0] for entry in extras):
+                state[name] = old[name] + product(_factors_in(extras, name), old[name].shape).to(old[name])
+            mean.add(state, server.weight(update))
+        return mean.result()
+
+    def server_step(self, server: Server, old: State, reduced: State) -> State:
+        """Return the old student with the mean change at low rank; entries that do not get smaller are the mean itself."""
+        own, new = server.state.get(self.key, {}), dict(reduced)
+        change: State = {}
+        for name, value in reduced.items():
+            found = factors(value - old[name], self.energy(server)) if is_matrix(value) else None
+            if found is not None:
+                change |= {f"{name}/{part}": factor for part, factor in found.items()}
+                new[name] = old[name] + product(found, value.shape).to(value)
+        server.state[self.key] = {**own, "version": own.get("version", 0) + 1, "change": change}
+        return new
+
+    def on_clients_join(self, server: Server, clients: object) -> None:
+        """Do nothing: a client without a student gets the whole one."""
+
+
+@dataclass(frozen=True)
+class AdaptiveLoss:
+    """The sum of the losses of teacher and student.
+
+    Attributes:
+        strength: Factor on the terms of distillation.
+        hidden: Compare representations.
+        detach: Stop the gradient at targets and denominator.
+
+    Example:
+        >>> side = Side(torch.tensor(0.5), torch.tensor([[2.0, -1.0]]), torch.zeros(1, 3))
+        >>> other = Side(torch.tensor(1.5), torch.tensor([[-1.0, 2.0]]), torch.ones(1, 3))
+        >>> AdaptiveLoss(strength=1.0, hidden=True, detach=False)(side, other, nn.Identity())
+        tensor(5.7154)
+    """
+
+    strength: float
+    hidden: bool
+    detach: bool
+
+    def __call__(self, own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+        """Return `CE_t + CE_s + (KL(p_s || p_t) + KL(p_t || p_s) + 2 H) / (CE_t + CE_s)`."""
+        task = own.loss + shared.loss
+        if self.strength == 0.0:
+            return task
+        terms = divergence(shared.logits, own.logits, self.detach) + divergence(own.logits, shared.logits, self.detach)
+        if self.hidden and project is not None:
+            mapped = project(shared.features).to(own.features)
+            if self.detach:
+                terms = terms + F.mse_loss(own.features, mapped.detach()) + F.mse_loss(mapped, own.features.detach())
+            else:
+                terms = terms + 2.0 * F.mse_loss(own.features, mapped)
+        scale = (task.detach() if self.detach else task).clamp_min(1e-6)
+        return task + self.strength * terms / scale
+
+
+def is_matrix(value: Tensor) -> bool:
+    """Return whether an entry can be sent as factors: floating-point, of two dimensions or more."""
+    return value.ndim >= 2 and value.is_floating_point()
+
+
+def factors(change: Tensor, energy: float) -> dict[str, Tensor] | None:
+    """Return `u`, `s`, `v` with the fewest largest singular values whose squares sum up to a share of all squares.
+
+    Args:
+        change: A matrix, or a kernel whose first dimension are its outputs.
+        energy: The share, in (0, 1].
+
+    Returns:
+        `u` `(m, k)`, `s` `(k,)` and `v` `(k, n)`; `None` where they have no fewer numbers than the matrix.
+
+    Example:
+        >>> factors(torch.eye(4), energy=0.95) is None, factors(torch.zeros(4, 4), energy=0.95)["s"].shape
+        (True, torch.Size([0]))
+    """
+    matrix = change.detach().flatten(1)
+    if energy >= 1.0:
+        return None
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    held = s.square().cumsum(0)
+    count = int((held < energy * held[-1]).sum()) + 1 if len(s) and held[-1] > 0 else 0
+    if count * (sum(matrix.shape) + 1) >= matrix.numel():
+        return None
+    return {
+        "u": u[:, :count].to(change.dtype).contiguous(),
+        "s": s[:count].to(change.dtype).contiguous(),
+        "v": v[:count].to(change.dtype).contiguous(),
+    }
+
+
+def product(found: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
+    """Return `u diag(s) v` in a shape, in fp64, so that server and client add the same bits whatever their threads."""
+    u, s, v = (found[part].double() for part in FACTORS)
+    return ((u * s) @ v).reshape(shape)
+
+
+def _factors_in(extras: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {part: extras[f"{name}/{part}"] for part in FACTORS}

@@ -1,0 +1,194 @@
+"""FedMD: each client digests the mean of all clients' logits on public data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Phase, Plan, Server, Setup, Update, Wire
+from fedlightning.callbacks.shared.distillation import check_public_logits, kl, logits_of, mean_rows
+from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+
+SCORES, TRANSFER, DIGEST = "scores", "transfer", "digest"
+ROUNDING = 1e-6
+"""Share of a logit by which two batches that hold the same sample may differ."""
+
+
+class FedMD(FederatedCallback):
+    """Logits on public data travel, models do not: clients digest the mean of their class scores, then train on their own.
+
+    Li, Wang, "FedMD: heterogenous federated learning via model distillation", NeurIPS workshop on federated learning for
+    data privacy and confidentiality, 2019. The authors' code (diogenes0319/FedMD_clean) sends logits, and takes the mean
+    absolute error for the digest.
+
+    * First visit of a client, transfer learning: `transfer_epochs` of its own task on the labelled public data, then its
+      local training. It takes the place of an exchange, so `R` rounds have `R - 1` of them.
+    * Every round: the server draws `public_samples` ids of public data; each participant that has had its first visit
+      sends its logits on them, in eval mode; the server takes their mean.
+    * Client: the digest, `digest_epochs` on these samples with the loss `mean |f(x) - consensus(x)|`; then the revisit, its
+      local training.
+    * Down: the ids, and the consensus, a row of `C` numbers for each id. Up: as many rows. No weight of a model ever travels.
+    * State: the whole model at each client; at the server which clients have had their first visit.
+    * Deployed: the client's model. There is no global model.
+
+    Consensus and digest are of one round, so a client that returns digests nothing that is old. Without transfer learning and
+    digest it is local training; alone, a client digests its own logits.
+
+    Args:
+        public_samples: Public samples of a round. Default 5000 (paper); all, if there are not more.
+        transfer_epochs: Epochs on labelled public data in a client's first visit. 0: no transfer learning, and the exchange
+            begins in round 1; then the public data need no labels. Default 20 (the authors: at most 25, until nothing
+            improves).
+        digest_epochs: Epochs of the digest. Default 1 (authors).
+        digest_batch_size: Batch size of the digest. Default 256 (authors). `None`: that of the public data.
+        digest_lr_factor: Factor on the module's learning rates in the digest.
+        digest_loss: `"mae"` (authors), `"mse"`, or `"kl"`, the divergence of the two softmax distributions.
+        weighting: `"uniform"` mean of the participants' logits (authors) or by their `"samples"`.
+
+    Raises:
+        ValueError: If a number is negative or 0 where it cannot be, or `digest_loss` or `weighting` is unknown.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import FedMD
+        >>> module = nn.Linear(2, 3)
+        >>> FedMD().shared_names(None, module), FedMD().wire(module).up
+        ([], {'logits': (-1, -1)})
+    """
+
+    mixes_architectures = True
+    no_newcomers = "shares logits on public data and no model, and has no model for a client that never trained"
+
+    def __init__(
+        self,
+        public_samples: int = 5000,
+        transfer_epochs: int = 20,
+        digest_epochs: int = 1,
+        digest_batch_size: int | None = 256,
+        digest_lr_factor: float = 1.0,
+        digest_loss: Literal["mae", "mse", "kl"] = "mae",
+        weighting: Literal["uniform", "samples"] = "uniform",
+    ) -> None:
+        for name, value, least in (
+            ("public_samples", public_samples, 1),
+            ("transfer_epochs", transfer_epochs, 0),
+            ("digest_epochs", digest_epochs, 0),
+            ("digest_batch_size", digest_batch_size or 1, 1),
+            ("digest_lr_factor", digest_lr_factor, 0),
+        ):
+            if value < least:
+                raise ValueError(f"FedMD got {name}={value}; use {least} or more.")
+        if digest_loss not in ("mae", "mse", "kl"):
+            raise ValueError(f"FedMD got digest_loss={digest_loss!r}. Use 'mae', 'mse' or 'kl'.")
+        if weighting not in ("uniform", "samples"):
+            raise ValueError(f"FedMD got weighting={weighting!r}. Use 'uniform' or 'samples'.")
+        self.public_samples = public_samples
+        self.transfer_epochs = transfer_epochs
+        self.digest_epochs = digest_epochs
+        self.digest_batch_size = digest_batch_size
+        self.digest_lr_factor = digest_lr_factor
+        self.digest_loss = digest_loss
+        self.weighting = weighting
+
+    def check(self, setup: Setup) -> None:
+        """Refuse missing public data, models without logits, and callbacks on a model.
+
+        Raises:
+            ValueError: If public data are missing or of another shape, have no labels for the transfer learning, or `forward`
+                gives no logits for them. Also if another callback works on a model that travels, or keeps something beside
+                one.
+        """
+        refuse_without_a_model(self, setup)
+        refuse_what_stays(self, setup)
+        check_public_logits(self.key, setup, labels=self.transfer_epochs > 0)
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return nothing: no weight travels."""
+        return []
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare ids and consensus down, logits up."""
+        return Wire(down={"ids": (-1,), "consensus": (-1, -1)}, up={"logits": (-1, -1)})
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Collect logits of those that have had their first visit, then let everybody train."""
+        own = server.state.get(self.key, {})
+        clients, ready = server.participants(), list(own.get("ready", []))
+        known = [client for client in clients if client in ready or not self.transfer_epochs]
+        new = [client for client in clients if client not in known]
+        rows: dict[str, Tensor] = {}
+        if known and self.digest_epochs:
+            server.state[self.key] = {"ready": ready, "ids": server.public_ids(self.public_samples)}
+            sent = yield [Job(client, work=0, tag=SCORES) for client in known]
+            rows = {update.client: update.extras[self.key]["logits"] for update in sent if update.error is None}
+        if rows:
+            weights = {client: server.num_samples[client] if self.weighting == "samples" else 1 for client in rows}
+            server.state[self.key] |= {"consensus": mean_rows(rows, weights, self.key)}
+        tags = dict.fromkeys(known, DIGEST if rows else "") | dict.fromkeys(new, TRANSFER)
+        trained = yield [Job(client, tag=tags[client]) for client in clients]
+        ready += [update.client for update in trained if update.error is None and update.client in new]
+        server.state[self.key] = {"ready": ready}
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send the ids, and for the digest the consensus."""
+        own = server.state.get(self.key, {})
+        names = {SCORES: ("ids",), DIGEST: ("ids", "consensus")}.get(job.tag, ())
+        if names:
+            message.extras[self.key] = {name: own[name] for name in names}
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Do nothing: their first visit is like everybody's."""
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def local_phases(self, client: Client) -> Iterable[Phase]:
+        """Split a visit into transfer learning or digest, and local training."""
+        tag = client.message.tag
+        if tag == TRANSFER:
+            yield Phase(TRANSFER, data="public", work=self.transfer_epochs, unit="epochs", federated=False)
+        elif tag == DIGEST:
+            payload = client.message.extras[self.key]
+            loader = client.public(
+                payload["ids"], targets=payload["consensus"], batch_size=self.digest_batch_size, shuffle=True
+            )
+            yield Phase(
+                DIGEST,
+                data=loader,
+                loss=self._distance,
+                work=self.digest_epochs,
+                unit="epochs",
+                lr_factor=self.digest_lr_factor,
+                federated=False,
+            )
+        yield Phase()
+
+    def _distance(self, client: Client, module: LightningModule, paired: Any, batch_idx: int) -> Tensor:
+        """Return the loss of the digest."""
+        logits = logits_of(module, paired.batch)
+        target = paired.targets.to(logits)
+        if self.digest_loss == "kl":
+            return kl(target, logits)
+        if self.digest_loss == "mse":
+            return F.mse_loss(logits, target)
+        apart = logits - target
+        # the slope of |x| is 1 however small x is: without this, rounding would move a model that agrees already
+        return (apart * (apart.abs() > ROUNDING * (1 + target.abs()))).abs().mean()
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send logits, if they are asked for.
+
+        Raises:
+            FloatingPointError: If a logit is not finite. The core then leaves the client out.
+        """
+        if client.message.tag != SCORES:
+            return
+        loader = client.public(client.message.extras[self.key]["ids"], batch_size=self.digest_batch_size)
+        logits = client.outputs(loader, logits_of)
+        if not torch.isfinite(logits).all():
+            raise FloatingPointError("its logits on public data hold NaN or infinite values; lower the learning rate")
+        update.extras[self.key] = {"logits": logits}

@@ -1,0 +1,115 @@
+"""FML: federated mutual learning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fedlightning.algorithm import WeightingName
+from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
+from fedlightning.wrappers.pair import JointLoss, Side
+
+
+class FML(SharedPeer):
+    """A private model of any architecture and a small shared one learn from each other; only the shared one travels.
+
+    Shen, Zhang, Jia, Zhang, Huang, Zhou, Kuang, Wu, Wu, "Federated mutual learning", arXiv 2006.16765, 2020.
+
+    On every batch, with the private model's prediction `p` and the shared ("meme") model's `q`, targets without gradient and
+    KL a mean over the batch:
+
+    * private: `alpha CE + (1 - alpha) KL(q || p)`
+    * shared: `beta CE + (1 - beta) KL(p || q)`
+
+    `CE` is whatever loss the `training_step` of each model gives.
+
+    * Down: the shared model. Up: the client's, averaged uniformly.
+    * State: the private model at each client.
+    * Deployed: the private model. Stage G scores the shared one, which is also a global model for those who never trained.
+
+    `alpha = beta = 1` is local training of the private models beside FedAvg (uniform) of the shared one. Both models take one
+    optimizer step together, with the parameter groups that each configures; gradients are clipped apart. The private model's
+    optimizer goes on from visit to visit and the shared one's begins anew (paper), unless the trainer is told
+    `optimizer_state="reset"`, which is faster. What is logged in training is the private model's. The authors' main script
+    has fork and merge commented out, and HtFLlib detaches no target and divides KL by the number of classes, too; neither is
+    done here.
+
+    Args:
+        shared: The LightningModule that all clients share, with the same classes as theirs. `None`: a copy of the client's
+            own, where all have one architecture; the two then start equal.
+        alpha: Share of the task's loss for the private model, in [0, 1] (paper: 0.5).
+        beta: Share of the task's loss for the shared model, in [0, 1] (paper: 0.5).
+        detach: Stop the gradient at the targets (authors' code). `False`: HtFLlib.
+        head: Path of the layer of the private models that gives the logits. `None`: the last layer of each.
+        shared_head: The same of the shared model.
+        weighting: `"uniform"` (paper), `"samples"` or `"log"`.
+
+    Raises:
+        ValueError: If `alpha` or `beta` is outside [0, 1], or `shared` is no LightningModule.
+
+    Example:
+        >>> from fedlightning.callbacks import FML
+        >>> from fedlightning.models import MLP, Classifier
+        >>> FML(shared=Classifier(MLP(64, [16], 10), num_classes=10)).alpha
+        0.5
+    """
+
+    optimizer_state = "keep"
+
+    def __init__(
+        self,
+        shared: LightningModule | None = None,
+        alpha: float = 0.5,
+        beta: float = 0.5,
+        detach: bool = True,
+        head: str | None = None,
+        shared_head: str | None = None,
+        weighting: WeightingName = "uniform",
+    ) -> None:
+        for name, share in (("alpha", alpha), ("beta", beta)):
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"FML got {name}={share}; the share of the task's loss is in [0, 1] (paper: 0.5).")
+        self.shared = self.checked(shared)
+        self.alpha = alpha
+        self.beta = beta
+        self.detach = detach
+        self.head = head
+        self.shared_head = shared_head
+        self.weighting = weighting
+
+    def joint_loss(self) -> JointLoss:
+        """Return the sum of the two losses."""
+        return MutualLoss(self.alpha, self.beta, self.detach)
+
+
+@dataclass(frozen=True)
+class MutualLoss:
+    """The sum of the two losses of mutual learning.
+
+    Attributes:
+        alpha: Share of the task's loss for the private model.
+        beta: Share of the task's loss for the shared model.
+        detach: Stop the gradient at the targets.
+
+    Example:
+        >>> import torch
+        >>> side = Side(torch.tensor(0.5), torch.tensor([[2.0, -1.0]]), torch.zeros(1, 3))
+        >>> MutualLoss(alpha=0.5, beta=0.25, detach=True)(side, side, None)
+        tensor(0.3750)
+    """
+
+    alpha: float
+    beta: float
+    detach: bool
+
+    def __call__(self, own: Side, shared: Side, project: nn.Module | None) -> Tensor:
+        """Return `alpha CE + (1 - alpha) KL(q || p) + beta CE + (1 - beta) KL(p || q)`."""
+        return self.part(own, shared, self.alpha) + self.part(shared, own, self.beta)
+
+    def part(self, learner: Side, teacher: Side, share: float) -> Tensor:
+        """Return the loss of one of the two models."""
+        if share == 1.0:  # a target that is not finite must not matter
+            return learner.loss
+        return share * learner.loss + (1.0 - share) * divergence(teacher.logits, learner.logits, self.detach)

@@ -1,0 +1,267 @@
+"""pFedHR: clients' networks are taken apart at the server and put together anew, to teach them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fedlightning.algorithm import (
+    Client,
+    FederatedCallback,
+    Job,
+    Message,
+    Plan,
+    Server,
+    Setup,
+    State,
+    Update,
+    Wire,
+    first_nonfinite,
+    warn,
+)
+from fedlightning.callbacks.pfedhr_server import Reassembly
+from fedlightning.callbacks.shared.blocks import check_cut, cut
+from fedlightning.callbacks.shared.distillation import both_classes, check_public_logits, inputs_of, kl
+from fedlightning.callbacks.shared.representations import features_at_start, head_path
+from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.callbacks.shared.stitching import BLOCKS, Stitched, rebuild
+from fedlightning.wrappers import FeatureTap
+
+
+class pFedHR(FederatedCallback):
+    """Heterogeneous model reassembly: parts of all clients' networks make each client a teacher.
+
+    Wang (J.), Yang, Cui, Che, Lyu, Xu, Ma, "Towards personalized federated learning via heterogeneous model reassembly",
+    NeurIPS 2023. The authors' code is JackqqWang/pfedHR.
+
+    Clients send their whole networks, of any architecture. On public data the server then
+
+    * takes each apart into blocks, a layer with what follows it, and records what goes in and comes out (`X`, `Y`);
+    * groups all blocks by function: `dis(a, b) = 1 / (CKA(X_a, X_b) + CKA(Y_a, Y_b))`, into `num_groups`;
+    * draws `num_candidates` networks: with a block of every group, all operations (`conv`, `fc`) that there are, a number of
+      blocks within `depths`, in natural order (convolutions first, each kind by depth);
+    * puts a linear layer with ReLU where shapes do not fit, and a new classifier at the end if there is none;
+    * fine-tunes them: cross entropy where public data have labels; else NT-Xent of two augmented views;
+    * gives each client the candidate with the largest mean cosine of logits with its own network.
+
+    Client, from its next visit on: `loss = task + lam KL( softmax(candidate) || softmax(f) )`, the candidate frozen. It
+    keeps the candidate that it was given last until it takes part again. Its first visit has no term, and with `lam=0`
+    nothing travels: local training.
+
+    * Down: the candidate, as a table (which blocks of which architectures) and its tensors. Up: the client's network.
+    * State: the whole model at each client; each client's candidate at the server.
+    * Deployed: the client's model. There is no global model.
+
+    The server sees every client's network: this method does not go with secret sums.
+
+    A network must be a chain of layers, or have a method `blocks()` that returns its parts in order. The authors' code sorts
+    layers by the last digit of their names, pools activations to one width to take means of them, and takes the cross entropy
+    to raw logits; here depth is counted, CKA compares any widths, and the divergence is between distributions.
+
+    Args:
+        lam: Weight of the distillation term. Default 0.1 (authors' code).
+        num_groups: `K`. Default 2 (authors' code; paper: 4).
+        num_candidates: `M`. Default 4.
+        depths: Least and most blocks of a candidate. Default 4 and 6 (authors' code); all blocks, if there are fewer.
+        fine_tune_epochs: Epochs over the public data. 0: stitches stay as they were drawn. Default 3.
+        fine_tune_lr: Learning rate of Adam. Default 1e-3.
+        batch_size: Batch size of the fine-tuning. `None`: that of the public data. Default 8 (authors' code).
+        labels: Whether the labels of public data are used. `None` (default): if there are any.
+        temperature: Of NT-Xent. Default 0.5.
+        noise: Noise of the augmented views, over the standard deviation of the batch. Images are shifted besides.
+        grouping: `"medoids"` (k-medoids) or `"means"` (k-means in the space where products are CKA).
+        relu: Stitches end with ReLU (paper); `False`: linear (authors' code).
+        tune_models: Fine-tune copies of the clients' networks too before they are compared (authors' code).
+        cka_samples: Public samples on which blocks are compared; all, if there are not more.
+        max_stitch: Most weights of one stitch. Candidates that need larger ones are not built.
+        head: Path of the submodule that gives the logits (`"net.fc"`). `None`: the last layer.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+
+    Example:
+        >>> from torch import nn
+        >>> from fedlightning.callbacks import pFedHR
+        >>> module = nn.Linear(2, 3)
+        >>> pFedHR().shared_names(None, module), pFedHR().wire(module).down
+        ([], {'candidate': 'tensors'})
+    """
+
+    mixes_architectures = True
+    no_newcomers = "lets each client train a model of its own, and has none for a client that never trained"
+
+    def __init__(
+        self,
+        lam: float = 0.1,
+        num_groups: int = 2,
+        num_candidates: int = 4,
+        depths: tuple[int, int] = (4, 6),
+        fine_tune_epochs: int = 3,
+        fine_tune_lr: float = 1e-3,
+        batch_size: int | None = 8,
+        labels: bool | None = None,
+        temperature: float = 0.5,
+        noise: float = 0.1,
+        grouping: Literal["medoids", "means"] = "medoids",
+        relu: bool = True,
+        tune_models: bool = False,
+        cka_samples: int = 128,
+        max_stitch: int = 10_000_000,
+        head: str | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("lam", lam, 0),
+            ("num_groups", num_groups, 1),
+            ("num_candidates", num_candidates, 1),
+            ("fine_tune_epochs", fine_tune_epochs, 0),
+            ("batch_size", 2 if batch_size is None else batch_size, 2),
+            ("noise", noise, 0),
+            ("cka_samples", cka_samples, 2),
+            ("max_stitch", max_stitch, 1),
+        ):
+            if value < least:
+                raise ValueError(f"pFedHR got {name}={value}; use {least} or more.")
+        for name, number in (("fine_tune_lr", fine_tune_lr), ("temperature", temperature)):
+            if not number > 0:
+                raise ValueError(f"pFedHR got {name}={number}; use a number above 0.")
+        if len(depths) != 2 or not 1 <= depths[0] <= depths[1] or depths[1] < num_groups:
+            raise ValueError(
+                f"pFedHR got depths={depths} with num_groups={num_groups}. Give the least and the most blocks of a "
+                "candidate; it has one of every group at least."
+            )
+        if grouping not in ("medoids", "means"):
+            raise ValueError(f"pFedHR got grouping={grouping!r}. Use 'medoids' or 'means'.")
+        self.lam = lam
+        self.num_groups = num_groups
+        self.num_candidates = num_candidates
+        self.depths = depths
+        self.fine_tune_epochs = fine_tune_epochs
+        self.fine_tune_lr = fine_tune_lr
+        self.batch_size = batch_size
+        self.labels = labels
+        self.temperature = temperature
+        self.noise = noise
+        self.grouping = grouping
+        self.relu = relu
+        self.tune_models = tune_models
+        self.cka_samples = cka_samples
+        self.max_stitch = max_stitch
+        self.head = head
+
+    def claims(self, role: str) -> bool:
+        """Decline the loss term where it is 0."""
+        return super().claims(role) and not (role == "training_loss" and self.lam == 0)
+
+    def check(self, setup: Setup) -> None:
+        """Refuse missing public data, networks that cannot be taken apart, and callbacks on a model that travels.
+
+        Raises:
+            ValueError: If public data are missing, have no labels where `labels=True`, or inputs that are no numbers to
+                calculate with; if `forward` gives no logits; if a network is no chain of layers and has no `blocks()`. Also
+                if another callback works on a model that travels, or keeps something beside one.
+        """
+        refuse_without_a_model(self, setup)
+        refuse_what_stays(self, setup)
+        check_public_logits(self.key, setup, labels=bool(self.labels))
+        features_at_start(setup, self.feature_taps, self.key)
+        x = inputs_of(setup.public_batch(), self.key)
+        if not x.is_floating_point():
+            raise ValueError(
+                f"{self.key} puts linear layers between blocks, and needs inputs that are floating-point numbers; those of "
+                f"public data are {x.dtype}."
+            )
+        if setup.public_size() < 2:
+            raise ValueError(f"{self.key} compares blocks on public data, and needs two samples or more.")
+        check_cut(self.key, setup.module, x.to(next(setup.module.parameters()).dtype)[:8])
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return nothing: clients' models are not averaged. They travel whole, beside the message's own entries."""
+        return []
+
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare the candidate down, the client's model up."""
+        return Wire(down={"candidate": "tensors"}, up={"model": "state"})
+
+    def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
+        """Tap the logits: the output of the head."""
+        return {"logits": FeatureTap(module, head_path(module, self.head), at="output")}
+
+    # -- client --------------------------------------------------------------------------------------------------------
+    def training_loss(
+        self, client: Client, module: LightningModule, batch: Any, loss: Tensor, features: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return `task + lam KL(candidate || model)`."""
+        payload = client.message.extras.get(self.key)
+        if payload is None:
+            return loss
+        x = inputs_of(batch, self.key)
+        if self.key not in client.scratch:
+            client.scratch[self.key] = self._teacher(client, payload["candidate"], x)
+        with torch.no_grad():
+            target = both_classes(client.scratch[self.key](x))
+        return loss + self.lam * kl(target, both_classes(features["logits"]))
+
+    def _teacher(self, client: Client, described: Mapping[str, Tensor], x: Tensor) -> Stitched:
+        """Return the candidate, frozen, on the device of the inputs."""
+        needed = {int(index) for index, _ in described[BLOCKS]}
+        parts = {}
+        for index in needed:
+            module = client.module_of(client.architectures[index])
+            parts[index] = cut(module, x[:2].to("cpu", next(module.parameters()).dtype))
+        return rebuild(described, parts, self.relu).to(x.device).eval().requires_grad_(False)
+
+    def on_send(self, client: Client, update: Update) -> None:
+        """Send the whole model.
+
+        Raises:
+            FloatingPointError: If an entry is not finite. The core then drops the update.
+        """
+        if not client.steps or self.lam == 0:
+            return
+        state = client.model_state()
+        if (bad := first_nonfinite(state)) is not None:
+            raise FloatingPointError(f"'{bad}' of its model holds NaN or infinite values; lower the learning rate")
+        update.extras[self.key] = {"model": state}
+
+    # -- server --------------------------------------------------------------------------------------------------------
+    def plan_round(self, server: Server) -> Plan:
+        """Plan ordinary visits. When all are back, each of these clients is given a candidate."""
+        sent = yield [Job(client, keep=self.lam > 0) for client in server.participants()]
+        models = {
+            update.client: update.extras[self.key]["model"]
+            for update in sent
+            if update.error is None and self.key in update.extras
+        }
+        if models:
+            self._reassemble(server, models)
+
+    def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
+        """Send the candidate that the client was given last. Evaluation needs none."""
+        own = server.state.get(self.key)
+        if own is not None and job.client in own["given"] and job.work != 0:
+            message.extras[self.key] = {"candidate": own["candidates"][own["given"][job.client]]}
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Do nothing: clients that have sent no model have no candidate, and begin like all others."""
+
+    def _reassemble(self, server: Server, models: Mapping[str, State]) -> None:
+        """Make candidates out of the models that came, and note which one each of these clients gets."""
+        made = Reassembly(self, server, models)
+        if not made.candidates:
+            warn(
+                f"Round {server.round + 1}: {self.key} found no candidate that keeps the rules with depths={self.depths} and "
+                f"max_stitch={self.max_stitch}; clients keep the ones they have. Allow other depths, or larger stitches."
+            )
+            return
+        own = server.state.get(self.key, {"candidates": {}, "given": {}})
+        given = {**own["given"], **made.given}
+        given = {client: given[client] for client in server.clients if client in given}
+        every = own["candidates"] | made.candidates
+        server.state[self.key] = {
+            "candidates": {key: every[key] for key in sorted(set(given.values()))},
+            "given": given,
+        }

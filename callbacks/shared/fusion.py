@@ -1,0 +1,250 @@
+"""Fusing clients' models by distillation: one model for each architecture, taught by an ensemble on public data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    SyncBatchNorm,
+)
+
+from fedlightning.algorithm import (
+    GLOBAL,
+    FederatedCallback,
+    Server,
+    Setup,
+    State,
+    Update,
+    clone,
+    generator,
+    module_state,
+)
+from fedlightning.callbacks.shared.distillation import check_public_logits, kl, logits_of
+from fedlightning.callbacks.shared.representations import labels_of
+from fedlightning.callbacks.shared.server_models import refuse_parts_of_models
+
+Member = tuple[str, State]
+"""A model of an ensemble: the key of the server's model whose architecture it has, and its entries."""
+NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
+"""Layers with running statistics."""
+OTHER_WAYS = ("plan_round", "reduce", "global_module", "shared_names")
+"""What a callback has that makes the server's models in another way, or of parts of models."""
+TINY = 1e-30
+"""Least probability of a mean of probabilities: its logarithm must be finite."""
+
+
+class EnsembleFusion(FederatedCallback):
+    """Base of methods in which the server distils an ensemble of the returned models into their mean.
+
+    The server keeps one model for each architecture that clients have, under the architecture's name; that of the global
+    model's architecture is the global one. When a round's mean of an architecture is there, it becomes a student, and the
+    ensemble of *all* architectures its teacher: `loss = T^2 KL(softmax(t(x) / T) || softmax(f(x) / T))` on public data, where
+    the teachers' outputs on all public samples are found once a round, in eval mode.
+
+    A subclass says who is in the ensemble (:meth:`ensemble`) and how the student is trained (:meth:`distil`); it has the
+    arguments `combine`, `temperature`, `validation` and `update_statistics` of :class:`~fedlightning.callbacks.FedDF`.
+    """
+
+    mixes_architectures = True
+    batch_size: int
+    combine: Literal["logits", "probabilities"]
+    temperature: float
+    validation: float
+    update_statistics: bool
+
+    @property
+    def distils(self) -> bool:
+        """Whether there is anything to do beside the mean."""
+        raise NotImplementedError
+
+    def ensemble(self, server: Server) -> list[Member]:
+        """Return the ensemble of this round."""
+        raise NotImplementedError
+
+    def distil(self, server: Server, student: LightningModule, loader: Any, loss: Any) -> None:
+        """Train a student in place.
+
+        Args:
+            server: The server; `server.combining` is the key of the student's model.
+            student: The mean of its architecture.
+            loader: Batches of public data with the ensemble's outputs.
+            loss: Function of module and batch.
+        """
+        raise NotImplementedError
+
+    # -- before round 1 ------------------------------------------------------------------------------------------------
+    def check(self, setup: Setup) -> None:
+        """Refuse missing public data, models without logits, and callbacks with another way to the next model.
+
+        Raises:
+            ValueError: If public data are missing or of another shape, have no labels for the validation, or `forward` gives
+                no logits for them. Also if another callback reduces updates, plans rounds, or sends parts of models.
+        """
+        refuse_parts_of_models(self, setup)
+        for other in setup.callbacks:
+            if other is not self and other.takes_part and any(map(other.claims, OTHER_WAYS)):
+                raise ValueError(
+                    f"{self.key} fuses the whole models that participants send once a round into one for each architecture, "
+                    f"and {other.key} has another way to the server's models. Remove {other.key} or {self.key}."
+                )
+        check_public_logits(self.key, setup, labels=self.validation > 0)
+
+    def on_federation_start(self, server: Server) -> None:
+        """Make the models.
+
+        Raises:
+            ValueError: If parts of the model stay with the clients, or the global model's architecture is nobody's.
+        """
+        names = {server.architecture_of(client).name for client in server.clients}
+        if (own := server.architecture().name) not in names:
+            raise ValueError(
+                f"{self.key} fuses a model for each architecture that clients have, and '{own}' is the server's alone. Leave "
+                "server=... of ClientModels out."
+            )
+        for client in server.held_out:
+            if server.architecture_of(client).name not in names:
+                raise ValueError(
+                    f"{self.key} has no model for the held-out client '{client}': nobody who trains has its architecture "
+                    f"'{server.architecture_of(client).name}'. Assign it another one."
+                )
+        for client in server.clients:
+            self._make_model(server, client)
+            if server.float_buffers == "local":
+                raise ValueError(
+                    f"{self.key} makes teachers of whole models, and float_buffers='local' keeps a part of each at its "
+                    "client. Use float_buffers='average'."
+                )
+
+    def _make_model(self, server: Server, client: str) -> None:
+        key = self.model_of(server, client)
+        if key not in server.models:
+            server.add_model(key, key)
+
+    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+        """Make a model for an architecture that nobody had so far."""
+        for client in clients:
+            self._make_model(server, client)
+
+    def model_of(self, server: Server, client: str) -> str:
+        """Return the model of the client's architecture."""
+        own = server.architecture_of(client)
+        return GLOBAL if own is server.architecture() else own.name
+
+    # -- in a round ----------------------------------------------------------------------------------------------------
+    def on_update(self, server: Server, update: Update) -> None:
+        """Remember a model until the round is over."""
+        if self.distils and server.weight(update) > 0 and update.state:
+            own = server.state.get(self.key, {})
+            member = {"model": update.model, "state": update.state, "weight": server.weight(update)}
+            server.state[self.key] = {**own, "members": {**own.get("members", {}), update.client: member}}
+
+    def on_reduced(self, server: Server, state: State) -> State:
+        """Return the student's entries after distillation, in the place of the clients' mean."""
+        members = server.state.get(self.key, {}).get("members")
+        if not self.distils or not members:
+            return state
+        if len(members) == 1:  # it would be its own teacher; gradients of rounding would move it
+            return state
+        targets = self._targets(server)
+        if targets is None:
+            return state
+        model = server.combining
+        student = server.module_with({**server.models[model], **state}, model)
+        still = [] if self.update_statistics else [part for part in student.modules() if isinstance(part, NORMS)]
+
+        def loss(module: nn.Module, paired: Any) -> Tensor:
+            for part in still:
+                part.eval()
+            return kl(paired.targets, logits_of(student, paired.batch), self.temperature)
+
+        ids = self.ids(server)[0]
+        loader = server.public(ids, targets=targets[ids], batch_size=self.batch_size, shuffle=True)
+        self.distil(server, student, loader, loss)
+        kinds = server.architecture(model).kinds
+        return clone({name: value for name, value in module_state(student).items() if kinds[name] != "frozen"})
+
+    def on_round_end(self, server: Server) -> None:
+        """Forget the models that came, and the ensemble's outputs."""
+        own = server.state.pop(self.key, {})
+        if kept := {name: value for name, value in own.items() if name not in ("members", "targets")}:
+            server.state[self.key] = kept
+
+    # -- the ensemble --------------------------------------------------------------------------------------------------
+    def _targets(self, server: Server) -> Tensor | None:
+        """Return the ensemble's outputs on all public samples, as logits; `None` without a teacher. Found once a round."""
+        own = server.state[self.key]
+        if "targets" not in own:
+            outputs = [self.outputs(server, model, entries) for model, entries in self.ensemble(server)]
+            mean = None
+            if outputs and self.combine == "logits":
+                mean = (sum(logits.double() for logits in outputs) / len(outputs)).float()  # type: ignore[union-attr]
+            elif outputs:
+                total = sum((logits.double() / self.temperature).softmax(1) for logits in outputs) / len(outputs)
+                assert isinstance(total, Tensor)
+                mean = self.temperature * total.clamp_min(TINY).log().float()
+            server.state[self.key] = {**own, "targets": mean}
+        found: Tensor | None = server.state[self.key]["targets"]
+        return found
+
+    def outputs(self, server: Server, model: str, entries: State, ids: Tensor | None = None) -> Tensor:
+        """Return a teacher's logits on public samples.
+
+        Args:
+            server: The server.
+            model: Key of the model whose architecture it has.
+            entries: Its entries; others are those of the server's model.
+            ids: Positions of the samples; `None`: all.
+        """
+        module = server.module_with({**server.models[model], **entries}, model)
+        return server.outputs(module, server.public(ids), logits_of)
+
+    # -- validation on public data -------------------------------------------------------------------------------------
+    def ids(self, server: Server) -> tuple[Tensor, Tensor]:
+        """Return the positions of public samples to train on and of those to validate on, the same in every round."""
+        size = server.public_size
+        count = min(max(1, round(self.validation * size)), size - 1) if self.validation else 0
+        order = torch.randperm(size, generator=generator(server.seed, self.key, "validation"))
+        return order[count:].sort().values, order[:count].sort().values
+
+    def accuracy(self, server: Server, module: LightningModule) -> tuple[float, int]:
+        """Return the share of validation samples that a model predicts right, and the number of classes."""
+        ids = self.ids(server)[1]
+        labels = torch.cat([labels_of(batch, self.key).cpu() for batch in server.public(ids)])
+        logits = server.outputs(module, server.public(ids), logits_of)
+        return float((logits.argmax(1) == labels).double().mean()), logits.shape[1]
+
+
+def check_numbers(owner: str, **numbers: float) -> None:
+    """Refuse numbers of work below 0, and others that are not positive.
+
+    Raises:
+        ValueError: Naming the argument.
+
+    Example:
+        >>> check_numbers("FedDF", steps=0, lr=0.1)
+    """
+    for name, value in numbers.items():
+        if value < 0 or (value == 0 and name not in ("steps", "epochs", "samples")):
+            raise ValueError(f"{owner} got {name}={value}; use a {'larger' if value == 0 else 'positive'} number.")
+
+
+def check_ensemble(owner: str, combine: str, validation: float = 0.0) -> None:
+    """Refuse an unknown way to combine teachers, and shares outside [0, 1).
+
+    Raises:
+        ValueError: Naming the argument.
+    """
+    if combine not in ("logits", "probabilities"):
+        raise ValueError(f"{owner} got combine={combine!r}. Use 'logits' or 'probabilities'.")
+    if not 0.0 <= validation < 1.0:
+        raise ValueError(f"{owner} got validation={validation}; it is a share of the public data in [0, 1).")

@@ -1,0 +1,198 @@
+"""What methods share in which a client has a private model and beside it a small one that all clients have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedlightning.algorithm import (
+    NEWCOMER,
+    Client,
+    FederatedCallback,
+    Server,
+    Setup,
+    Stage,
+    isolated,
+    training_loss,
+)
+from fedlightning.wrappers import frozen_buffers, muted, unmix
+from fedlightning.wrappers.pair import JointLoss, pair, shared_entries, shared_of
+
+OWN_WAYS = (
+    *(
+        "plan_round",
+        "model_of",
+        "shared_names",
+        "wrap_module",
+        "on_build",
+        "on_receive",
+        "local_phases",
+        "training_loss",
+    ),
+    *("feature_taps", "reduce", "final_jobs"),
+)
+"""What another callback must not decide: which model travels, what a client trains, and on which loss."""
+
+
+class SharedPeer(FederatedCallback):
+    """Base of methods in which only a small model travels, which trains beside each client's private one.
+
+    The client's LightningModule gets the shared one as `shared_model` (:mod:`fedlightning.wrappers.pair`). Names below that
+    travel, all others stay. Stage G scores the shared model, stages L1 and L2 the private ones, which clients deploy. Clients
+    may have private models of differing architecture.
+
+    A subclass says which loss the two minimise together: :meth:`joint_loss`. Subclasses have the arguments `shared`, `head`
+    and `shared_head`.
+
+    Example:
+        >>> from fedlightning.callbacks import FML
+        >>> from fedlightning.models import MLP, Classifier
+        >>> large, small = (Classifier(MLP(4, [width], 2), num_classes=2) for width in (9, 3))
+        >>> method = FML(shared=small)
+        >>> method.shared_names(None, method.wrap_module(large, "server"))[0]
+        'shared_model.net.fc1.weight'
+    """
+
+    mixes_architectures = True
+    keeps = True
+    shared: LightningModule | None
+    head: str | None
+    shared_head: str | None
+
+    def checked(self, shared: LightningModule | None) -> LightningModule | None:
+        """Return the shared model that the user gave.
+
+        Raises:
+            ValueError: If it is none.
+        """
+        if shared is not None and not isinstance(shared, LightningModule):
+            raise ValueError(
+                f"{self.key} got shared={type(shared).__name__}, which cannot train itself. Give a LightningModule, such as "
+                "fedlightning.models.Classifier around the network."
+            )
+        return shared
+
+    def joint_loss(self) -> JointLoss:
+        """Return the function that makes the loss of a step, without reference to the callback."""
+        raise NotImplementedError
+
+    def uses_projection(self) -> bool:
+        """Return whether the joint loss maps the shared model's representation to the width of the private one's."""
+        return False
+
+    # -- before training -----------------------------------------------------------------------------------------------
+    def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
+        """Put the shared model beside the private one.
+
+        Raises:
+            ValueError: If the two cannot train together. The sentence says why.
+        """
+        heads = self.head, self.shared_head
+        return pair(module, self.shared, self.joint_loss(), *heads, project=self.uses_projection())
+
+    def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
+        """Return the names of the shared model.
+
+        Raises:
+            ValueError: If clients have models of several architectures and none of them is named as the shared one.
+        """
+        if self.shared is None and server is not None and server.is_mixed:
+            raise ValueError(
+                f"{self.key} needs shared=...: without it every client shares a copy of its own model, and here these have "
+                f"several architectures ({', '.join(server.architectures)}). Give the LightningModule that all are to share."
+            )
+        return shared_entries(module)
+
+    def check(self, setup: Setup) -> None:
+        """Refuse callbacks that decide what travels or trains, and two models that cannot take a step together.
+
+        Raises:
+            ValueError: With the reason and another way.
+        """
+        for other in setup.callbacks:
+            if other is not self and other.takes_part and (other.merges or any(map(other.claims, OWN_WAYS))):
+                raise ValueError(
+                    f"{other.key} decides what travels or how a client trains, but in {self.key} a client trains two models, "
+                    f"and only the shared one travels. Remove {other.key} or {self.key}."
+                )
+        unheard = sorted(set(UNHEARD) & set(_written(shared_of(setup.module))))
+        if self.shared is not None and unheard:
+            setup.warn(
+                f"{self.key} does not call {', '.join(unheard)} of the shared {type(self.shared).__name__}: in training, "
+                "Lightning's hooks are those of the client's own module."
+            )
+        batch = setup.first_batch()
+        if batch is None:
+            return
+        module = copy.deepcopy(setup.module).eval()
+        try:
+            with torch.no_grad(), isolated("pair"), muted(module), frozen_buffers(module):
+                training_loss(module, batch)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{self.key} cannot train {type(setup.template).__name__} and the shared model together: "
+                f"{str(error).rstrip('.')}."
+            ) from error
+
+    # -- training ------------------------------------------------------------------------------------------------------
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget what a kept optimizer knows of the shared model, which is another one in every round."""
+        if self.client.keeps_optimizers:
+            for optimizer in trainer.optimizers:
+                for parameter in shared_of(pl_module).parameters():
+                    optimizer.state.pop(parameter, None)
+
+    # -- deployed ------------------------------------------------------------------------------------------------------
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the shared model; `None` where a part of it stays with the clients (`float_buffers="local"`)."""
+        if set(shared_entries(server.module)) - set(server.shared_names()):
+            return None
+        return shared_of(server.module_with(server.model))
+
+    def personal_module(self, client: Client, stage: Stage) -> LightningModule:
+        """Return the private model; for a client that never trained, the shared one."""
+        both = client.copy_module()
+        is_new = client.message.tag == NEWCOMER and client.record.visits == 0
+        return shared_of(both) if is_new else unmix(both)
+
+
+UNHEARD = (
+    *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_batch_start"),
+    *(
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+    ),
+    *("optimizer_step", "configure_gradient_clipping"),
+)
+"""Hooks in a fit that Lightning calls for the client's module only."""
+
+
+def _written(module: LightningModule) -> list[str]:
+    """Return the methods that a module's class has of its own."""
+    kind = type(module)
+    return [name for name in UNHEARD if getattr(kind, name, None) is not getattr(LightningModule, name)]
+
+
+def divergence(target: Tensor, logits: Tensor, detach: bool = True) -> Tensor:
+    """Return `KL( softmax(target) || softmax(logits) )`, mean over the batch ("batchmean").
+
+    Args:
+        target: Logits `(batch, classes)` of the model to be like.
+        logits: Logits of the same shape.
+        detach: No gradient flows into `target`.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, -1.0]])
+        >>> float(divergence(logits, logits)), round(float(divergence(logits, -logits)), 3)
+        (0.0, 2.715)
+    """
+    target = target.detach() if detach else target
+    return F.kl_div(logits.log_softmax(1), target.log_softmax(1), reduction="batchmean", log_target=True)

@@ -1,0 +1,311 @@
+"""A client's own module with a second, smaller one beside it that trains on the same batches (deep mutual learning).
+
+FML, FedKD and FedKEMF share the second model and keep the first. Both take their own `training_step`; a function of the two
+losses, logits and representations gives the loss that is minimised. One optimizer holds the parameter groups of both, so
+that corrections, mixed precision and accumulation treat them as they treat one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fedlightning.compat.attached import detached_copy
+from fedlightning.compat.signatures import takes_index
+from fedlightning.layers import ordered_layers
+from fedlightning.wrappers.features import FeatureTap
+from fedlightning.wrappers.heads import find_submodule
+from fedlightning.wrappers.mixing import Mixin, mix, unmix, user_class
+from fedlightning.wrappers.muting import muted
+
+SHARED = "shared_model"
+"""Name of the second module in the first. It is part of the state's names."""
+PROJECTION = "shared_projection"
+"""Name of the map from the second module's representation to the width of the first one's."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one of the two modules gave for a batch, with its graph.
+
+    Attributes:
+        loss: The loss that its `training_step` returned.
+        logits: Output of its head, `(batch, classes)`, in fp32 at least.
+        features: Input of its head, `(batch, width)`, in fp32 at least.
+    """
+
+    loss: Tensor
+    logits: Tensor
+    features: Tensor
+
+
+class JointLoss(Protocol):
+    """Makes the loss to minimise out of what both modules gave. It is copied and pickled with the module."""
+
+    def __call__(self, own: Side, shared: Side, project: nn.Module | None, /) -> Tensor: ...
+
+
+@dataclass
+class _Pair:
+    head: str
+    shared_head: str
+    loss: JointLoss
+
+
+class PairMixin(Mixin):
+    """On a module that trains together with its `shared_model`. Mixed in by `pair`.
+
+    Attributes:
+        pair_parts: Heads of both modules, and the function that makes the loss.
+    """
+
+    wraps = ("training_step", "configure_optimizers")
+    pair_parts: _Pair
+
+    def around(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shared = shared_of(self)
+        if name == "configure_optimizers":
+            with _apart(self):
+                own = call(*args, **kwargs)
+            return _one_optimizer(self, own, shared, shared.configure_optimizers())
+        parts = self.pair_parts
+        with ExitStack() as stack:
+            tap = stack.enter_context(_HeadTap(self, parts.head))
+            with _apart(self):
+                output = call(*args, **kwargs)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if not isinstance(loss, Tensor):  # a skipped batch
+                return output
+            own = tap.side(loss)
+        with _HeadTap(shared, parts.shared_head) as tap:
+            batch, batch_idx = (*args, *kwargs.values(), 0)[:2]
+            theirs = tap.side(_loss_of(shared, batch, batch_idx))
+        if own.logits.shape != theirs.logits.shape:
+            raise ValueError(
+                f"`{parts.head}` of {user_class(self).__name__} gives logits {tuple(own.logits.shape)}, and "
+                f"`{parts.shared_head}` of the shared {user_class(shared).__name__} {tuple(theirs.logits.shape)}: both "
+                "must have a row for each sample and the same classes. Set head=... and shared_head=... to the layers that "
+                "give the logits."
+            )
+        total = parts.loss(own, theirs, self._modules.get(PROJECTION))
+        return {**output, "loss": total} if isinstance(output, dict) else total
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of the two models apart, each as if it were alone. The user's own hook comes first."""
+        above: Any = super()
+        if user_class(self).configure_gradient_clipping is not LightningModule.configure_gradient_clipping:  # type: ignore[attr-defined]
+            above.configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val is not None:
+            theirs = list(shared_of(self).parameters())
+            second = {id(parameter) for parameter in theirs}
+            ours = [parameter for parameter in self.parameters() if id(parameter) not in second]
+            how = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)  # Lightning's enum, or its word
+            clip: Any = nn.utils.clip_grad_value_ if how == "value" else nn.utils.clip_grad_norm_
+            for parameters in (ours, theirs):
+                clip(parameters, gradient_clip_val)
+
+    def on_unmix(self) -> None:
+        """Remove the second module: what is left is the module as the user gave it."""
+        delattr(self, SHARED)
+        if PROJECTION in self._modules:
+            delattr(self, PROJECTION)
+        del vars(self)["pair_parts"]
+
+
+def pair(
+    module: LightningModule,
+    shared: LightningModule | None,
+    loss: JointLoss,
+    head: str | None = None,
+    shared_head: str | None = None,
+    project: bool = False,
+) -> LightningModule:
+    """Put a second module beside `module`, in place; both then train on the same batches.
+
+    Only the training step and the optimizers change. What the second module logs in training is not kept, and Lightning
+    does not call its hooks.
+
+    Args:
+        module: Any LightningModule.
+        shared: The second module; it is copied. `None`: a copy of `module`.
+        loss: Makes the loss to minimise.
+        head: Path of the layer of `module` that gives the logits. `None`: the last one.
+        shared_head: The same of the second module.
+        project: Add a linear map without bias from the second module's representation to the first one's width. It trains
+            with `module`.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        ValueError: If a module optimizes manually, the name `shared_model` is taken, a head is not there, or `project` is
+            asked for and a head is no linear layer.
+
+    Example:
+        >>> import torch
+        >>> from fedlightning.models import MLP, Classifier
+        >>> from fedlightning.wrappers.pair import pair, shared_of
+        >>> large, small = (Classifier(MLP(4, [width], 2), num_classes=2) for width in (9, 3))
+        >>> both = pair(large, small, lambda own, shared, project: own.loss + shared.loss)
+        >>> both.training_step((torch.zeros(5, 4), torch.zeros(5).long()), 0).shape, shared_of(both).net.fc1.out_features
+        (torch.Size([]), 3)
+    """
+    for one in (module, *(() if shared is None else (shared,))):
+        if not one.automatic_optimization:
+            raise ValueError(
+                f"{user_class(one).__name__} optimizes manually, but two models that learn from each other take one step "
+                "together. Use automatic optimization."
+            )
+    for name in (SHARED, PROJECTION):
+        if hasattr(module, name):
+            raise ValueError(f"{user_class(module).__name__} has an attribute `{name}` of its own. Rename it.")
+    second = unmix(deepcopy(module)) if shared is None else detached_copy(shared)
+    parts = _Pair(_head(module, head), _head(second, shared_head), loss)
+    mapped = None
+    if project:
+        mapped = nn.Linear(_width(second, parts.shared_head), _width(module, parts.head), bias=False)
+    mix(module, PairMixin)
+    vars(module)["pair_parts"] = parts
+    module.add_module(SHARED, second)
+    if mapped is not None:
+        module.add_module(PROJECTION, mapped)
+    return module
+
+
+def shared_of(module: nn.Module) -> LightningModule:
+    """Return the second module of a pair."""
+    return cast(LightningModule, module.get_submodule(SHARED))
+
+
+def shared_entries(module: nn.Module) -> list[str]:
+    """Return the state names of the second module within the pair.
+
+    Args:
+        module: A module from `pair`. The list is empty for any other.
+
+    Example:
+        >>> from fedlightning.models import MLP
+        >>> from fedlightning.wrappers.pair import shared_entries
+        >>> shared_entries(MLP(4, [3], 2))
+        []
+    """
+    return [name for name in module.state_dict() if name.startswith(f"{SHARED}.")]
+
+
+class _HeadTap:
+    """Input and output of a head in one step."""
+
+    def __init__(self, module: nn.Module, head: str) -> None:
+        self._taps = [FeatureTap(module, head, at=at) for at in ("input", "output")]
+
+    def __enter__(self) -> _HeadTap:
+        for tap in self._taps:
+            tap.attach()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for tap in self._taps:
+            tap.remove()
+
+    def side(self, loss: Tensor) -> Side:
+        features, logits = (_rows(tap.features) for tap in self._taps)
+        return Side(loss, nn.functional.pad(logits, (1, 0)) if logits.shape[1] == 1 else logits, features)
+
+
+def _rows(values: Tensor) -> Tensor:
+    return values.flatten(1).to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _loss_of(shared: LightningModule, batch: Any, batch_idx: int) -> Tensor:
+    with muted(shared):
+        output = shared.training_step(*((batch, batch_idx) if takes_index(shared.training_step) else (batch,)))
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"training_step of the shared {user_class(shared).__name__} returned {type(output).__name__} and no loss, for a "
+            "batch that the client's own model does not skip."
+        )
+    return loss
+
+
+@contextmanager
+def _apart(module: nn.Module) -> Iterator[None]:
+    """Within the block, the module is as the user gave it: `self.parameters()` are its own."""
+    extra = {name: module._modules[name] for name in (SHARED, PROJECTION) if name in module._modules}
+    for name in extra:
+        delattr(module, name)
+    try:
+        yield
+    finally:
+        for name, child in extra.items():
+            module.add_module(name, child)
+
+
+def _head(module: nn.Module, head: str | None) -> str:
+    name = ordered_layers(module)[-1].name if head is None else head
+    find_submodule(module, name)
+    return name
+
+
+def _width(module: nn.Module, head: str) -> int:
+    layer = module.get_submodule(head)
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(
+            f"`{head}` of {user_class(module).__name__} is a {type(layer).__name__}, and the width of a representation is "
+            "known at a linear head. Name such a head, or leave the representations out (hidden=False)."
+        )
+    return layer.in_features
+
+
+def _one_optimizer(module: nn.Module, own: Any, shared: LightningModule, theirs: Any) -> Optimizer:
+    """Return the module's optimizer with the groups of the second one's beside its own."""
+    ours, second = (_only(one, configured) for one, configured in ((module, own), (shared, theirs)))
+    if type(ours) is not type(second):
+        raise ValueError(
+            f"{user_class(module).__name__} uses {type(ours).__name__} and the shared {user_class(shared).__name__} "
+            f"{type(second).__name__}, but both models take one step together. Give both the same kind of optimizer; "
+            "learning rates and other options may differ."
+        )
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    first = ours.param_groups[0]
+    if PROJECTION in module._modules:
+        for parameter in module.get_submodule(PROJECTION).parameters():
+            first["params"].append(parameter)
+            if "param_names" in first:
+                first["param_names"].append(names[id(parameter)])
+    for group in second.param_groups:
+        added = {name: value for name, value in group.items() if name != "param_names"}
+        if "param_names" in first:
+            added["params"] = [(names[id(parameter)], parameter) for parameter in group["params"]]
+        ours.add_param_group(added)
+    return ours
+
+
+def _only(module: nn.Module, configured: Any) -> Optimizer:
+    """Return the one optimizer in what `configure_optimizers` returned."""
+    while isinstance(configured, list | tuple) and len(configured) == 1:
+        configured = configured[0]
+    if isinstance(configured, dict) and not configured.get("lr_scheduler"):
+        configured = configured.get("optimizer")
+    if isinstance(configured, tuple) and len(configured) == 2 and not configured[1]:
+        return _only(module, configured[0])
+    if not isinstance(configured, Optimizer):
+        raise ValueError(
+            f"configure_optimizers of {user_class(module).__name__} returns more than one optimizer, and two models that "
+            "learn from each other take one step together. Return one optimizer without a schedule (lr_decay of the trainer "
+            "lowers learning rates from round to round)."
+        )
+    return configured
