@@ -71,6 +71,7 @@ def test_three_lines(tmp_path):
     assert len(re.findall(r"^    (trainer = |trainer\.fit|trainer\.test)", source, re.MULTILINE)) == 3
 
 
+@pytest.mark.slow
 def test_own_algorithm(tmp_path):
     printed = run("own_algorithm.py", tmp_path, "--rounds", "1", "--checks", "arguments", "copies")
     assert "FedDyn passes 2 checks: arguments, copies" in printed

@@ -227,7 +227,8 @@ def test_absent_clients_rest():
             same(deployed(trainer, client), global_state(trainer))
 
 
-@pytest.mark.parametrize("how", [pytest.param("reset", marks=pytest.mark.slow), "keep"])
+@pytest.mark.slow  # the conformance suite resumes it too
+@pytest.mark.parametrize("how", ["reset", "keep"])
 def test_resumed_is_uninterrupted(tmp_path, how):
     module, data = NormNet("adam"), toy_data(SIZES)
     whole, _, again = cut_and_resumed(tmp_path, module, data, lambda: [MAPPER()], max_rounds=3, optimizer_state=how)

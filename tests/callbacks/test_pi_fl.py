@@ -315,6 +315,7 @@ def test_pre_training_that_never_ends_is_refused():
 # -- files, resume, engines, others ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_to_the_last_token(tmp_path):
     make = lambda: [pifl()]  # noqa: E731
     whole, _cut, again = cut_and_resumed(tmp_path, Toy("adam"), toy_data([16, 8, 8, 8]), make, max_rounds=3)

@@ -485,6 +485,7 @@ class Stop(FederatedCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted(tmp_path):
     module, data = Deep("adam", norm=True), toy_data(SIZES)
     options = {"max_rounds": 3, "participation": 2, "evaluate_every": 0}

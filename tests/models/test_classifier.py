@@ -73,6 +73,7 @@ def test_digits_are_learnt_in_seconds(norm: Any) -> None:
     assert trainer.callback_metrics["val_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_text_is_learnt() -> None:
     """Does the token 7 occur? Needs attention to every place and to the mask."""
     tokens = torch.randint(1, 12, (256, 6))

@@ -215,6 +215,7 @@ def test_more_rounds_after_the_visits_that_ended_the_run(tmp_path):
     assert events(tmp_path / "whole/logs/tb/version_0") == events(tmp_path / "cut/logs/tb/version_0")
 
 
+@pytest.mark.slow
 def test_from_yaml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loggers = [
