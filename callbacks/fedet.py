@@ -48,14 +48,14 @@ class FedET(FederatedCallback):
     * Down: the model of the client's architecture. Up: `w_i`. State: one model for each architecture, and the large one.
     * Deployed: the large model at the server (stage G); each client deploys the mean of its architecture (L1).
 
-    Give the large model as `ClientModels(..., server="large")`. Where clients have that architecture too, or all have one, the
-    server's model is one more of it, which begins as theirs and is never averaged.
+    Give the large model as `ClientModels(..., server="large")`. Where clients have that architecture too, or all have one,
+    the server's model is one more of it, which begins as theirs and is never averaged.
 
     The paper lets the representation layers of the large model go back to the small ones, which it designs to have them in
     common. `transfer` names such entries; they must be in all models under one name and in one shape, and replace the means
     after the large model has trained. The layers above have been trained on the means' representations, and have the next
-    visit to get used to the new ones. `None`: the means stay. What else the sheet of this entry leaves open is an option or as
-    in FedDF: teachers are the round's models, in eval mode, without augmentation.
+    visit to get used to the new ones. `None`: the means stay. Optimizer and number of steps of the large model are options
+    here; its teachers are the round's models, in eval mode, on samples without augmentation.
 
     Args:
         steps: Steps of the large model in a round. Default 200. 0: FedAvg for each architecture.
@@ -185,8 +185,8 @@ class FedET(FederatedCallback):
             if differing is not None:
                 have = tuple(own.shapes[differing]) if differing in own.shapes else "missing"
                 raise ValueError(
-                    f"FedET(transfer={self.transfer!r}): '{differing}' is {tuple(large.shapes[differing])} in the server's model "
-                    f"and {have} in '{own.name}'. Transfer entries that all models have in one shape, or transfer=None."
+                    f"FedET(transfer={self.transfer!r}): '{differing}' is {tuple(large.shapes[differing])} in the server's "
+                    f"model and {have} in '{own.name}'. Transfer entries that all models have in one shape, or transfer=None."
                 )
         return names
 
@@ -235,7 +235,9 @@ class FedET(FederatedCallback):
 
 
 def confidence(logits: Tensor) -> Tensor:
-    """Return each model's weight for each sample, `(models, n)`: the variance of its logits over their sum; uniform if all are 0.
+    """Return each model's weight for each sample, `(models, n)`: the variance of its logits over the sum of all models'.
+
+    Where all variances are 0 the weights are uniform.
 
     Args:
         logits: Of all models, `(models, n, C)`.

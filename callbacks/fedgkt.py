@@ -61,13 +61,13 @@ class FedGKT(FederatedCallback):
     * Up: of each sample the features (input of the head), the logits `z_c` and the label. Down: of each sample `z_s`.
     * Server: its head `g` on the features that came this round, by
       `CE(g(h), y) + server_alpha T^2 KL(softmax(z_c / T) || softmax(g(h) / T))`; then its logits of these samples.
-    * State: the whole small network at each client; head, its optimizer's kind aside, and newest logits by client at the server.
+    * State: the whole small network at each client; the head and its newest logits by client at the server.
     * Deployed (stage L1): the client's extractor below the server's head. Stage L2 scores the small network. There is no
       global model.
 
-    Samples are known by their numbers in the training dataset, so this must give the same sample under a number every time: no
-    random augmentation, which is refused where a batch shows it. The server's head is a perceptron on flattened features; the
-    paper's is the larger part of a ResNet. Features of test samples, which the authors' code sends in training, do not
+    Samples are known by their numbers in the training dataset, so this must give the same sample under a number every time:
+    no random augmentation (refused where a batch shows it). The server's head is a perceptron on flattened features;
+    the paper's is the larger part of a ResNet. Features of test samples, which the authors' code sends in training, do not
     travel here: to score L1 the head comes to the client, and that is not counted, as no evaluation is. The optimizer of the
     head is new in every round. An absent client keeps the logits that were found for it last (`max_age`).
 
@@ -145,8 +145,8 @@ class FedGKT(FederatedCallback):
 
         Raises:
             ValueError: If a batch has no labels, `forward` gives no logits of the head, `training_step` is not their cross
-                entropy (with `alpha`), batches are augmented at random, or features differ in width between architectures. Also
-                if another callback works on a model that travels, or keeps something beside one: here none does.
+                entropy (with `alpha`), batches are augmented at random, or features differ in width between architectures.
+                Also if another callback works on a model that travels, or keeps something beside one: here none does.
         """
         refuse_without_a_model(self, setup)
         refuse_what_stays(self, setup)
@@ -172,18 +172,19 @@ class FedGKT(FederatedCallback):
                 logits, loss = logits_of(module, batch), training_loss(module, batch)
         except (RuntimeError, ValueError, TypeError) as error:
             raise ValueError(
-                f"FedGKT cannot read features and logits of {name}: {str(error).rstrip('.')}. Its forward must take the inputs "
-                "and return logits (batch, classes) of the head; set head=... to the client's small head."
+                f"FedGKT cannot read features and logits of {name}: {str(error).rstrip('.')}. Its forward must take the "
+                "inputs and return logits (batch, classes) of the head; set head=... to the client's small head."
             ) from error
         if len(found) != len(labels) or (len(labels) and int(labels.max()) >= logits.shape[1]):
             raise ValueError(
-                f"FedGKT needs a row of logits for each sample and a logit for each class; {name} gives {tuple(logits.shape)} "
-                f"for {len(labels)} samples whose largest label is {int(labels.max())}."
+                f"FedGKT needs a row of logits for each sample and a logit for each class; {name} gives "
+                f"{tuple(logits.shape)} for {len(labels)} samples whose largest label is {int(labels.max())}."
             )
         if self.alpha and not torch.allclose(loss.float(), F.cross_entropy(logits, labels), rtol=1e-3, atol=1e-4):
             raise ValueError(
-                f"FedGKT trains clients by the cross entropy of forward's logits, and training_step of {name} has another loss "
-                f"({float(loss):.4g}, not {float(F.cross_entropy(logits, labels)):.4g}). Use alpha=0, or a task of that kind."
+                f"FedGKT trains clients by the cross entropy of forward's logits, and training_step of {name} has another "
+                f"loss ({float(loss):.4g}, not {float(F.cross_entropy(logits, labels)):.4g}). Use alpha=0, or a task of that "
+                "kind."
             )
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:

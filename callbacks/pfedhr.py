@@ -21,6 +21,7 @@ from fedlightning.algorithm import (
     Update,
     Wire,
     first_nonfinite,
+    move_batch,
     warn,
 )
 from fedlightning.callbacks.pfedhr_server import Reassembly
@@ -168,7 +169,7 @@ class pFedHR(FederatedCallback):
         refuse_what_stays(self, setup)
         check_public_logits(self.key, setup, labels=bool(self.labels))
         features_at_start(setup, self.feature_taps, self.key)
-        x = inputs_of(setup.public_batch(), self.key)
+        x = inputs_of(move_batch(setup.module, setup.public_batch()), self.key)
         if not x.is_floating_point():
             raise ValueError(
                 f"{self.key} puts linear layers between blocks, and needs inputs that are floating-point numbers; those of "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Server, State, address, load_state
+from fedlightning.algorithm import Server, State, address, load_state, move_batch
 from fedlightning.callbacks.shared.blocks import cut
 from fedlightning.callbacks.shared.distillation import inputs_of, logits_of
 from fedlightning.callbacks.shared.reassembly import (
@@ -80,7 +80,8 @@ class Reassembly:
         """Return a client's network as a row of its blocks."""
         module = self.server.blueprint.build(client)
         load_state(module, state)
-        x = inputs_of(next(iter(self.loader)), self.key)[:2].to(next(module.parameters()).dtype)
+        batch = move_batch(module, next(iter(self.loader)))
+        x = inputs_of(batch, self.key)[:2].to(next(module.parameters()).dtype)
         return row_of(module, cut(module, x), self.algorithm.relu)
 
     def groups(self) -> list[int]:

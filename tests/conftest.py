@@ -34,9 +34,9 @@ SEED = 20260
 
 torch.set_num_threads(1)
 
-# After the import of lightning, which sets its own levels.
-for name in ("lightning.pytorch", "lightning.fabric"):
-    logging.getLogger(name).setLevel(logging.WARNING)
+# After the import of lightning, which sets its own levels. The level of quiet(), which then has nothing to change.
+for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 del lightning
 
 hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)

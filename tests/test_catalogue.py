@@ -213,6 +213,7 @@ def run(code: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str
     return done
 
 
+@pytest.mark.slow
 def test_other_packages_on_the_command_line(acme: Path) -> None:
     (acme / "own.yaml").write_text("trainer: {callbacks: [{class_path: Anchor, init_args: {mu: 0.5}}]}")
     done = run(

@@ -467,13 +467,18 @@ def test_many_clients_and_no_results(capsys: pytest.CaptureFixture[str]) -> None
 
 
 # -- as a process ------------------------------------------------------------------------------------------------------
-def test_the_console_script(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "well", [pytest.param(True, marks=pytest.mark.slow), False]
+)  # the examples run well as processes
+def test_the_console_script(here: Path, well: bool) -> None:
     call: Callable[..., subprocess.CompletedProcess[str]] = lambda *words: subprocess.run(  # noqa: E731
         [sys.executable, "-m", "fedlightning.cli", *words], capture_output=True, text=True, cwd=here
     )
-    good = call("fit", *SMALL)
-    assert good.returncode == 0, good.stderr
-    assert "Results on test data" in good.stdout
+    if well:
+        good = call("fit", *SMALL)
+        assert good.returncode == 0, good.stderr
+        assert "Results on test data" in good.stdout
+        return
     bad = call("fit", *SMALL, "--trainer.local_steps=2")
     assert bad.returncode == 2
     assert bad.stderr.count("\n") == 1

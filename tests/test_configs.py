@@ -10,6 +10,9 @@ import yaml
 from sklearn.datasets import load_diabetes
 
 from fedlightning.cli import main
+from fedlightning.commands.run import Commands
+from fedlightning.config.values import check_values
+from fedlightning.trainer import FederatedTrainer
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 ALGORITHMS = sorted(CONFIGS.glob("algorithms/*.yaml"))
@@ -17,6 +20,7 @@ DATA = sorted(CONFIGS.glob("data/*.yaml"))
 MODELS = sorted(CONFIGS.glob("models/*.yaml"))
 MODALITIES = [f"--config={CONFIGS / kind / 'paired_digits.yaml'}" for kind in ("data", "models")]
 NEEDS = {"fedbn": ["--model.net.norm=batch"], "fedmultimodal": MODALITIES, "harmony": MODALITIES}
+RUN = ("apfl", "fedavg", "fenda", "harmony", "ifca")  # one of each kind; the others run in `make test-all`
 FITS = {
     "heart_disease": "heart_tiny",
     "mnist": "mnist_cnn",
@@ -45,13 +49,33 @@ def ids(path: Path) -> str:
     return path.stem
 
 
-@pytest.mark.parametrize("path", ALGORITHMS, ids=ids)
-def test_algorithms_stack_on_the_quickstart(path: Path, tmp_path: Path) -> None:
+def stacked(path: Path, out: Path) -> list[str]:
     needs = NEEDS.get(path.stem, [])
-    words = ["fit", "-c", str(CONFIGS / "quickstart.yaml"), *needs, "-c", str(path), *small(tmp_path)]
-    if "local_steps" not in path.read_text():
-        words.append("--trainer.local_epochs=1")
-    assert main(words) == 0
+    words = ["--config", str(CONFIGS / "quickstart.yaml"), *needs, "--config", str(path), *small(out)]
+    return words if "local_steps" in path.read_text() else [*words, "--trainer.local_epochs=1"]
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> Commands:
+    """A parser for all files: to build one takes longer than to use it."""
+    return Commands("fit", ["-c", str(CONFIGS / "quickstart.yaml")])
+
+
+@pytest.mark.parametrize("path", ALGORITHMS, ids=ids)
+def test_algorithms_stack_on_the_quickstart(path: Path, quickstart: Commands, tmp_path: Path) -> None:
+    """Every option is known and of its type, and the callbacks can be made."""
+    found = quickstart.parser.parse_args(stacked(path, tmp_path))
+    check_values(found.as_dict(), FederatedTrainer)
+    callbacks = quickstart.parser.instantiate_classes(found.clone()).trainer.callbacks
+    assert len(callbacks) == len(yaml.safe_load(path.read_text())["trainer"]["callbacks"])
+    assert path.stem in [type(callback).__name__.lower() for callback in callbacks]
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=() if path.stem in RUN else pytest.mark.slow) for path in ALGORITHMS], ids=ids
+)
+def test_algorithms_run_on_the_quickstart(path: Path, tmp_path: Path) -> None:
+    assert main(["fit", *stacked(path, tmp_path)]) == 0
     summary = json.loads((tmp_path / "quickstart/version_0/summary.json").read_text())
     assert path.stem in [name.lower() for name in summary["callbacks"]]
     assert len(summary["callbacks"]) == len(yaml.safe_load(path.read_text())["trainer"]["callbacks"])
@@ -109,14 +133,18 @@ def test_other_data_parse_with_their_model(name: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("path", MODELS, ids=ids)
 def test_models_are_made(path: Path) -> None:
-    from fedlightning.commands.run import Commands
-
     cli = Commands("fit", ["--config", str(path), "--config", str(CONFIGS / "data/digits.yaml")])
     assert cli.model.configure_optimizers() is not None
     assert getattr(cli.model, "num_classes", 2) in (2, 10, 47)
 
 
-@pytest.mark.parametrize("name", ["digits", "matching", "no_incentive", "disjoint_classes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "matching",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("digits", "no_incentive", "disjoint_classes")),
+    ],
+)
 def test_pi_fl_on_mixtures_of_digits(name: str, tmp_path: Path) -> None:
     files = [CONFIGS / "pi_fl/digits.yaml", *([CONFIGS / f"pi_fl/{name}.yaml"] if name != "digits" else [])]
     words = [word for file in files for word in ("--config", str(file))]

@@ -59,6 +59,7 @@ def test_quickstart(tmp_path):
     assert (tmp_path / "runs/FedAvg/version_0/checkpoints/global.ckpt").exists()
 
 
+@pytest.mark.slow
 def test_three_lines(tmp_path):
     printed = run("three_lines.py", tmp_path, "--rounds", "2")
     assert re.search(r"latest +G +pooled +0\.\d+", printed)
@@ -70,6 +71,7 @@ def test_three_lines(tmp_path):
     assert len(re.findall(r"^    (trainer = |trainer\.fit|trainer\.test)", source, re.MULTILINE)) == 3
 
 
+@pytest.mark.slow
 def test_own_algorithm(tmp_path):
     printed = run("own_algorithm.py", tmp_path, "--rounds", "1", "--checks", "arguments", "copies")
     assert "FedDyn passes 2 checks: arguments, copies" in printed

@@ -49,7 +49,7 @@ PUBLIC = 0.1
 """Share of the training samples that is public for methods that need public data."""
 
 
-ON_PUBLIC_DATA = ("Dapper", "FedMD", "FedDF", "DSFL", "FedBE")
+ON_PUBLIC_DATA = ("Dapper", "FedMD", "FedDF", "DSFL", "FedBE", "pFedHR")
 """Methods that need public data."""
 
 HEAD = """# Every method at its defaults

@@ -19,6 +19,7 @@ from fedlightning.algorithm import (
     isolated,
     load_state,
     module_state,
+    move_batch,
     ordered_layers,
     training_loss,
 )
@@ -106,7 +107,7 @@ def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]
     try:
         attached = {label: tap.attach() for label, tap in taps(module).items()}
         with torch.no_grad(), isolated("features"), muted(module), frozen_buffers(module):
-            training_loss(module, batch)
+            training_loss(module, move_batch(module, batch))
         return {label: rows(tap.features) for label, tap in attached.items()}
     except (RuntimeError, ValueError) as error:
         raise ValueError(

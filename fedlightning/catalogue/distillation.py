@@ -29,7 +29,8 @@ ROWS = (
     Algorithm(
         "FCCLPlus", "personal",
         "FCCL with similarities of samples on public data, and distillation of non-target classes.",
-        'Huang et al., "Generalizable heterogeneous federated cross-correlation and instance similarity learning", TPAMI 2023',
+        'Huang et al., "Generalizable heterogeneous federated cross-correlation and instance similarity learning", IEEE '
+        'TPAMI 2023',
         down="ids, mean logits and similarities of public samples", up="its logits and similarities",
         client_state="its whole model and its last one", server_state="which clients have been visited",
         deployed=OWN_MODEL,

@@ -37,14 +37,19 @@ def quiet() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     # A change of level makes every logger of the program look up its own anew, so those that are quiet stay untouched.
     levels = {logger: logger.level for logger in loggers if logger.level != logging.ERROR}
-    for logger in levels:
-        logger.setLevel(logging.ERROR)
+    _set(dict.fromkeys(levels, logging.ERROR))
     try:
         with without_warnings():
             yield
     finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+        _set(levels)
+
+
+def _set(levels: dict[logging.Logger, int]) -> None:
+    for logger, level in levels.items():
+        logger.level = level
+    for logger, level in list(levels.items())[-1:]:
+        logger.setLevel(level)  # makes all loggers look up their levels anew: once is enough for several
 
 
 @contextmanager

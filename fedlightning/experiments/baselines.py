@@ -31,11 +31,19 @@ def missing_baselines(configs: Sequence[Config], requested: Sequence[str] = AUTO
 
     Args:
         configs: Complete configurations of the methods.
-        requested: Names of algorithms.
+        requested: Names of algorithms. Of the default ones only Local stands beside clients whose models differ: the others
+            make one model of all.
 
     Raises:
         ValueError: If an algorithm is not in the catalogue.
+
+    Example:
+        >>> mixed = {"model": {"class_path": "fedlightning.models.ClientModels"}, "trainer": {}}
+        >>> missing_baselines([mixed]), missing_baselines([{"trainer": {}}])
+        (['Local'], ['Local', 'Central', 'LocalAdaptation'])
     """
+    if tuple(requested) == AUTO and any(_are_mixed(config) for config in configs):
+        requested = AUTO[:1]
     there = [algorithms_of(config) for config in configs]
     names = [find(name).name for name in requested]
     return [name for name in names if {name} - {_DEFAULT} not in there]
@@ -53,6 +61,11 @@ def baseline_config(config: Config, name: str) -> Config:
     callbacks = [item for item in _callbacks(config) if _kept(_name(item)) and _name(item) not in without]
     trainer = {**config["trainer"], "callbacks": [*callbacks, {"class_path": row.class_path, "init_args": {}}]}
     return {**config, "trainer": trainer}
+
+
+def _are_mixed(config: Config) -> bool:
+    """Whether clients have models of their own."""
+    return str((config.get("model") or {}).get("class_path", "")).rpartition(".")[2] == "ClientModels"
 
 
 def _callbacks(config: Config) -> list[dict[str, Any]]:

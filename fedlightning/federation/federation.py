@@ -322,8 +322,9 @@ class Federation:
                 "failures": self.server.failures,
                 "explosions": self.server.explosions.plain(),
                 "local_loop": self.engine.runner.loop.reason,
-                "assigned": dict(server.blueprint.assigned),
             } | ({"changes": self.changes} if self.changes else {})
+            if server.blueprint.assigned:
+                extra["assigned"] = dict(server.blueprint.assigned)
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra)
             self.rounds_saved = self.rounds_done
             self.recorder.logs.begun()

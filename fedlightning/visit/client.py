@@ -379,7 +379,7 @@ class Client:
         training: bool | None = None,
         split: str = "train",
     ) -> DataLoader[Any]:
-        """Return a loader of the client's own samples each with its number, for a :class:`Phase` or :meth:`outputs`.
+        """Return a loader of the client's own samples, each with its number, for a :class:`Phase` or :meth:`outputs`.
 
         Sample `i` is the `i`-th of the split's dataset, in every round: what is found out about it can be kept by its number.
 

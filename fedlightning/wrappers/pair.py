@@ -1,8 +1,8 @@
 """A client's own module with a second, smaller one beside it that trains on the same batches (deep mutual learning).
 
 FML, FedKD, FedKEMF and FedType share the second model and keep the first. Both take their own `training_step`; a function
-of the two losses, logits and representations gives the loss that is minimised. One optimizer holds the parameter groups of both, so
-that corrections, mixed precision and accumulation treat them as they treat one model.
+of the two losses, logits and representations gives the loss that is minimised. One optimizer holds the parameter groups of
+both, so that corrections, mixed precision and accumulation treat them as they treat one model.
 """
 
 from __future__ import annotations

@@ -181,7 +181,9 @@ def test_what_is_deployed_is_scored(tmp_path):
         assert last["L1", client] != pytest.approx(last["G", client], abs=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"optimizer_state": "keep"}, {"optimizer_state": "reset"}])
+@pytest.mark.parametrize(
+    "options", [{"optimizer_state": "keep"}, pytest.param({"optimizer_state": "reset"}, marks=pytest.mark.slow)]
+)
 def test_resumed_is_uninterrupted(tmp_path, options):
     module, data = NormNet("adam"), toy_data(SIZES)
     whole, _, again = cut_and_resumed(tmp_path, module, data, lambda: [Ditto()], max_rounds=3, **options)

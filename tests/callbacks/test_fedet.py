@@ -202,11 +202,11 @@ def test_what_cannot_work_is_refused(tmp_path):
         federate(Toy(), toy_data(), [FedET()])
     with pytest.raises(ValueError, match=r"'net.2.weight' is \(16, 8\) in the server's model and missing in 'small'"):
         federate(models(), public_data(), [FedET(transfer=["net.0", "net.2"])])
-    with pytest.raises(ValueError, match="FedET .*FedPer"):
+    with pytest.raises(ValueError, match=r"FedET .*FedPer"):
         federate(Toy(), public_data(), [FedET(), FedPer(personal="net.3")])
-    with pytest.raises(ValueError, match="GlobalCheckpoint would select .* FedET's large model"):
+    with pytest.raises(ValueError, match=r"GlobalCheckpoint would select .* FedET's large model"):
         federate(Toy(), public_data(), [FedET(), GlobalCheckpoint()], tmp_path, max_rounds=1)
-    with pytest.raises(ValueError, match="FedET .*float_buffers='local'"):
+    with pytest.raises(ValueError, match=r"FedET .*float_buffers='local'"):
         federate(Toy(), public_data(), [FedET()], float_buffers="local")
     for name, value in {"steps": -1, "diversity": -1, "batch_size": 0, "lr": 0, "public_samples": -1}.items():
         with pytest.raises(ValueError, match=f"FedET got {name}="):

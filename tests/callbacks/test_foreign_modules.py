@@ -230,7 +230,9 @@ def check(name, module, rounds=2):
     assert all(row.value == row.value for row in trainer.rows)
 
 
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
+@pytest.mark.parametrize(
+    "norm", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="batch norm")]
+)
 @pytest.mark.parametrize("style", [ThroughSelf, ThroughNet, ThroughLayers], ids=lambda style: style.__name__)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_tutorial_in_three_styles(name, style, norm):
@@ -241,7 +243,13 @@ needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason
 
 
 @needs_timm
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("SCAFFOLD", "FENDA", "PLayerFL") else pytest.param(name, marks=pytest.mark.slow)
+        for name in ALGORITHMS
+    ],
+)
 def test_a_small_timm_model(name):
     check(name, Timm("test_resnet", "fc", 16), rounds=2 if "PLayerFL" in name else 1)
 

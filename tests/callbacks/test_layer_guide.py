@@ -53,6 +53,7 @@ def test_the_plain_trainer_s_example(here: Path, capsys: pytest.CaptureFixture[s
     assert (here / "layers.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_configuration_and_the_questions(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["fit", "-c", str(ROOT / "configs/quickstart.yaml"), "-c", str(ROOT / "configs/algorithms/fedprox.yaml")]
     words += ["-c", str(CONFIG), "--trainer.max_rounds=1", "--trainer.local_epochs=1", "--trainer.logger=false"]

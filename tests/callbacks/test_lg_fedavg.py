@@ -72,6 +72,7 @@ def test_absent_clients_keep_their_encoders():
     absent_clients_rest(spy)
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted(tmp_path):
     module, data = NormNet("adam"), toy_data(SIZES)
     whole, _, again = cut_and_resumed(tmp_path, module, data, lambda: [LGFedAvg(num_layers=1)], max_rounds=3)

@@ -57,7 +57,7 @@ def test_share_zero_is_fedavg(make):
 
 
 @pytest.mark.parametrize("make", [*MAKES, AdamWDecay])
-@pytest.mark.parametrize("how", ["reset", "keep"])
+@pytest.mark.parametrize("how", ["reset", pytest.param("keep", marks=pytest.mark.slow)])
 def test_share_one_is_training_alone_and_the_global_model_never_moves(make, how):
     module, data = make(), toy_data(SIZES)
     options = {"max_rounds": 3, "local_epochs": 2, "optimizer_state": how}
@@ -152,8 +152,8 @@ def test_every_client_counts():
 def test_the_choice_can_be_made_on_validation_data():
     module, data = Toy("sgd", lr=0.5), toy_data({"0": 8, "1": 40}, val=40)
     for split in ("train", "val"):
-        _, spy = spied(module, data, [MAPPER([0.0, 1.0], choose_on=split)], max_rounds=1, local_epochs=30)
-        local = federate(module, data, [Local()], max_rounds=1, local_epochs=30)
+        _, spy = spied(module, data, [MAPPER([0.0, 1.0], choose_on=split)], max_rounds=1, local_epochs=12)
+        local = federate(module, data, [Local()], max_rounds=1, local_epochs=12)
         for client in ("0", "1"):
             losses = {}
             for lam, state in ((0.0, module_state(module)), (1.0, deployed(local, client))):
@@ -227,6 +227,7 @@ def test_absent_clients_rest():
             same(deployed(trainer, client), global_state(trainer))
 
 
+@pytest.mark.slow  # the conformance suite resumes it too
 @pytest.mark.parametrize("how", ["reset", "keep"])
 def test_resumed_is_uninterrupted(tmp_path, how):
     module, data = NormNet("adam"), toy_data(SIZES)

@@ -318,6 +318,36 @@ def test_batch_norm_and_a_last_batch_of_one_sample(rounds):
         assert any(name.endswith("running_var") for name in described)
 
 
+class Reshaped(Toy):
+    """Its network takes what its transfer hook makes of the loader's flat samples."""
+
+    def make(self, hidden, dropout):
+        return nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(4, CLASSES))
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [10 * batch[0].reshape(-1, 1, 2, 3), *batch[1:]]
+
+
+def test_networks_see_public_data_as_their_own_batches(rounds):
+    data = public_data((24, 40))
+    federate(Reshaped(), data, [pFedHR(depths=(2, 2), fine_tune_epochs=0)], max_rounds=2)
+    x = 10 * public_x(data).reshape(-1, 1, 2, 3)
+    for sent, made, given in rounds:
+        for client, state in sent.items():
+            z = reshaped_by_hand(layers(state), x)
+            alike = {}
+            for key, described in made.items():
+                if described["blocks"].tolist() == [[0, 0], [0, 1]]:
+                    own = {name: described[name] for name in described if ".blocks." in name}
+                    alike[key] = float(F.cosine_similarity(z, reshaped_by_hand(layers(own), x)).mean())
+            assert len(alike) > 1 and alike[given[client]] == pytest.approx(max(alike.values()), abs=1e-6)
+
+
+def reshaped_by_hand(own, x):
+    (kernel, shift), (weight, bias) = own
+    return F.conv2d(x, kernel, shift).clamp(min=0).flatten(1) @ weight.T + bias
+
+
 def test_where_no_candidate_fits_clients_keep_what_they_have():
     with pytest.warns(UserWarning, match="found no candidate that keeps the rules.*max_stitch=1; clients keep"):
         trainer = federate(models(), public_data((24, 40)), [pFedHR(depths=(4, 5), max_stitch=1)], max_rounds=2)

@@ -58,7 +58,9 @@ def test_one_cluster_with_slots_for_all_is_fedavg(make):
         same(module_state(ours.module(client)), global_state(plain))
 
 
-@pytest.mark.parametrize("options", [{"ledger": False}, {"tokens": 1e9}, {"price": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"ledger": False}, {"tokens": 1e9}, pytest.param({"price": 0.0}, marks=pytest.mark.slow)]
+)
 def test_the_ledger_does_not_touch_training(options):
     """Unlimited balances, no accounts at all, no price: the same bits."""
     module, data = Toy("adam", dropout=0.2), toy_data([24, 16, 16, 8])
@@ -313,6 +315,7 @@ def test_pre_training_that_never_ends_is_refused():
 # -- files, resume, engines, others ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_to_the_last_token(tmp_path):
     make = lambda: [pifl()]  # noqa: E731
     whole, _cut, again = cut_and_resumed(tmp_path, Toy("adam"), toy_data([16, 8, 8, 8]), make, max_rounds=3)

@@ -198,7 +198,13 @@ HALF = lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", ini
     ],
     ids=str,
 )
-@pytest.mark.parametrize("callback", [PLayerFL(threshold=math.inf), PLayerFL(split=4)], ids=["t=inf", "split=L"])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        pytest.param(PLayerFL(threshold=math.inf), id="t=inf"),
+        pytest.param(PLayerFL(split=4), id="split=L", marks=pytest.mark.slow),
+    ],
+)
 def test_everything_shared_is_fedavg_bit_for_bit(callback, options):
     """Entry 23 (c), with batch statistics and dropout."""
     module, data = Deep("adam", norm=True, dropout=0.3), toy_data(SIZES)
@@ -479,6 +485,7 @@ class Stop(FederatedCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted(tmp_path):
     module, data = Deep("adam", norm=True), toy_data(SIZES)
     options = {"max_rounds": 3, "participation": 2, "evaluate_every": 0}

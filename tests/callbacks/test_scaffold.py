@@ -338,7 +338,7 @@ class HeavyQuadratic(Quadratic):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
-@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+@pytest.mark.parametrize("weighting", [pytest.param("uniform", marks=pytest.mark.slow), "samples"])
 def test_with_momentum_heterogeneous_quadratics_converge_to_the_pooled_optimum(weighting, engine):
     """The weighting decides whose optimum it is: the mean of clients, or of samples (client 0 holds its sample thrice)."""
     held = [3, 1]

@@ -535,8 +535,14 @@ def test_a_run_resumed_in_the_middle_of_the_epoch_counts_every_step(tmp_path):
 # -- the figure --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("f", [EXAMPLE, (0.0, 1.0, 3.0), (0.0, 0.0), (2.0,), tuple(range(1, 31))])
-@pytest.mark.parametrize("threshold", [None, 1.5, math.inf])
+DRAWN = {
+    (f, threshold): pytest.mark.slow
+    for f in (EXAMPLE, (0.0, 1.0, 3.0), (0.0, 0.0), (2.0,), tuple(range(1, 31)))
+    for threshold in (None, 1.5, math.inf)
+} | {(EXAMPLE, None): (), ((0.0, 1.0, 3.0), 1.5): (), ((0.0, 0.0), 1.5): (), ((2.0,), math.inf): ()}
+
+
+@pytest.mark.parametrize(("f", "threshold"), [pytest.param(*given, marks=marks) for given, marks in DRAWN.items()])
 def test_the_figure_draws_whatever_a_run_may_give(f, threshold, tmp_path):
     path = tmp_path / "sensitivity.png"
     figure = from_cumulative(map(float, f)).plot(threshold, path)

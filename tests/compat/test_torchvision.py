@@ -53,6 +53,7 @@ def test_lightning_torchvision_and_timm_work_after_fedlightning() -> None:
 
 
 @needs_torchvision
+@pytest.mark.slow
 def test_nothing_is_declared_when_the_extension_loads() -> None:
     run("""
         import sys, torch

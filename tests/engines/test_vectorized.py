@@ -122,7 +122,12 @@ ALGORITHMS: dict[str, tuple[Any, list[FederatedCallback]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+FAST = ("fedavg", "scaffold", "ditto", "fedrep", "apfl", "fenda")  # one of each kind of change to a visit
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS]
+)
 def test_an_algorithm_trains_as_under_sequential(name: str) -> None:
     module, callbacks = ALGORITHMS[name]
     assert_equal(pair(module, callbacks))

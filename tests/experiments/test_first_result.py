@@ -72,6 +72,7 @@ def test_compare_stops_before_its_first_run(tmp_path, monkeypatch, capsys):
     assert Path("out/runs/a/seed_0/summary.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_a_sweep_stops_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     grid = "--grid=model.init_args.lr=0.1,0.2"

@@ -160,10 +160,18 @@ def test_what_varies_can_be_chosen(tmp_path):
             "trainer: {max_round: 3}",
             r"third \(.*a.yaml \+ third.yaml\): trainer has no option 'max_round'. Did you mean max_rounds",
         ),
-        ("trainer: {max_rounds: 0}", "third .*max_rounds=0 must be a whole number"),
-        ("data: {class_path: MNISTDataModule, init_args: {root: nowhere}}", "third .*MNISTDataModule did not find"),
+        pytest.param("trainer: {max_rounds: 0}", "third .*max_rounds=0 must be a whole number", marks=pytest.mark.slow),
+        pytest.param(
+            "data: {class_path: MNISTDataModule, init_args: {root: nowhere}}",
+            "third .*MNISTDataModule did not find",
+            marks=pytest.mark.slow,
+        ),
         ("data: {init_args: {partitioner: {init_args: {num_clients: 5000}}}}", "third .*cannot give 5000 clients"),
-        ("model: {class_path: fedlightning.models.Clasifier}", "third .*no class.*Did you mean Classifier"),
+        pytest.param(
+            "model: {class_path: fedlightning.models.Clasifier}",
+            "third .*no class.*Did you mean Classifier",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_is_wrong_in_the_third_file_is_found_before_anything_runs(tmp_path, broken, sentence):

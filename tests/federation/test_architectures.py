@@ -115,6 +115,24 @@ def test_one_model_for_each_architecture_is_fedavg_among_its_clients():
     assert results["1"] == pytest.approx(float(nn.functional.cross_entropy(module(x), y)), abs=1e-6)
 
 
+class Builds(FederatedCallback):
+    """Lets a client build a module of every architecture."""
+
+    mixes_architectures = True
+
+    def on_visit_start(self, client):
+        built = {name: client.module_of(name) for name in client.architectures}
+        assert {name: type(module) for name, module in built.items()} == {"small": Toy, "deep": Deep}
+        own = client.initial_module()
+        same({"": module_state(built["deep" if client.id in "13" else "small"])}, {"": module_state(own)})
+        client.state[self.key] = {"built": list(built)}
+
+
+def test_a_client_can_build_every_architecture():
+    trainer = federate(models(), data(), [Local(), Builds()], max_rounds=1)
+    assert all(trainer.store.get(client).state["Builds"]["built"] == ["small", "deep"] for client in "0123")
+
+
 class Only(FederatedCallback):
     def __init__(self, members):
         self.members = members

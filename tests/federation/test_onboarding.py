@@ -226,6 +226,7 @@ def test_engines_agree(engine, tmp_path):
     assert found[1] == (pytest.approx(found[0], abs=1e-5) if engine == "vectorized" else found[0])
 
 
+@pytest.mark.slow
 def test_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--data.partitioner.num_clients=4", "--data.max_train=150", "--data.max_test=60", "--trainer.logger=false"]

@@ -85,7 +85,10 @@ def rule(trainer, name, sent, start):
     return max(sides, key=lambda part: max(map(cosine, sides[part].values())))
 
 
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("CFL", "FedGroup", "FeSEM") else pytest.param(name, marks=pytest.mark.slow) for name in MAKES],
+)
 def test_newcomers_land_in_their_group_and_score_like_its_members(name, tmp_path):
     rounds = (
         4 if name == "FeSEM" else 2

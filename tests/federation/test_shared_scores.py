@@ -38,7 +38,7 @@ def loss_of(module, data, client):
         return float(torch.nn.functional.cross_entropy(module(x), y))
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorized"])
+@pytest.mark.parametrize("engine", [pytest.param("sequential", marks=pytest.mark.slow), "vectorized"])
 @pytest.mark.parametrize("name", RUNS)
 def test_every_test_score_is_that_of_its_own_model(name, engine):
     torch.manual_seed(0)

@@ -60,7 +60,9 @@ def test_trains_with_its_default_optimizer_and_logs() -> None:
         assert result[f"test_{name}"] == pytest.approx(logged[f"val_{name}"])
 
 
-@pytest.mark.parametrize("norm", ["none", "batch", "group"])
+@pytest.mark.parametrize(
+    "norm", ["batch", pytest.param("none", marks=pytest.mark.slow), pytest.param("group", marks=pytest.mark.slow)]
+)
 def test_digits_are_learnt_in_seconds(norm: Any) -> None:
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
@@ -71,6 +73,7 @@ def test_digits_are_learnt_in_seconds(norm: Any) -> None:
     assert trainer.callback_metrics["val_accuracy"] > 0.9
 
 
+@pytest.mark.slow
 def test_text_is_learnt() -> None:
     """Does the token 7 occur? Needs attention to every place and to the mask."""
     tokens = torch.randint(1, 12, (256, 6))

@@ -22,8 +22,8 @@ needs_timm = pytest.mark.skipif("not __import__('importlib.util').util.find_spec
 @pytest.mark.parametrize(
     ("name", "head", "kwargs"),
     [
-        ("resnet18", "model.fc", {}),
-        ("efficientnet_b0", "model.classifier", {}),
+        pytest.param("resnet18", "model.fc", {}, marks=pytest.mark.slow),
+        pytest.param("efficientnet_b0", "model.classifier", {}, marks=pytest.mark.slow),
         ("mobilenetv3_small_050", "model.classifier", {}),
         ("vit_tiny_patch16_224", "model.head", {"img_size": 32, "patch_size": 8, "depth": 2}),
         ("convnext_atto", "model.head.fc", {}),

@@ -76,7 +76,9 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"evaluate_every": 3}, {"save_state": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"evaluate_every": 3}, marks=pytest.mark.slow), {"save_state": 2}], ids=str
+)
 @pytest.mark.parametrize("stops", STOPS)
 def test_files_are_those_of_an_uninterrupted_run(tmp_path, stops, options):
     run(tmp_path / "whole", both(tmp_path / "whole"), **options)
@@ -213,6 +215,7 @@ def test_more_rounds_after_the_visits_that_ended_the_run(tmp_path):
     assert events(tmp_path / "whole/logs/tb/version_0") == events(tmp_path / "cut/logs/tb/version_0")
 
 
+@pytest.mark.slow
 def test_from_yaml(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loggers = [
@@ -240,7 +243,7 @@ def test_from_yaml(tmp_path, monkeypatch):
 
 # -- servers -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("options", [{}, {"save_state": 2}], ids=str)
-@pytest.mark.parametrize("given", [{}, {"id": "mine"}], ids=str)
+@pytest.mark.parametrize("given", [{}, pytest.param({"id": "mine"}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("stops", STOPS)
 def test_a_run_of_wandb_goes_on(tmp_path, monkeypatch, stops, given, options):
     server = WandbServer(monkeypatch)

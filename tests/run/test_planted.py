@@ -70,7 +70,9 @@ def test_the_plants_would_run(tmp_path):
     assert (tmp_path / "evil").is_dir()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in ("lock", "metrics") else kind for kind in KINDS]
+)
 @pytest.mark.parametrize(
     "plant", [pytest.param(plant, marks=pytest.mark.slow if number else ()) for number, plant in enumerate(PLANTS)]
 )

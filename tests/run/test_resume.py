@@ -98,10 +98,10 @@ def trainer_of(name, root, extra=(), seed=0):
     return trainer, module, toy_data()
 
 
-def resume_all(root):
+def resume_all(root, *names):
     """What the new process does."""
     torch.set_num_threads(1)
-    for name in RUNS:
+    for name in names:
         trainer, module, data = trainer_of(name, root)
         trainer.fit(module, datamodule=data, resume="last")
         trainer.test()
@@ -148,26 +148,32 @@ def summary(run):
     return {k: v for k, v in found.items() if k not in ("seconds", "peak_memory_mb")} | {"per_round": rounds}
 
 
+FAST = ("fedavg_keep", "lr_decay", "fp16", "scaffold_2", "fedper", "checkpoints")
+"""The conformance suite resumes every method; these are the kinds of things that a state holds."""
+
+
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """All runs, uninterrupted under ``whole`` and interrupted under ``cut``; one new process has resumed the latter."""
+def root(tmp_path_factory, request):
+    """The runs asked for, uninterrupted under ``whole`` and cut under ``cut``; one new process has resumed the latter."""
     root = tmp_path_factory.mktemp("resume")
     torch.set_num_threads(1)
-    for name in RUNS:
+    asked = {item.callspec.params["name"] for item in request.session.items if "root" in item.fixturenames}
+    names = [name for name in RUNS if name in asked]
+    for name in names:
         trainer, module, data = trainer_of(name, root / "cut", [Stop(STOPPED_IN)])
         with pytest.raises(KeyboardInterrupt):
             trainer.fit(module, datamodule=data)
-    command = "import sys, fedlightning; from tests.run.test_resume import resume_all; resume_all(sys.argv[1])"
+    command = "import sys, fedlightning; from tests.run.test_resume import resume_all; resume_all(*sys.argv[1:])"
     env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.Popen(
-        [sys.executable, "-c", command, str(root / "cut")],
+        [sys.executable, "-c", command, str(root / "cut"), *names],
         cwd=Path(__file__).parents[2],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    for name in RUNS:
+    for name in names:
         trainer, module, data = trainer_of(name, root / "whole")
         trainer.fit(module, datamodule=data)
         trainer.test()
@@ -177,7 +183,9 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
 def test_the_same_as_without_interruption(root, name):
     cut, whole = root / "cut" / name / "version_0", root / "whole" / name / "version_0"
     a = torch.load(root / "whole" / f"{name}.pt", weights_only=False)

@@ -66,6 +66,7 @@ def test_nothing_else_holds_them(study):
     )
 
 
+@pytest.mark.slow
 def test_files_and_page(study, tmp_path):
     found = write_comparison(study, tmp_path)
     assert [line["method"] for line in found["unseen"]] == ["fedavg", "local"]

@@ -104,6 +104,7 @@ def test_local_classes_copy_but_do_not_pickle() -> None:
         pickle.dumps(module)
 
 
+@pytest.mark.slow
 def test_wrapped_modules_open_in_a_fresh_process(tmp_path: Path) -> None:
     modules: list[Any] = [
         dual_by_head(ThroughForward(), "net.fc").eval(),
