@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -263,8 +264,8 @@ def test_samples_that_calibrate_never_train():
     assert all(value.isfinite().all() for value in global_state(trainer).values())
 
 
-def test_the_frozen_model_neither_moves_nor_drops_nor_logs():
-    """Running statistics of the proxy are those of its own steps; the same with none of the private model's."""
+def test_the_frozen_model_does_not_move():
+    """Running statistics of the proxy are those of its own steps."""
     data, proxy = toy_data(SIZES), seeded(lambda: NormNet("sgd", hidden=4), 3)
     method = FedType(proxy, ALPHA, SHARE, distillation=0.0)
     _, spy = spied(Toy(dropout=0.5), data, [method], max_rounds=1)
@@ -272,6 +273,32 @@ def test_the_frozen_model_neither_moves_nor_drops_nor_logs():
         steps = math.ceil((SIZES[update.client] - HELD[update.client]) / 8)
         assert update.steps == update.own_steps == steps
         assert update.state[f"{PREFIX}net.1.num_batches_tracked"] == steps
+
+
+def test_the_frozen_model_is_in_eval_mode():
+    """Dropout in a model that does not move changes nothing in the other one."""
+    options, found = {"max_rounds": 2}, []
+    for dropout in (0.0, 0.5):
+        still, moving = seeded(lambda d=dropout: Toy("sgd", lr=0.0, dropout=d), 9), seeded(lambda: Toy("sgd"), 5)
+        proxies = federate(still, toy_data(SIZES), [FedType(small("sgd"), imitation=0.0)], **options)
+        method = FedType(still, ALPHA, SHARE, distillation=0.0, lambda_reg=1.0, k_reg=0)
+        privates = federate(moving, toy_data(SIZES), [method], **options)
+        found.append([shared_state(global_state(proxies)), deployed(privates, "1")])
+    for one, other in zip(*found, strict=True):
+        same(one, other)
+
+
+def test_the_penalty_grows_with_a_fall_of_the_private_accuracy(monkeypatch):
+    """`l0 + (1 - l0) D`, for the proxy's sets only."""
+    z, y = torch.eye(3)[[0, 1, 2, 0]], torch.tensor([0, 1, 0, 1])
+    monkeypatch.setattr(FedType, "_logits", lambda self, client, ids: (z, z, y))
+    method, found = FedType(lambda_reg=0.4, private_lambda_reg=0.7), []
+    for before in ({}, {"accuracy": 0.25}, {"accuracy": 0.75}):
+        client = SimpleNamespace(state={"FedType": before})
+        own, proxy = method.calibrated(client, torch.arange(4), torch.arange(4))
+        found.append((own.lambda_reg, round(proxy.lambda_reg, 6)))
+        assert client.state == {"FedType": {"accuracy": 0.5}}
+    assert found == [(0.7, 0.4), (0.7, 0.4), (0.7, 0.4 + 0.6 * 0.25)]
 
 
 def run(root=None, **options):

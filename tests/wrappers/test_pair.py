@@ -10,7 +10,7 @@ import torch
 
 from fedlightning.callbacks.fml import MutualLoss
 from fedlightning.wrappers import unmix
-from fedlightning.wrappers.pair import pair, shared_entries, shared_of
+from fedlightning.wrappers.pair import minimise, pair, shared_entries, shared_of, sides_of
 from tests.helpers import CLASSES, FEATURES, NormNet, Toy, differs, same
 
 
@@ -118,3 +118,32 @@ def test_wrong_use_is_refused():
         both(Taken(), Toy())
     with pytest.raises(ValueError, match=r"Toy has no submodule `net.9`"):
         both(Toy(), Toy(), shared_head="net.9")
+
+
+@pytest.mark.parametrize("frozen", ["own", "shared"])
+def test_the_model_that_only_teaches_is_in_eval_mode_and_logs_nothing(frozen):
+    class Logs(Toy):
+        def log(self, *args, **kwargs):
+            logged.append(self)
+
+    modules, logged, seen = {"own": Logs(dropout=0.5), "shared": Logs(dropout=0.5)}, [], []
+    module = both(modules["own"], modules["shared"])
+    minimise(module, lambda *sides: seen.append(sides[:2]) or sides[0].loss + sides[1].loss, frozen)
+    before = [part.training for part in module.modules()]
+    total = module.training_step(batch(), 0)
+    own, shared = seen[0]
+    teacher, learner = (own, shared) if frozen == "own" else (shared, own)
+    assert not teacher.logits.requires_grad and learner.logits.requires_grad and total.requires_grad
+    assert before == [part.training for part in module.modules()] and all(before)
+    net = (module if frozen == "own" else shared_of(module)).net.eval()
+    torch.testing.assert_close(teacher.logits, net(batch()[0]))
+    assert all(one is not (module if frozen == "own" else shared_of(module)) for one in logged)
+
+
+def test_both_sides_of_a_pair_without_its_loss():
+    module = both(Toy(), Toy("sgd", hidden=3)).eval()
+    loss = vars(module)["pair_parts"].loss
+    own, shared = sides_of(module, batch())
+    torch.testing.assert_close(own.logits, module.net(batch()[0]))
+    torch.testing.assert_close(shared.logits, shared_of(module).net(batch()[0]))
+    assert vars(module)["pair_parts"].loss is loss
