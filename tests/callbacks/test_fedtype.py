@@ -42,7 +42,7 @@ CASES = {
         },
     ),
 }
-KEPT = {"FedType": Kept("FedType", client=("accuracy",), phases=("private", "fit"))}
+KEPT = {"FedType": Kept("FedType", client=("accuracy",), phases=("fit", "private"))}
 SIZES = {"0": 30, "1": 44, "2": 23}
 ALPHA, SHARE = 0.3, 0.25
 HELD = {"0": 8, "1": 12, "2": 7}
