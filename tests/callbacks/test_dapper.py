@@ -31,10 +31,10 @@ KEPT = {
 class WithPublic(ToyData):
     """Toy data beside `public` samples that no client holds."""
 
-    public = 30
+    public_count = 30
 
     def public_dataloader(self):
-        return DataLoader(TensorDataset(*samples("public", "train", self.public)), batch_size=self.batch_size)
+        return DataLoader(TensorDataset(*samples("public", "train", self.public_count)), batch_size=self.batch_size)
 
 
 class Endless(IterableDataset):
@@ -101,10 +101,10 @@ def test_share_zero_does_not_depend_on_the_clients_own_samples(make):
 
 def by_hand(module, data, client, w, number, lam, ratio, lr):
     """Adapt a copy of `w` in plain torch: gradients of the two batches apart, then their mean by `lam`."""
-    x_public, y_public = samples("public", "train", data.public)
+    x_public, y_public = samples("public", "train", data.public_count)
     size, held = 8, len(data.tensors[client]["train"][1])
-    count = min(max(size, round(ratio * held)), data.public)
-    subset = torch.randperm(data.public, generator=generator(0, number, client, "public"))[:count]
+    count = min(max(size, round(ratio * held)), data.public_count)
+    subset = torch.randperm(data.public_count, generator=generator(0, number, client, "public"))[:count]
 
     def stream():
         lap = 0
@@ -149,7 +149,7 @@ def test_the_choice_and_the_copies_by_hand(ratio):
 def test_running_statistics_are_mixed_as_the_losses_are():
     """One step, momentum 0.1: 0.9 old + 0.1 (lam own + (1 - lam) public)."""
     module, data, lam = StillNorm("sgd"), with_public({"0": 8}), 0.3
-    data.public = 8
+    data.public_count = 8
     trainer = federate(module, data, [Dapper(grid=[lam]), WakeForAdaptation()], max_rounds=1)
     first, after = global_state(trainer), deployed(trainer, "0")
 
