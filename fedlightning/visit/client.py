@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.compat.attached import detached_copy
-from fedlightning.datamodules.base import FederatedDataModule
-from fedlightning.datamodules.public import addressable, is_iterable, public_loader, size_of
-from fedlightning.datamodules.views import samples_at
-from fedlightning.hooks import Phase
-from fedlightning.messages import ClientLog, Message
-from fedlightning.seeding import generator
 from fedlightning.tensors import State, clone, load_state, module_state
 from fedlightning.visit import probes
-from fedlightning.visit.outputs import outputs
-from fedlightning.visit.record import ClientRecord
-from fedlightning.visit.scorer import Scorer
+from fedlightning.visit.client_data import ReadsData
 from fedlightning.wrappers.features import FeatureTap
 
 
-class Surroundings(Protocol):
-    """The parts of a :class:`~fedlightning.visit.runner.LocalRunner` that a client uses; see there."""
-
-    blueprint: Blueprint
-    data: FederatedDataModule
-    scorer: Scorer
-
-    def loader(self, message: Message, split: str) -> DataLoader[Any] | None: ...
-
-    def used_samples(self, loader: DataLoader[Any] | None) -> int: ...
-
-    def start_sampler(self, loader: Any, message: Message, purpose: str = "") -> None: ...
-
-
-class Client:
+class Client(ReadsData):
     """One client during one visit or one evaluation: a LightningModule, its loaders, and a state that stays with it.
 
     It offers all that algorithms need, so that none of them reaches for the engine or the data module.
@@ -70,134 +44,6 @@ class Client:
         scratch: Values that a callback keeps for the duration of the visit.
         phase: The fit that runs. Lightning hooks that act in federated phases only read it.
     """
-
-    def __init__(
-        self,
-        runner: Surroundings,
-        message: Message,
-        record: ClientRecord,
-        module: LightningModule | None = None,
-        entries: State | None = None,
-    ) -> None:
-        self._runner, self._blueprint = runner, runner.blueprint
-        self.id = message.client
-        self.round = message.round
-        self.visit = message.visit
-        self._module = module
-        self._entries: State = entries or {}
-        self.message = message
-        self.record = record
-        self.evaluating = False
-        self.received: State = {}
-        self.steps = 0
-        self.skipped = 0
-        self.own_steps = 0
-        self.selections = 0
-        self.lr_sum = 0.0
-        self.lr_sums: dict[str, float] = {}
-        self.gradient_weights: dict[str, float] = {}
-        self.metrics: dict[str, float] = {}
-        self.logs: list[ClientLog] = []
-        self.scratch: dict[str, Any] = {}
-        self.phase = Phase()
-        self._streams: dict[str, Iterator[Any]] = {}
-        self._anchor: dict[tuple[torch.device, str], Tensor] = {}
-        self._num_samples: int | None = None  # counted on first access
-
-    def __repr__(self) -> str:
-        """Return id, round and what it has kept."""
-        kept = f", state of {', '.join(self.state)}" if self.state else ""
-        return f"<Client {self.id!r}, round {self.round + 1}, {self.record.visits} earlier visits{kept}>"
-
-    @property
-    def module(self) -> LightningModule:
-        """The client's LightningModule, built on first access."""
-        if self._module is None:
-            self._module = self._blueprint.build_around(self._entries, self.id)
-        return self._module
-
-    @property
-    def is_unbuilt(self) -> bool:
-        """Whether the module has not been built yet: the client is its :attr:`entries`."""
-        return self._module is None
-
-    @property
-    def entries(self) -> State:
-        """Tensors of the module's present state, by name. Neither copied nor to be edited."""
-        return self._entries if self._module is None else module_state(self._module)
-
-    def set_entries(self, entries: State) -> None:
-        """Take over entries that were trained in a stack, also into the module if it has been built meanwhile."""
-        self._entries = entries
-        if self._module is not None:
-            load_state(self._module, entries)
-
-    @property
-    def state(self) -> dict[str, dict[str, Any]]:
-        """By callback key, what stays from visit to visit: tensors (replace them, never edit in place) and values."""
-        return self.record.state
-
-    @property
-    def checkpoints(self) -> dict[str, dict[str, Any]]:
-        """By callback key, selected models. They are all that an evaluation may write."""
-        return self.record.checkpoints
-
-    @property
-    def num_samples(self) -> int:
-        """Training samples that one epoch of this job uses."""
-        if self._num_samples is None:
-            self._num_samples = self._runner.used_samples(self._runner.loader(self.message, "train"))
-        return self._num_samples
-
-    @num_samples.setter
-    def num_samples(self, count: int) -> None:
-        self._num_samples = count
-
-    @property
-    def class_counts(self) -> list[int] | None:
-        """Training samples by class, or `None` if the data have no labels."""
-        return self._runner.data.class_counts(self.id)
-
-    @property
-    def precision(self) -> Any:
-        """Lightning's precision plugin of the running fit (for autocast and unscaling)."""
-        trainer = self.scratch.get("trainer")
-        return trainer.precision_plugin if trainer is not None else self._blueprint.precision
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the run. Outside a fit the module itself is on the CPU."""
-        return self._blueprint.device
-
-    @property
-    def seed(self) -> int:
-        """The run's seed, for addresses of randomness that server and client share."""
-        return self._blueprint.settings.seed
-
-    def rng(self, purpose: str) -> torch.Generator:
-        """Return a generator addressed by (seed, visit, client, purpose)."""
-        return generator(self._blueprint.settings.seed, self.visit, self.id, purpose)
-
-    def loader(self, split: str = "train") -> DataLoader[Any] | None:
-        """Return the loader of a split: the client's own, or the pooled one in a pooled job."""
-        return self._runner.loader(self.message, split)
-
-    def anchor(self, name: str, device: torch.device) -> Tensor | None:
-        """Return the value of one entry as the server sent it.
-
-        Args:
-            name: Name of the entry.
-            device: Device of the result.
-
-        Returns:
-            The value in fp32 or a wider type, or `None` if this entry does not travel.
-        """
-        if name not in self.received:
-            return None
-        if (device, name) not in self._anchor:
-            sent = self.received[name]
-            self._anchor[device, name] = sent.to(device, torch.promote_types(sent.dtype, torch.float32))
-        return self._anchor[device, name]
 
     def loss(self, state: Mapping[str, Tensor] | None = None, split: str = "train") -> float:
         """Return the mean training loss over a split, in eval mode and without gradients.
@@ -275,11 +121,6 @@ class Client:
         seed = self._address("probe", self.scratch["probes"])
         return probes.probing(module, self.precision, *seed, update_buffers=update_buffers)
 
-    def next_probe(self) -> tuple[object, ...]:
-        """Return the address of the randomness of one more probe."""
-        self.scratch["probes"] = self.scratch.get("probes", 0) + 1
-        return self._address("probe", self.scratch["probes"])
-
     @property
     def loss_scale(self) -> float:
         """Loss scale of the gradient scaler (1.0 unless precision is 16-mixed)."""
@@ -298,185 +139,6 @@ class Client:
         self.selections += split == "val"
         with self._at(state) as module:
             return self._runner.scorer.score(module, loader, split)
-
-    def next_batch(self, stream: str = "extra", module: LightningModule | None = None) -> Any:
-        """Return the next training batch of an endless stream of the client's own.
-
-        Args:
-            stream: Name of the stream; each name is an independent one.
-            module: The batch is moved to the device of this module. `None`: the client's own, which is on the device in
-                a fit.
-        """
-        if stream not in self._streams:
-            self._streams[stream] = self._endless(stream)
-        batch = self.precision.convert_input(next(self._streams[stream]))
-        return probes.move_batch(self.module if module is None else module, batch)
-
-    def public_batches(self, ratio: float = 1.0, stream: str = "public") -> Iterator[Any]:
-        """Yield batches of public data without end, from a random subset that is drawn once for this visit.
-
-        Batches are on the CPU, as the loader makes them; :func:`~fedlightning.visit.probes.move_batch` moves them.
-
-        Args:
-            ratio: Size of the subset over the client's own training samples, at least one batch and at most all samples.
-            stream: Name of the draws; each name is an independent one.
-
-        Raises:
-            ValueError: If the data module has no public data, or they are iterable.
-        """
-        return self._public_draws(addressable(*self._public()), ratio, stream)
-
-    def _public_draws(self, loader: DataLoader[Any], ratio: float, stream: str) -> Iterator[Any]:
-        dataset: Any = loader.dataset
-        size = min(loader.batch_size or 1, len(dataset))
-        count = min(max(size, round(ratio * self.num_samples)), len(dataset))
-        subset = torch.randperm(len(dataset), generator=self.rng(stream))[:count]
-        for lap in itertools.count():
-            order = subset[torch.randperm(count, generator=self.rng(f"{stream}-{lap}"))].tolist()
-            for start in range(0, count - size + 1, size):
-                yield loader.collate_fn(samples_at(dataset, order[start : start + size]))
-
-    def _public(self) -> tuple[Any, str]:
-        """Return the data module's loader of public data, or `None`, and the data module's name."""
-        data = self._runner.data
-        return data.public_dataloader(), type(data).__name__
-
-    @property
-    def public_size(self) -> int:
-        """Number of public samples; 0 without any."""
-        return size_of(*self._public())
-
-    def public(
-        self,
-        ids: Tensor | None = None,
-        *,
-        targets: Tensor | None = None,
-        batch_size: int | None = None,
-        shuffle: bool = False,
-    ) -> DataLoader[Any]:
-        """Return a loader of public samples, for a :class:`Phase` or :meth:`outputs`.
-
-        Args:
-            ids: Positions of the samples in the public data, int64; batches come in their order. `None`: all.
-            targets: A row for each of `ids`. A batch is then the pair `(batch, target_rows)`.
-            batch_size: Samples of a batch. `None`: that of the public data.
-            shuffle: Draw an order by address; every epoch of a fit draws its own.
-
-        Raises:
-            ValueError: If there are no public data, they are iterable, or `ids` and `targets` do not fit them.
-        """
-        loader = public_loader(
-            *self._public(), ids, targets=targets, batch_size=batch_size, shuffle=shuffle, reader=f"public of {self.id}"
-        )
-        self._runner.start_sampler(loader, self.message, purpose="public")
-        return loader
-
-    def samples(
-        self,
-        targets: Tensor | None = None,
-        *,
-        ids: Tensor | None = None,
-        training: bool | None = None,
-        split: str = "train",
-    ) -> DataLoader[Any]:
-        """Return a loader of the client's own samples, each with its number, for a :class:`Phase` or :meth:`outputs`.
-
-        Sample `i` is the `i`-th of the split's dataset, in every round: what is found out about it can be kept by its number.
-
-        Args:
-            targets: A row for each sample. A batch is then the pair `(batch, target_rows)`.
-            ids: Numbers of the samples, int64. `None`: all.
-            training: Give batches as those of training: their size, an addressed order if that is shuffled, no smaller last
-                batch with `drop_last`. Else all samples come in the order of their numbers (or of `ids`). `None`: if there
-                are `targets`.
-            split: Split to read.
-
-        Raises:
-            ValueError: If the split has no samples with numbers, or `targets` another number of rows.
-        """
-        loader = self.loader(split)
-        if loader is None or is_iterable(loader):
-            what = (
-                "no samples"
-                if loader is None
-                else f"samples without a number ({type(getattr(loader, 'dataset', loader)).__name__})"
-            )
-            raise ValueError(
-                f"client.samples(split='{split}'): client '{self.id}' has {what}. Use a map-style dataset."
-            )
-        training = targets is not None if training is None else training
-        found = public_loader(
-            loader,
-            f"client '{self.id}'",
-            ids,
-            targets=targets,
-            shuffle=training and bool(getattr(loader.sampler, "shuffle", True)),
-            reader=f"samples of {self.id}",
-            drop_last=training and bool(loader.drop_last),
-        )
-        self._runner.start_sampler(found, self.message, purpose=f"samples-{split}")
-        return found
-
-    def outputs(
-        self,
-        loader: Iterable[Any],
-        forward: Callable[[LightningModule, Any], Tensor],
-        module: LightningModule | None = None,
-    ) -> Tensor:
-        """Return what a function of module and batch gives over a loader, in eval mode, without gradients or a trace.
-
-        Args:
-            loader: Batches, such as :meth:`public` gives. Each is moved to the run's device.
-            forward: Returns rows for a batch, on the device and in the precision of the run.
-            module: A module other than the client's own.
-
-        Returns:
-            All rows, in fp32 at least, on the CPU.
-        """
-        module = self.module if module is None else module
-        return outputs(module, loader, forward, self.device, self.precision, *self.next_probe())
-
-    def model_state(self) -> State:
-        """Return a CPU copy of the module's present state."""
-        return clone(self.entries, "cpu")
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Names of the federation's architectures, in the server's order; ``("",)`` where everybody has the same."""
-        return self._blueprint.architectures
-
-    def module_of(self, architecture: str) -> LightningModule:
-        """Build a module of an architecture as the federation began: the same bits on every client and on the server.
-
-        Args:
-            architecture: Its name.
-        """
-        return self._blueprint.build(self.id, architecture)
-
-    def initial_module(self) -> LightningModule:
-        """Build a module as the federation began: the same bits on every client and on the server.
-
-        Where a callback gives the client's module a shape of its own (`on_build`), it is of that shape.
-        """
-        module = self._blueprint.build(self.id)
-        if any(callback.claims("on_build") for callback in self._blueprint.callbacks):
-            own, self._module = self._module, module
-            try:
-                self._blueprint.callbacks.event("on_build", self, self.message)
-            finally:
-                self._module = own
-        return module
-
-    def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
-        """Return a teacher: a copy of the module on its device, in eval mode, without gradients.
-
-        Args:
-            state: Entries of the copy that differ. `None`: the present model.
-        """
-        teacher = self.copy_module()
-        if state is not None:
-            load_state(teacher, state)
-        return teacher.to(self.module.device).eval().requires_grad_(False)
 
     def features(self, module: LightningModule, batch: Any, taps: Mapping[str, FeatureTap]) -> dict[str, Tensor]:
         """Return features that a module computes for a batch, without a gradient and without a trace.
@@ -516,39 +178,6 @@ class Client:
         with self._at(None) as module:
             seed = self._address("statistics", split)
             return probes.normalisation_statistics(module, self._batches(split), self.precision, *seed)
-
-    @property
-    def keeps_optimizers(self) -> bool:
-        """Whether optimizers continue from visit to visit (`optimizer_state="keep"`)."""
-        return self._blueprint.settings.optimizer_state == "keep"
-
-    def copy_module(self) -> LightningModule:
-        """Return a deep copy of the module, detached from any trainer."""
-        return detached_copy(self.module)
-
-    # -- helpers ---------------------------------------------------------------------------------------------------
-    def _address(self, *purpose: object) -> tuple[object, ...]:
-        return (self._blueprint.settings.seed, self.visit, self.id, *purpose)
-
-    def _batches(self, split: str) -> Iterator[Any]:
-        loader = self.loader(split)
-        self.selections += split == "val"
-        self._runner.start_sampler(loader, self.message, purpose=f"probe-{split}")
-        yield from loader if loader is not None else ()
-
-    def _endless(self, stream: str) -> Iterator[Any]:
-        loader = self.loader("train")
-        assert loader is not None
-        lap = 0
-        while True:
-            count, size = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
-            order = torch.randperm(count, generator=self.rng(f"{stream}-{lap}"))
-            if not getattr(loader.sampler, "shuffle", True):
-                order = torch.arange(count)
-            for start in range(0, count - size + 1 if loader.drop_last else count, size):
-                picked = order[start : start + size].tolist()
-                yield loader.collate_fn(samples_at(loader.dataset, picked))
-            lap += 1
 
     def _at(self, state: Mapping[str, Tensor] | None) -> _AtState:
         return _AtState(self.module, state, self.device)
