@@ -260,6 +260,30 @@ def test_submodels_of_digits(path: Path, tmp_path: Path) -> None:
     assert any(row["stage"] == "G" and row["split"] == "test" for row in read_results(run))
 
 
+MODEL_OVERRIDES = [
+    pytest.param(path, marks=() if path.stem in ("fedmd", "lgfedavg") else pytest.mark.slow)
+    for path in sorted(CONFIGS.glob("heterogeneous/models/*.yaml"))
+]
+"""Of the methods for models that differ, one with public data and one without run always."""
+
+
+@pytest.mark.parametrize("path", MODEL_OVERRIDES, ids=ids)
+def test_models_of_digits(path: Path, tmp_path: Path) -> None:
+    files = [CONFIGS / "heterogeneous/digits_models.yaml", path]
+    words = [word for file in files for word in ("--config", str(file))]
+    assert main(["fit", *words, *small(tmp_path), "--trainer.local_epochs=1"]) == 0
+    (run,) = tmp_path.glob("*/version_0")
+    summary = json.loads((run / "summary.json").read_text())
+    assert "failures" not in summary and len(summary["architectures"]) == 3
+    assert any(row["stage"] == "L1" and row["split"] == "test" for row in read_results(run))
+
+
+@pytest.mark.parametrize("name", ["mnist_models", "cifar10_submodels", "cifar10_fedgh", "fashion_mnist_fedtype"])
+def test_heterogeneous_settings_of_papers_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "-c", str(CONFIGS / f"heterogeneous/{name}.yaml"), "--print_config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["name"] == name
+
+
 def test_every_data_file_is_covered() -> None:
     assert {path.stem for path in DATA} == {"digits", *FITS}
     assert {FITS[name] for name in FITS} <= {path.stem for path in MODELS}
