@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,7 +43,7 @@ class Visits:
 
     Attributes:
         all: (message, update, record kept) of every visit, in order.
-        records: Client -> record kept at its last visit.
+        records: Client -> a copy of the record kept at its last visit.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ def watching() -> Iterator[Visits]:
     def watched(runner: LocalRunner, message: Message, record: Any, evaluate: Any) -> Any:
         update, kept = yield from visit_steps(runner, message, record, evaluate)
         visits.all.append((message, update, kept))
-        visits.records[message.client] = kept
+        visits.records[message.client] = copy.deepcopy(kept)  # as it is now: what is edited in place later must differ
         return update, kept
 
     visit.visit_steps = watched
