@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import in_order
 from fedlightning.errors import warn
-from fedlightning.federation.architectures import Architecture, architectures_of, refuse_unlike
+from fedlightning.federation.architectures import Architecture, architectures_of, refuse_other_choice, refuse_unlike
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.server_fit import TrainsAtServer
 from fedlightning.hooks import POOLED, CallbackList, FederatedCallback, Job
@@ -345,6 +345,8 @@ class Server(TrainsAtServer):
             )
         if own is not sent:
             refuse_unlike(job.model, sent, (*down, *returns), job.client, own)
+            if job.down is None:
+                refuse_other_choice(self, job.model, shared, job.client)
         model = self.models[job.model]
         message = Message(
             round=self.round,

@@ -11,6 +11,7 @@ from fedlightning.callbacks import (
     FedAMP,
     FedAvg,
     FedAvgM,
+    FedPer,
     FedProto,
     FedProx,
     GlobalCheckpoint,
@@ -181,6 +182,30 @@ def test_what_not_all_models_have_is_refused():
         trainer.server.add_model("extra", "deep", trainer.server.model)
     with pytest.raises(ValueError, match="no architecture 'huge'"):
         trainer.server.add_model("extra", "huge")
+
+
+class Longer(Toy):
+    """As `Toy`, with one more layer at the end of the chain or beside it."""
+
+    def __init__(self, beside=False):
+        super().__init__()
+        if beside:
+            self.beside = nn.Linear(CLASSES, CLASSES)
+        else:
+            self.net.append(nn.Linear(CLASSES, CLASSES))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_travels_must_be_the_same_part_of_all_models(order):
+    """Whichever model is the server's: it was refused in one order, and in the other a layer silently stayed, or left."""
+    beside = dict([("toy", Toy()), ("more", Longer(beside=True))][::order])
+    with pytest.raises(ValueError, match=r"'beside\.weight' travels"):
+        federate(ClientModels(beside), data(), [FedAvg()], max_rounds=1)
+    deeper = dict([("toy", Toy()), ("deeper", Longer())][::order])
+    with pytest.raises(ValueError, match=r"'net\.3\.weight' travels in 'deeper' and not in 'toy'"):
+        federate(ClientModels(deeper), data(), [FedPer()], max_rounds=1)
+    trainer = federate(ClientModels(beside), data(), [LGFedAvg(["net"])], max_rounds=1)
+    assert trainer.server.shared_names() == ("net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias")
 
 
 def test_a_check_runs_for_every_architecture():
