@@ -305,3 +305,31 @@ def test_the_summary_and_a_dry_run_name_the_architectures(tmp_path):
     assert found["deep"]["clients"] == ["2", "3"]
     report = str(make_trainer(tmp_path, [Local()]).dry_run(models(assign="blocks"), data()))
     assert "small (Toy): 83 parameters, 2 clients" in report and "deep (Deep)" in report
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["Toy", "Deep", "Toy"]),
+        ({"server": "deep"}, ["Toy", "Toy", "Toy"]),  # which no client has
+        ({"assign": "size"}, ["Deep", "Toy", "Toy"]),  # 16, 12, 20 and 8 samples have trained
+    ],
+)
+def test_newcomers_of_other_data_get_their_architecture_by_the_rule(options, expected, tmp_path):
+    """They all got the server's, without a word."""
+    trainer = federate(models(**options), data(), [LGFedAvg("net.3")], tmp_path, max_rounds=1)
+    assigned = dict(trainer.server.blueprint.assigned)
+    trainer.onboard(toy_data([*SIZES, 30, 5, 14]), verbose=False)
+    found = [fedlightning.load(trainer.recorder.run.path / f"checkpoints/newcomers/{client}.ckpt") for client in "456"]
+    assert [type(module).__name__ for module in found] == expected
+    assert trainer.server.blueprint.assigned == assigned
+
+
+def test_newcomers_without_a_model_by_name_are_refused():
+    by_name = {"0": "deep", "1": "small", "2": "small", "3": "deep"}
+    trainer = federate(models(assign=by_name), data(), [LGFedAvg("net.3")], max_rounds=1)
+    with pytest.raises(ValueError, match=r"names none for new client '4'. Use a rule .* held_out"):
+        trainer.onboard(toy_data([*SIZES, 30]), verbose=False)
+    held = federate(models(assign=by_name), data(), [LGFedAvg("net.3")], max_rounds=1, held_out=["3"])
+    assert {row["client"] for row in held.onboard(verbose=False) if "client" in row} <= {"3"}
+    assert held.server.architecture_of("3").name == "deep"
