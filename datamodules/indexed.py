@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from lightning import LightningDataModule
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from fedlightning.datamodules.another import Another, Public, another, share_of
@@ -114,7 +113,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         self._client_ids: list[str] | None = None
         self._places: dict[str, int] = {}
         self._splits: dict[str, Split] = {}
-        self.public, self.public_labels = public, bool(public_labels)
+        self._public_given, self._public_labels = public, bool(public_labels)  # `public` may be a subclass's own
         self.public_fraction = share_of(self, public, self.public_fraction)
         self._public: dict[str, Indices] = {}  # by client that they were taken from
         self._another: Another | None = None
@@ -140,10 +139,10 @@ class IndexedFederatedDataModule(FederatedDataModule):
         check_fraction(self, public_fraction=self.public_fraction)
         if self.public_fraction > 0 and "train" in splits:
             splits = {**splits, "train": self._without_public(client_ids, splits)}
-        if isinstance(self.public, LightningDataModule | Dataset) or hasattr(self.public, "__getitem__"):
+        if not isinstance(self._public_given, int | float | None):
             source = splits["train"].loader if "train" in splits else {}
             options = {"batch_size": self.batch_size, "collate_fn": self.collate_fn} | source
-            self._another = another(self, self.public, options, splits, self.seed)
+            self._another = another(self, self._public_given, options, splits, self.seed)
         labels = [split.labels for split in splits.values() if split.labels is not None and len(split.labels)]
         self._num_classes = 1 + max(int(values.max()) for values in labels) if labels else None
         self._client_ids, self._splits = list(client_ids), dict(splits)
@@ -193,14 +192,14 @@ class IndexedFederatedDataModule(FederatedDataModule):
 
     def _public_loader(self, view: IndexView, options: dict[str, Any]) -> DataLoader[Any]:
         collate = options["collate_fn"] or collate_rows
-        options = options | {"collate_fn": collate if self.public_labels else Unlabelled(collate)}
+        options = options | {"collate_fn": collate if self._public_labels else Unlabelled(collate)}
         return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
 
     def public_report(self) -> dict[str, Any] | None:
         found = super().public_report()
         if found is None:
             return None
-        found["labels"] = self.public_labels
+        found["labels"] = self._public_labels
         if self._another is None:
             return found | {"from": f"{self.public_fraction:g} of every client's training samples"}
         left_out = {"left_out": self._another.left_out} if self._another.checked else {}

@@ -70,8 +70,8 @@ class MixtureDataModule(IndexedFederatedDataModule):
             source.num_workers,
             source.pin_memory,
             source.drop_last,
-            public=source.public,
-            public_labels=source.public_labels,
+            public=source._public_given,
+            public_labels=source._public_labels,
         )
         if not isinstance(source, ArrayFederatedDataModule):
             raise ValueError(f"MixtureDataModule mixes samples in memory; {type(source).__name__} has none.")

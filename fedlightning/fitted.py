@@ -258,6 +258,7 @@ class Fitted:
         arguments.check_new_clients(data, chosen, epochs)
         server = copy.copy(federation.server)
         server.held_out, server.failures = chosen, []
+        server.blueprint = arguments.assigned_newcomers(server, federation.engine.runner.data, data, chosen)
         why = refusal(server, joining=True)
         if why is not None:
             raise ConfigurationError(f"{why} It cannot be onboarded.")

@@ -4,6 +4,7 @@ from typing import Any
 
 from fedlightning.arguments.inputs import (
     assigned_models,
+    assigned_newcomers,
     check_clients,
     check_model,
     check_new_clients,
@@ -19,6 +20,7 @@ from fedlightning.arguments.values import REPLACED, check, check_folder, failure
 __all__ = [
     "REPLACED",
     "assigned_models",
+    "assigned_newcomers",
     "check",
     "check_clients",
     "check_folder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -23,6 +24,7 @@ from fedlightning.hooks import POOLED
 from fedlightning.models.client_models import ClientModels
 
 if TYPE_CHECKING:
+    from fedlightning.blueprint.blueprint import Blueprint
     from fedlightning.federation.server import Server
 
 
@@ -58,6 +60,44 @@ def assigned_models(model: LightningModule, data: FederatedDataModule) -> dict[s
         return model.assignment({client: data.num_samples(client) for client in data.client_ids}, data.planted_groups)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def assigned_newcomers(
+    server: Server, own: FederatedDataModule, data: FederatedDataModule, new: list[str]
+) -> Blueprint:
+    """Return the blueprint of a federation with new clients: the rule gives each its architecture, others keep theirs.
+
+    The new clients come after the others; one whose planted group has trained gets what that group has.
+
+    Args:
+        server: The federation's server.
+        own: Its data.
+        data: Data of the new clients; the federation's own if they were held out, which have theirs already.
+        new: Ids of the new clients.
+
+    Raises:
+        ConfigurationError: If models are assigned by name, and a new client has none.
+    """
+    blueprint = server.blueprint
+    template, assigned = blueprint.template, dict(blueprint.assigned)
+    if not isinstance(template, ClientModels) or data is own:
+        return blueprint
+    if not isinstance(template.assign, str):
+        raise ConfigurationError(
+            f"ClientModels assigns models by name, and the run that was trained names none for new client '{new[0]}'. Use "
+            "a rule (assign='cycle'), or let the run's data have the client from the start, kept out of training by held_out."
+        )
+    sizes = {**server.num_samples, **{client: data.num_samples(client) for client in new}}
+    known, theirs = own.planted_groups, data.planted_groups
+    groups = None if known is None or theirs is None else known | {client: theirs[client] for client in new}
+    try:
+        found = template.assignment(sizes, groups)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    if template.assign == "group" and known is not None and groups is not None:
+        of_group = {known[client]: assigned[client] for client in server.clients}
+        found |= {client: of_group[groups[client]] for client in new if groups[client] in of_group}
+    return replace(blueprint, assigned=assigned | {client: found[client] for client in new})
 
 
 def check_prediction_data(found: Any, client: str | None) -> None:

@@ -115,7 +115,9 @@ def refuse_uncommon(server: Server) -> None:
         model = server.model_of(client) if server.callbacks.role("model_of") is None else None
         own = server.architecture_of(client)
         if model is not None and own is not server.architecture(model):
-            refuse_unlike(model, server.architecture(model), server.shared_names(model=model), client, own)
+            names = server.shared_names(model=model)
+            refuse_unlike(model, server.architecture(model), names, client, own)
+            refuse_other_choice(server, model, names, client)
 
 
 def refuse_unlike(model: str, sent: Architecture, names: tuple[str, ...], client: str, own: Architecture) -> None:
@@ -139,4 +141,33 @@ def refuse_unlike(model: str, sent: Architecture, names: tuple[str, ...], client
             f"'{sent.name}', the architecture of the {model} model, and {have} in '{own.name}', which client '{client}' has. "
             "Only a part that all models have under the same names and shapes can be shared: use a method that shares "
             "predictions, prototypes or a common part (docs/heterogeneous.md), or one architecture for all."
+        )
+
+
+def refuse_other_choice(server: Server, model: str, names: tuple[str, ...], client: str) -> None:
+    """Refuse to send entries that the callbacks choose in the server's architecture, and others in a client's.
+
+    A rule such as "all but the last layer" names other entries in a deeper network: a layer that is a client's own would
+    travel, or one that should travel would stay.
+
+    Args:
+        server: The server.
+        model: Key of the server's model.
+        names: Names of its entries that travel.
+        client: The client's id.
+
+    Raises:
+        ConfigurationError: Naming the first such entry.
+    """
+    sent, own = server.architecture(model), server.architecture_of(client)
+    chosen = server.shared_in(own.name)
+    differing = [name for name in (*names, *chosen) if (name in names) != (name in chosen)] if own is not sent else []
+    if differing:
+        name = differing[0]
+        yes, no = (sent.name, own.name) if name in names else (own.name, sent.name)
+        raise ConfigurationError(
+            f"'{name}' travels in '{yes}' and not in '{no}', and client '{client}' has '{own.name}' while the {model} model "
+            f"has '{sent.name}': what travels must be the same part of all models. Name the layers that all have in "
+            "common (LGFedAvg(shared=...)), use a method for models that differ (docs/heterogeneous.md), or one "
+            "architecture for all."
         )

@@ -11,7 +11,7 @@ import torch
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import in_order
 from fedlightning.errors import warn
-from fedlightning.federation.architectures import Architecture, architectures_of, refuse_unlike
+from fedlightning.federation.architectures import Architecture, architectures_of, refuse_other_choice, refuse_unlike
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.models import KeepsModels
 from fedlightning.hooks import POOLED, CallbackList, Job
@@ -188,6 +188,8 @@ class Server(KeepsModels):
             )
         if own is not sent:
             refuse_unlike(job.model, sent, (*down, *returns), job.client, own)
+            if job.down is None:
+                refuse_other_choice(self, job.model, shared, job.client)
         model = self.models[job.model]
         message = Message(
             round=self.round,

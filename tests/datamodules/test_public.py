@@ -12,7 +12,14 @@ from lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from fedlightning.datamodules import ArrayDataset, DigitsDataModule, IIDPartitioner, Partitioned
+from fedlightning.datamodules import (
+    ArrayDataset,
+    DigitsDataModule,
+    IIDPartitioner,
+    IndexedFederatedDataModule,
+    Partitioned,
+    Split,
+)
 from fedlightning.datamodules.another import share_of
 from fedlightning.datamodules.base import SPLITS, FederatedDataModule
 from fedlightning.datamodules.overlap import content_hash
@@ -125,7 +132,8 @@ def test_only_samples_of_clients_are_refused() -> None:
     data = DigitsDataModule(IID)
     with pytest.raises(ValueError, match=r"a client holds every one of its 359 samples \(359 of test\)"):
         DigitsDataModule(IID, public=TensorDataset(digits(train=False))).setup()
-    assert data.public is None
+    data.setup()
+    assert data.public_dataloader() is None
 
 
 def test_inputs_are_compared_as_the_model_sees_them() -> None:
@@ -241,3 +249,31 @@ def test_content_is_seen_and_noise_is_not() -> None:
 
     assert content_hash(Restless(images(5)), collate) is None
     assert np.isfinite(noisy.reads)
+
+
+def test_what_a_subclass_calls_public_stays_its_own() -> None:
+    class Plain(IndexedFederatedDataModule):
+        def build(self) -> Any:
+            return ["a"], {"train": Split(TensorDataset(torch.arange(8.0)), [[0, 1, 2]])}
+
+    class Hospitals(Plain):
+        public_labels = ["healthy", "ill"]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.public_places = self.public(0)
+
+        def public(self, index: int) -> str:
+            return f"public {index}"
+
+    class Later(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.public = TensorDataset(torch.zeros(4, 2))  # data of its own, which nobody asked to make public
+
+    data = Hospitals()
+    data.setup()
+    assert data.public(2) == "public 2" and data.public_labels == ["healthy", "ill"]
+    later = Later()
+    later.setup()
+    assert later.public_dataloader() is None

@@ -11,6 +11,7 @@ from fedlightning.callbacks import (
     FedAMP,
     FedAvg,
     FedAvgM,
+    FedPer,
     FedProto,
     FedProx,
     GlobalCheckpoint,
@@ -183,6 +184,30 @@ def test_what_not_all_models_have_is_refused():
         trainer.server.add_model("extra", "huge")
 
 
+class Longer(Toy):
+    """As `Toy`, with one more layer at the end of the chain or beside it."""
+
+    def __init__(self, beside=False):
+        super().__init__()
+        if beside:
+            self.beside = nn.Linear(CLASSES, CLASSES)
+        else:
+            self.net.append(nn.Linear(CLASSES, CLASSES))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_travels_must_be_the_same_part_of_all_models(order):
+    """Whichever model is the server's: it was refused in one order, and in the other a layer silently stayed, or left."""
+    beside = dict([("toy", Toy()), ("more", Longer(beside=True))][::order])
+    with pytest.raises(ValueError, match=r"'beside\.weight' travels"):
+        federate(ClientModels(beside), data(), [FedAvg()], max_rounds=1)
+    deeper = dict([("toy", Toy()), ("deeper", Longer())][::order])
+    with pytest.raises(ValueError, match=r"'net\.3\.weight' travels in 'deeper' and not in 'toy'"):
+        federate(ClientModels(deeper), data(), [FedPer()], max_rounds=1)
+    trainer = federate(ClientModels(beside), data(), [LGFedAvg(["net"])], max_rounds=1)
+    assert trainer.server.shared_names() == ("net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias")
+
+
 def test_a_check_runs_for_every_architecture():
     class Sees(FederatedCallback):
         mixes_architectures = True
@@ -280,3 +305,31 @@ def test_the_summary_and_a_dry_run_name_the_architectures(tmp_path):
     assert found["deep"]["clients"] == ["2", "3"]
     report = str(make_trainer(tmp_path, [Local()]).dry_run(models(assign="blocks"), data()))
     assert "small (Toy): 83 parameters, 2 clients" in report and "deep (Deep)" in report
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["Toy", "Deep", "Toy"]),
+        ({"server": "deep"}, ["Toy", "Toy", "Toy"]),  # which no client has
+        ({"assign": "size"}, ["Deep", "Toy", "Toy"]),  # 16, 12, 20 and 8 samples have trained
+    ],
+)
+def test_newcomers_of_other_data_get_their_architecture_by_the_rule(options, expected, tmp_path):
+    """They all got the server's, without a word."""
+    trainer = federate(models(**options), data(), [LGFedAvg("net.3")], tmp_path, max_rounds=1)
+    assigned = dict(trainer.server.blueprint.assigned)
+    trainer.onboard(toy_data([*SIZES, 30, 5, 14]), verbose=False)
+    found = [fedlightning.load(trainer.recorder.run.path / f"checkpoints/newcomers/{client}.ckpt") for client in "456"]
+    assert [type(module).__name__ for module in found] == expected
+    assert trainer.server.blueprint.assigned == assigned
+
+
+def test_newcomers_without_a_model_by_name_are_refused():
+    by_name = {"0": "deep", "1": "small", "2": "small", "3": "deep"}
+    trainer = federate(models(assign=by_name), data(), [LGFedAvg("net.3")], max_rounds=1)
+    with pytest.raises(ValueError, match=r"names none for new client '4'. Use a rule .* held_out"):
+        trainer.onboard(toy_data([*SIZES, 30]), verbose=False)
+    held = federate(models(assign=by_name), data(), [LGFedAvg("net.3")], max_rounds=1, held_out=["3"])
+    assert {row["client"] for row in held.onboard(verbose=False) if "client" in row} <= {"3"}
+    assert held.server.architecture_of("3").name == "deep"
