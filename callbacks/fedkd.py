@@ -120,6 +120,10 @@ class FedKD(SharedPeer):
         """Decline what puts factors together where everything is sent."""
         return super().claims(role) and (self.compresses or role not in ("reduce", "server_step"))
 
+    def compares(self) -> bool:
+        """Return whether the losses compare predictions, as classes."""
+        return self.strength > 0.0
+
     def joint_loss(self) -> JointLoss:
         """Return the sum of the two losses."""
         return AdaptiveLoss(self.strength, self.hidden, self.detach)

@@ -97,6 +97,10 @@ class FedKEMF(SharedPeer):
         self.shared_head = shared_head
         self.weighting = weighting
 
+    def compares(self) -> bool:
+        """Return whether the losses compare predictions, as classes."""
+        return self.mutual > 0.0 or self.steps > 0
+
     def joint_loss(self) -> JointLoss:
         """Return the sum of the two losses."""
         return DeepMutualLoss(self.mutual)

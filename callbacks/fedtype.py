@@ -10,11 +10,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Client, Phase, Setup, Stage, WeightingName, generator, isolated, module_state
+from fedlightning.algorithm import Client, Phase, Setup, Stage, WeightingName, generator, module_state
 from fedlightning.callbacks.shared.conformal import PredictionSets, calibrate
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.callbacks.shared.representations import labels_of
-from fedlightning.wrappers import frozen_buffers, muted
 from fedlightning.wrappers.pair import JointLoss, Side, minimise, shared_entries, shared_of, sides_of
 
 
@@ -127,32 +126,24 @@ class FedType(SharedPeer):
         self.shared_head = shared_head
         self.weighting = weighting
 
+    def compares(self) -> bool:
+        """Return whether the losses compare predictions, as classes."""
+        return self.imitation > 0.0 or self.distillation > 0.0
+
     def joint_loss(self) -> JointLoss:
         """Return the loss outside of the two steps: the task's of the private model, and the proxy's own."""
         return ProxyLoss(self.distillation, self.temperature, beside=True)
 
     def check(self, setup: Setup) -> None:
-        """Refuse what :class:`SharedPeer` does, and tasks without a class for each sample, which sets are about.
+        """Refuse what :class:`SharedPeer` does, and batches without a class for each sample, which sets are about.
 
         Raises:
             ValueError: With the reason and another way.
         """
         super().check(setup)
         batch = setup.first_batch()
-        if batch is None or not self.imitation:
-            return
-        labels, module = labels_of(batch, self.key), setup.module
-        modes = {part: part.training for part in module.modules()}
-        with torch.no_grad(), isolated("classes"), muted(module), frozen_buffers(module):
-            classes = sides_of(module.eval(), batch)[0].logits.shape[1]
-        for part, mode in modes.items():
-            part.training = mode
-        if not 0 <= labels.min() <= labels.max() < classes:
-            raise ValueError(
-                f"FedType makes sets of classes: labels must be from 0 to {classes - 1}, one for each logit of "
-                f"{type(setup.template).__name__}, and a batch has labels from {labels.min()} to {labels.max()}. Use "
-                "imitation=0 for another task."
-            )
+        if batch is not None and self.imitation:
+            labels_of(batch, self.key)
 
     # -- training ------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

@@ -79,6 +79,10 @@ class FML(SharedPeer):
         self.shared_head = shared_head
         self.weighting = weighting
 
+    def compares(self) -> bool:
+        """Return whether the losses compare predictions, as classes."""
+        return self.alpha < 1.0 or self.beta < 1.0
+
     def joint_loss(self) -> JointLoss:
         """Return the sum of the two losses."""
         return MutualLoss(self.alpha, self.beta, self.detach)

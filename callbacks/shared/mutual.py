@@ -18,10 +18,12 @@ from fedlightning.algorithm import (
     Setup,
     Stage,
     isolated,
+    move_batch,
     training_loss,
 )
+from fedlightning.callbacks.shared.representations import targets_in
 from fedlightning.wrappers import frozen_buffers, muted, unmix
-from fedlightning.wrappers.pair import JointLoss, pair, shared_entries, shared_of
+from fedlightning.wrappers.pair import JointLoss, pair, shared_entries, shared_of, sides_of
 
 OWN_WAYS = (
     *(
@@ -81,6 +83,10 @@ class SharedPeer(FederatedCallback):
         """Return the function that makes the loss of a step, without reference to the callback."""
         raise NotImplementedError
 
+    def compares(self) -> bool:
+        """Return whether the losses compare predictions, as classes."""
+        return True
+
     def uses_projection(self) -> bool:
         """Return whether the joint loss maps the shared model's representation to the width of the private one's."""
         return False
@@ -132,12 +138,19 @@ class SharedPeer(FederatedCallback):
         module = copy.deepcopy(setup.module).eval()
         try:
             with torch.no_grad(), isolated("pair"), muted(module), frozen_buffers(module):
+                batch = move_batch(module, batch)
+                classes = sides_of(module, batch)[0].logits.shape[1]
                 training_loss(module, batch)
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"{self.key} cannot train {type(setup.template).__name__} and the shared model together: "
                 f"{str(error).rstrip('.')}."
             ) from error
+        if self.compares() and (why := other_task(targets_in(batch), classes)):
+            raise ValueError(
+                f"{self.key} compares the two models' predictions by softmax, one class a sample, but {why}. Use it for "
+                "classification, or another method."
+            )
 
     # -- training ------------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -173,6 +186,28 @@ UNHEARD = (
     *("optimizer_step", "configure_gradient_clipping"),
 )
 """Hooks in a fit that Lightning calls for the client's module only."""
+
+
+def other_task(targets: Tensor | None, classes: int) -> str:
+    """Return what shows that targets are not one class of a sample; empty if nothing does.
+
+    Args:
+        targets: Of a batch; `None` if they are not known.
+        classes: Number of classes that the model tells apart; 2 with one logit.
+
+    Example:
+        >>> other_task(torch.tensor([0.3, -1.2]), 2), other_task(torch.tensor([1.0, 0.0]), 2)
+        ('targets of a batch are no whole numbers from 0 to 1', '')
+    """
+    if targets is None or not len(targets):
+        return ""
+    if targets[0].numel() > 1:
+        shares = targets.flatten(1).double()
+        if shares.min() >= 0 and torch.allclose(shares.sum(1), torch.ones(len(shares)).to(shares), atol=1e-3):
+            return ""
+        return f"a sample has targets {tuple(targets.shape[1:])}, which are no shares of classes with the sum 1"
+    whole = bool((targets == targets.round()).all()) and 0 <= targets.min() <= targets.max() < classes
+    return "" if whole else f"targets of a batch are no whole numbers from 0 to {classes - 1}"
 
 
 def _written(module: LightningModule) -> list[str]:

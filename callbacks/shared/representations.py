@@ -43,12 +43,9 @@ def labels_of(batch: Any, owner: str) -> Tensor:
         >>> labels_of({"x": torch.zeros(2, 3), "label": torch.tensor([[1], [0]])}, "FedProto")
         tensor([1, 0])
     """
-    found, what = None, type(batch).__name__
+    found, what = targets_in(batch), type(batch).__name__
     if isinstance(batch, Mapping):
-        found = next((batch[key] for key in LABEL_KEYS if key in batch), None)
         what = f"dict with {', '.join(map(str, batch))}"
-    elif isinstance(batch, tuple | list) and len(batch) > 1:
-        found = batch[1]
     if isinstance(found, Tensor) and found.ndim == 2 and found.shape[1] == 1:
         found = found[:, 0]
     if not isinstance(found, Tensor) or found.ndim != 1:
@@ -56,7 +53,27 @@ def labels_of(batch: Any, owner: str) -> Tensor:
             f"{owner} needs one class label a sample, and a batch is a {what} here. Let the loader give (x, y, ...) or "
             f"a dict with one of {', '.join(LABEL_KEYS)}."
         )
+    if found.is_floating_point() and not torch.equal(found, found.round()):
+        raise ValueError(
+            f"{owner} needs one class label a sample, a whole number, and the targets of a batch are others (such as "
+            f"{float(found[found != found.round()][0]):.4g}). Use it for classification, or another method."
+        )
     return found.long()
+
+
+def targets_in(batch: Any) -> Tensor | None:
+    """Return the targets of a batch, whatever they are: `batch[1]` of a tuple or list, or a dict's entry; `None` without.
+
+    Example:
+        >>> targets_in((torch.zeros(2, 3), torch.tensor([0.5, 1.0])))
+        tensor([0.5000, 1.0000])
+    """
+    found = None
+    if isinstance(batch, Mapping):
+        found = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+    elif isinstance(batch, tuple | list) and len(batch) > 1:
+        found = batch[1]
+    return found if isinstance(found, Tensor) and found.ndim else None
 
 
 def head_path(module: LightningModule, head: str | list[str] | None) -> str:

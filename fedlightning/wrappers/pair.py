@@ -268,6 +268,7 @@ class _HeadTap:
     """Input and output of a head in one step."""
 
     def __init__(self, module: nn.Module, head: str) -> None:
+        self._head = head
         self._taps = [FeatureTap(module, head, at=at) for at in ("input", "output")]
 
     def __enter__(self) -> _HeadTap:
@@ -280,6 +281,11 @@ class _HeadTap:
             tap.remove()
 
     def side(self, loss: Tensor) -> Side:
+        given = tuple(self._taps[1].features.shape)
+        if sum(size > 1 for size in given[1:]) > 1:  # softmax would run over classes and places at once
+            raise ValueError(
+                f"`{self._head}` gives {given}: a prediction for every pixel or token, not a row of logits a sample"
+            )
         features, logits = (_rows(tap.features) for tap in self._taps)
         return Side(loss, nn.functional.pad(logits, (1, 0)) if logits.shape[1] == 1 else logits, features)
 

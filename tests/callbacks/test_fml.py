@@ -18,14 +18,18 @@ from fedlightning.callbacks import (
     Ditto,
     FedAdam,
     FedAvg,
+    FedKD,
+    FedKEMF,
     FedNova,
     FedPer,
     FedProx,
+    FedType,
     GlobalCheckpoint,
     Local,
     LocalCheckpoint,
 )
 from fedlightning.callbacks.fml import MutualLoss
+from fedlightning.callbacks.shared.mutual import other_task
 from fedlightning.models import ClientModels
 from fedlightning.tensors import module_state
 from fedlightning.testing.toys import ToyModule
@@ -275,3 +279,51 @@ def test_wrong_use_is_refused():
     for other in (MOON(), FedPer(personal="net.3"), IFCA(), Ditto()):
         with pytest.raises(ValueError, match=f"{other.key}.*FML|FML.*{other.key}"):
             federate(Toy(), data, [FML(), other])
+
+
+class Levels(Toy):
+    """A regression of one number."""
+
+    def make(self, hidden, dropout):
+        return nn.Sequential(nn.Linear(FEATURES, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, 1))
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0])[:, 0], batch[1])
+
+    def score(self, batch, split):
+        self.log(f"{split}_loss", self.training_step(batch, 0))
+
+
+class Pixels(Toy):
+    """A class for each of six places."""
+
+    def make(self, hidden, dropout):
+        return nn.Sequential(nn.Unflatten(1, (1, FEATURES)), nn.Conv1d(1, hidden, 1), nn.Conv1d(hidden, CLASSES, 1))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1][:, None].expand(-1, FEATURES))
+
+
+def toy_of_numbers():
+    data = toy_data(SIZES)
+    for splits in data.tensors.values():
+        splits |= {split: (x, x.sum(1) / 9) for split, (x, _) in splits.items()}
+    return data
+
+
+@pytest.mark.parametrize("make", [FML, lambda s: FedKD(s, hidden=False), lambda s: FedKEMF(s, steps=0), FedType])
+def test_other_tasks_than_classification_are_refused(make):
+    """A softmax over one number or over places is no prediction of classes."""
+    method = make(Levels(hidden=3))
+    with pytest.raises(ValueError, match=f"{method.key} .*(whole number|no whole numbers from 0 to 1)"):
+        federate(Levels(), toy_of_numbers(), [method])
+    with pytest.raises(ValueError, match=rf"{method.key} .*`net.2` gives \(8, 3, 6\).*pixel or token"):
+        federate(Pixels(), toy_data(SIZES), [make(Pixels(hidden=3))])
+
+
+def test_what_tells_another_task_from_its_targets():
+    classes, halves = torch.tensor([0, 2, 1]), torch.full((3, 2), 0.5)
+    assert not other_task(classes, 3) and not other_task(classes.float(), 3) and not other_task(halves, 2)
+    assert not other_task(None, 3) and not other_task(classes[:, None], 3)
+    assert "from 0 to 1" in other_task(classes, 2) and "no shares of classes" in other_task(2 * halves, 2)
+    federate(Levels(), toy_of_numbers(), [FML(Levels(hidden=3), alpha=1.0, beta=1.0)], max_rounds=1)
