@@ -27,7 +27,12 @@ from fedlightning.algorithm import (
     clone,
     module_state,
 )
-from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of, mean_rows
+from fedlightning.callbacks.shared.distillation import (
+    check_public_logits,
+    logits_of,
+    mean_rows,
+    refuse_a_last_batch_of_one,
+)
 from fedlightning.callbacks.shared.fusion import check_numbers
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
 
@@ -135,6 +140,9 @@ class DSFL(FederatedCallback):
         refuse_without_a_model(self, setup)
         refuse_what_stays(self, setup)
         check_public_logits(self.key, setup, labels=False)
+        if self.distil_epochs:
+            way_out = "DSFL(distil_batch_size=...) to another size"
+            refuse_a_last_batch_of_one(self.key, setup, self.public_samples, self.distil_batch_size, way_out)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return nothing: no weight travels."""

@@ -17,6 +17,7 @@ from fedlightning.callbacks.shared.distillation import (
     kl,
     logits_of,
     mean_rows,
+    refuse_a_last_batch_of_one,
 )
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
@@ -125,6 +126,9 @@ class FCCL(FederatedCallback):
         refuse_without_a_model(self, setup)
         refuse_what_stays(self, setup)
         check_public_logits(self.key, setup, labels=False)
+        if self.collaborate_epochs:
+            way_out = f"{self.key}(public_batch_size=...) to another size"
+            refuse_a_last_batch_of_one(self.key, setup, self.public_samples, self.public_batch_size, way_out)
         check_own_logits(self.key, setup, lambda module: FeatureTap(module, head_path(module, self.head), at="output"))
 
     def claims(self, role: str) -> bool:

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Phase, Plan, Server, Setup, Update, Wire
-from fedlightning.callbacks.shared.distillation import check_public_logits, kl, logits_of, mean_rows
+from fedlightning.callbacks.shared.distillation import (
+    check_public_logits,
+    kl,
+    logits_of,
+    mean_rows,
+    refuse_a_last_batch_of_one,
+)
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
 
 SCORES, TRANSFER, DIGEST = "scores", "transfer", "digest"
@@ -106,6 +112,12 @@ class FedMD(FederatedCallback):
         refuse_without_a_model(self, setup)
         refuse_what_stays(self, setup)
         check_public_logits(self.key, setup, labels=self.transfer_epochs > 0)
+        if self.transfer_epochs:
+            way_out = "the batch size of the public data to another one"
+            refuse_a_last_batch_of_one(self.key, setup, setup.public_size(), None, way_out)
+        if self.digest_epochs:
+            way_out = "FedMD(digest_batch_size=...) to another size"
+            refuse_a_last_batch_of_one(self.key, setup, self.public_samples, self.digest_batch_size, way_out)
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return nothing: no weight travels."""

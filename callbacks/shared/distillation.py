@@ -192,6 +192,35 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
     return int(logits.shape[1])
 
 
+def refuse_a_last_batch_of_one(owner: str, setup: Setup, samples: int, batch_size: int | None, way_out: str) -> None:
+    """Refuse before round 1 to train on public batches whose last one holds one sample, where a model cannot: BatchNorm.
+
+    Args:
+        owner: The algorithm, for the message.
+        setup: The federation.
+        samples: Public samples of an epoch; all, if there are not more.
+        batch_size: Samples of a batch. `None`: that of the public data.
+        way_out: What to set, as the end of a sentence.
+
+    Raises:
+        ValueError: If the last batch is a single sample, and a model of the federation fails on one in train mode.
+    """
+    batch = setup.public_batch()
+    count, size = min(samples, setup.public_size()), batch_size or len(inputs_of(batch, owner))
+    if size > 1 and count % size != 1:
+        return
+    for name, module in {type(setup.template).__name__: setup.module, **setup.modules}.items():
+        module = copy.deepcopy(module).train()
+        try:
+            with torch.no_grad(), isolated("public logits"), muted(module):
+                module(inputs_of(move_batch(module, batch))[:1])
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{owner} trains on {count} public samples in batches of {size}, so that the last batch is one sample, and "
+                f"{name} cannot train on one: {str(error).rstrip('.')}. Set {way_out}."
+            ) from error
+
+
 def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any) -> Tensor:
     """Return the logits of a batch by a copy of a module.
 

@@ -29,7 +29,7 @@ from fedlightning.algorithm import (
     generator,
     module_state,
 )
-from fedlightning.callbacks.shared.distillation import check_public_logits, kl, logits_of
+from fedlightning.callbacks.shared.distillation import check_public_logits, kl, logits_of, refuse_a_last_batch_of_one
 from fedlightning.callbacks.shared.representations import labels_of
 from fedlightning.callbacks.shared.server_models import refuse_parts_of_models
 
@@ -98,6 +98,11 @@ class EnsembleFusion(FederatedCallback):
                     f"and {other.key} has another way to the server's models. Remove {other.key} or {self.key}."
                 )
         check_public_logits(self.key, setup, labels=self.validation > 0)
+        if self.distils and self.update_statistics:
+            size = setup.public_size()
+            count = size - _held(size, self.validation)
+            way_out = f"{self.key}(batch_size=...) to another size, or update_statistics=False"
+            refuse_a_last_batch_of_one(self.key, setup, count, self.batch_size, way_out)
 
     def on_federation_start(self, server: Server) -> None:
         """Make the models.
@@ -212,7 +217,7 @@ class EnsembleFusion(FederatedCallback):
     def ids(self, server: Server) -> tuple[Tensor, Tensor]:
         """Return the positions of public samples to train on and of those to validate on, the same in every round."""
         size = server.public_size
-        count = min(max(1, round(self.validation * size)), size - 1) if self.validation else 0
+        count = _held(size, self.validation)
         order = torch.randperm(size, generator=generator(server.seed, self.key, "validation"))
         return order[count:].sort().values, order[:count].sort().values
 
@@ -222,6 +227,11 @@ class EnsembleFusion(FederatedCallback):
         labels = torch.cat([labels_of(batch, self.key).cpu() for batch in server.public(ids)])
         logits = server.outputs(module, server.public(ids), logits_of)
         return float((logits.argmax(1) == labels).double().mean()), logits.shape[1]
+
+
+def _held(size: int, validation: float) -> int:
+    """Return the number of public samples that are held out."""
+    return min(max(1, round(validation * size)), size - 1) if validation else 0
 
 
 def check_numbers(owner: str, **numbers: float) -> None:

@@ -12,10 +12,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from fedlightning.algorithm import FederatedCallback, Setup
+from fedlightning.callbacks import DSFL, FCCL, FCCLPlus, FedBE, FedDF, FedMD
 from fedlightning.callbacks.shared.distillation import check_public_logits, inputs_of, kl, logits_of
 from fedlightning.callbacks.shared.representations import LABEL_KEYS
 from fedlightning.datamodules.labels import LABEL_KEYS as OF_DATA
 from fedlightning.testing.toys import ToyData, ToyModule, federate
+from tests import helpers
+from tests.callbacks.public import public_data
 
 
 def test_labels_have_the_same_names_everywhere() -> None:
@@ -171,3 +174,31 @@ def test_a_check_moves_nothing(tmp_path: Path) -> None:
     )
     for name, value in one.federation.server.model.items():
         assert torch.equal(value, other.federation.server.model[name])
+
+
+@pytest.mark.parametrize(
+    ("method", "size"),
+    [
+        (FedDF(batch_size=8), "batch_size"),
+        (FedDF(batch_size=13, validation=0.2), "batch_size"),  # 14 are left
+        (FedBE(batch_size=8), "batch_size"),
+        (FedMD(public_samples=9, digest_batch_size=8), "batch size of the public data"),
+        (FedMD(public_samples=9, digest_batch_size=8, transfer_epochs=0), "digest_batch_size"),
+        (DSFL(distil_batch_size=4), "distil_batch_size"),
+        (FCCL(public_batch_size=8), "public_batch_size"),
+        (FCCLPlus(public_batch_size=8), "public_batch_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.key,
+)
+def test_a_last_public_batch_of_one_is_refused_where_a_model_has_batch_normalisation(
+    method: FederatedCallback, size: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"last batch is one sample, and NormNet cannot train on one: .*{size}"):
+        helpers.federate(helpers.NormNet(), public_data(public=17, batch_size=16), [method])
+
+
+def test_a_last_public_batch_of_one_is_no_matter_to_other_models() -> None:
+    data = public_data(public=17)
+    helpers.federate(helpers.Toy(), data, [FedDF(batch_size=8, steps=4)], max_rounds=1)
+    still = FedDF(batch_size=8, steps=4, update_statistics=False)
+    helpers.federate(helpers.NormNet(), data, [still], max_rounds=1)
