@@ -50,7 +50,7 @@ PUBLIC = 0.1
 """Share of the training samples that is public for methods that need public data."""
 
 
-ON_PUBLIC_DATA = ("Dapper", "FedMD", "FedDF", "DSFL", "FedBE", "pFedHR")
+ON_PUBLIC_DATA = ("Dapper", "DSFL", "FCCL", "FCCLPlus", "FedBE", "FedDF", "FedET", "FedKEMF", "FedMD", "pFedHR")
 """Methods that need public data."""
 
 HEAD = """# Every method at its defaults
