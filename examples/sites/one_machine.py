@@ -65,7 +65,9 @@ class Machines:
     def wait_for(self, machine: str) -> None:
         """Wait until a command has done its work. Ends this program if it, or one beside it, fails."""
         while (code := self.running[machine].poll()) is None:
-            lost = next((name for name, one in self.running.items() if name != machine and one.poll() is not None), None)
+            lost = next(
+                (name for name, one in self.running.items() if name != machine and one.poll() is not None), None
+            )
             if lost is not None:
                 self.give_up(lost)
             time.sleep(0.2)
@@ -117,7 +119,9 @@ def breast_tumours(folder: Path) -> dict[str, Any]:
         with (folder / name / "data" / "patients.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["hospital", *columns, "malignant"])
-            for values, benign in zip(table.data[number :: len(REGIONS)], table.target[number :: len(REGIONS)], strict=True):
+            for values, benign in zip(
+                table.data[number :: len(REGIONS)], table.target[number :: len(REGIONS)], strict=True
+            ):
                 writer.writerow([name, *values, 1 - benign])
         options = {"path": "data/patients.csv", "target": "malignant", "client": "hospital", "batch_size": 8}
         data = {"class_path": "fedlightning.datamodules.TabularFederatedDataModule", "init_args": options}
