@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -37,6 +37,8 @@ POLL = 1.0
 """Seconds between looks at who is connected and who takes too long."""
 AHEAD = 4
 """Tasks for each site that are drawn ahead of the answers: a site with several clients finds the next task waiting."""
+PARTS = get_args(Part)
+"""What a site tells of its data when it is greeted: all that a run asks for."""
 PATIENCE = 600.0
 """Seconds that all sites have to answer before round 1."""
 
@@ -89,6 +91,8 @@ class SitesEngine(Engine):
         self._left_out: list[str] = []
         self._weights: tuple[Any, str] | None = None
         self._window: deque[Entry] = deque()
+        self._members: list[str] = []
+        self._merged: tuple[str, Description] | None = None
 
     @property
     def width(self) -> int:
@@ -112,8 +116,14 @@ class SitesEngine(Engine):
         return digest(self._about(), self._weights[1])
 
     def _hello(self) -> dict[str, Any]:
-        weights = module_state(self.runner.blueprint.template)
-        return {"do": "hello", "session": self._session(), "template": weights, **self._about()}
+        session, weights = self._session(), module_state(self.runner.blueprint.template)
+        parts = (
+            [] if self._known(session) else list(PARTS)
+        )  # one that comes back in the middle of a run is not waited for
+        return {"do": "hello", "session": session, "template": weights, "parts": parts, **self._about()}
+
+    def _known(self, session: str) -> Description | None:
+        return self._merged[1] if self._merged is not None and self._merged[0] == session else None
 
     # -- the data ----------------------------------------------------------------------------------------------------
     def set_up(self, stage: str) -> None:
@@ -129,7 +139,23 @@ class SitesEngine(Engine):
             self._left_out += clients
 
     def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
-        found = self._ask_all({"do": "describe", "leave_out": list(leave_out), "parts": list(parts)})
+        """Describe the clients' data; they stay the same in a session, in whose greeting every site has told of its own."""
+        if leave_out:
+            return self._merge(self._ask_all({"do": "describe", "leave_out": list(leave_out), "parts": list(parts)}))
+        session = self._session()
+        known = self._known(session)
+        if known is None:
+            known = self._merge(
+                self._ask_all(
+                    {"do": "describe", "leave_out": [], "parts": list(PARTS)},
+                    lambda: {name: told for name, (when, told) in self.meeting.told.items() if when == session},
+                )
+            )
+            self._merged = session, known
+        self.runner.know(known)
+        return known
+
+    def _merge(self, found: Mapping[str, Any]) -> Description:
         own: list[Description] = []
         for name, answer in found.items():
             if not isinstance(answer, Description) or set(answer.sizes) - {
@@ -141,10 +167,7 @@ class SitesEngine(Engine):
         everybody = in_order([client for one in own for client in one.client_ids])
         place = {client: number for number, client in enumerate(everybody)}
         own.sort(key=lambda one: min((place[client] for client in one.client_ids), default=len(place)))
-        merged = Description.merged(own)
-        if not leave_out:
-            self.runner.know(merged)
-        return merged
+        return Description.merged(own)
 
     def public(self) -> tuple[Any, str]:
         return None, type(self.runner.data).__name__
@@ -161,15 +184,19 @@ class SitesEngine(Engine):
             raise ConfigurationError(f"A site refuses the run: {self.meeting.why(node)}")
         return found
 
-    def _ask_all(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
         """Ask all sites, and return their answers by name.
+
+        Args:
+            asked: The request.
+            told: Gives the answers that need not be asked for; greetings bring some.
 
         Raises:
             ConfigurationError: If a site refuses, or does not answer.
         """
         ended = self.attempts.clock() + PATIENCE
-        names = list(self.meeting.names.values())
-        answers: dict[str, Any] = {}
+        self._members = names = self._members or list(self.meeting.names.values())
+        answers = {name: answer for name, answer in told().items() if name in names}
         waits: dict[str, str] = {}  # name of the site by that of its reply
         while silent := [name for name in names if name not in answers]:
             for node, name in self.meeting.names.items():
@@ -181,6 +208,7 @@ class SitesEngine(Engine):
                     raise ConfigurationError(f"Site '{name}': {reply.content['refused']}")
                 if "answer" in reply.content:  # else it has started anew, and is asked again
                     answers[name] = reply.content["answer"]
+            answers |= {name: answer for name, answer in told().items() if name in silent}
             if self.attempts.clock() > ended:
                 raise ConfigurationError(f"Site '{silent[0]}' has not answered within {PATIENCE:g} seconds.")
         return {name: answers[name] for name in names}
@@ -245,7 +273,8 @@ class SitesEngine(Engine):
             node = self.meeting.where.get(entry.client)
             if entry.sent is None and entry.client not in before and node is not None and self.meeting.is_ready(node):
                 entry.sent = self.meeting.send(node, self._request(entry))
-            before.add(entry.client)
+            if not isinstance(entry.task, TryStep | CheckThere):  # these need no record and leave none
+                before.add(entry.client)
 
     def _request(self, entry: Entry) -> dict[str, Any]:
         versions = self.versions

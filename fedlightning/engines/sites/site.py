@@ -107,7 +107,9 @@ class Site:
         """
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
-        return {"answer": {"name": self.name, "clients": list(self._session.runner.data.client_ids)}}
+        runner, parts = self._session.runner, _texts(asked, "parts")
+        told = runner.describe(parts=parts) if parts else None
+        return {"answer": {"name": self.name, "clients": list(runner.data.client_ids), "data": told}}
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)
