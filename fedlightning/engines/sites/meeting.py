@@ -110,7 +110,7 @@ class Meeting:
             if node is None:
                 continue
             self._heard[node] = self.clock()
-            content = self._read(data)
+            content = self.read(data)
             if number in self._hellos:
                 del self._hellos[number]
                 session = self._offered.pop(number)
@@ -145,7 +145,8 @@ class Meeting:
         self._heard[node] = self.clock()
         return self.link.send(node, write(dict(request)))
 
-    def _read(self, data: bytes) -> dict[str, Any]:
+    def read(self, data: bytes) -> dict[str, Any]:
+        """Return what a reply, or the part of one that answers one task, says; of nonsense, a refusal."""
         try:
             found = read(data, self.limits)
         except WireError as error:

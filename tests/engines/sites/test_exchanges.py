@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
-from fedlightning.callbacks import FENDA, FedAvg
-from fedlightning.errors import ConfigurationError
-from fedlightning.federation.checks import CheckThere
-from fedlightning.federation.engine import Visit
-from fedlightning.federation.sanity import TryStep
-from fedlightning.testing.toys import ToyModule
+from fedlightning.callbacks import FENDA
 from fedlightning.wire import read
-from tests.engines.sites.helpers import Line, at_sites, sites
+from tests.engines.sites.helpers import Line, at_sites, sites, tasks_in
 
 
 class Heard:
     """What goes over a line, in its order.
 
     Attributes:
-        said: `("send", kinds)` of each request, `("reply", ())` of each reply.
+        said: `("send", kinds)` of each request, `("reply", [])` of each reply.
     """
 
     def __init__(self, line):
@@ -26,13 +19,12 @@ class Heard:
         line.watch, line.reply = self.request, self.answer
 
     def request(self, node, data):
-        asked = read(data)
-        kinds = (type(asked["task"]).__name__,) if "task" in asked else (asked["do"],)
+        kinds = [type(task).__name__ for task in tasks_in(data)] or [read(data)["do"]]
         self.said.append(("send", kinds))
         return data
 
     def answer(self, name, data):
-        self.said.append(("reply", ()))
+        self.said.append(("reply", []))
         return data
 
     def before(self, kind):
