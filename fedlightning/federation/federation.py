@@ -26,7 +26,7 @@ from fedlightning.federation.refusals import (
     refuse_participation,
     refuse_scores_of_some,
 )
-from fedlightning.federation.sanity import check_steps
+from fedlightning.federation.sanity import check_steps, first_tries
 from fedlightning.federation.server import Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
@@ -212,16 +212,17 @@ class Federation:
         refuse_scores_of_some(server, engine, [split for split, data in due.items() if "local" in data])
         refuse_data_elsewhere(self._left_out, self.evaluate_data)
         refuse_mixed(server)
-        check_callbacks(server, engine, self.evaluate_every, type(self.loop).__name__, self.loop.absent())
+        splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
+        tries = first_tries(engine, splits) if self.sanity_check else []
+        tried = check_callbacks(
+            server, engine, self.evaluate_every, type(self.loop).__name__, self.loop.absent(), tries
+        )
         refuse_uncommon(server)
         refuse_loop(self.loop, server, self.store, self.evaluate_seconds)
         engine.check()
         self.unseen.check()
         if self.sanity_check:
-            splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (
-                ("test",) if self.test_data else ()
-            )
-            check_steps(engine, splits)
+            check_steps(engine, splits, tried)
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
         """Carry out one round: train, score, tell the callbacks, save. Return its scores.
