@@ -11,7 +11,16 @@ from typing import Any
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
-from fedlightning.federation.changes import Changes, Fingerprint, changes_since, check_scored, keep_assigned
+from fedlightning.federation.changes import (
+    Changes,
+    Fingerprint,
+    changes_since,
+    check_rescored,
+    check_scored,
+    keep_assigned,
+    refuse_mixed_validation,
+    scored_before,
+)
 from fedlightning.federation.checks import check_callbacks, refuse_unscored
 from fedlightning.federation.deployed import WHEN, export
 from fedlightning.federation.engine import Engine
@@ -33,7 +42,7 @@ from fedlightning.run.files import is_writer
 from fedlightning.run.persistence import set_aside
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.timeline import draw_timeline, note_trips
-from fedlightning.scoring.rows import Row, not_scored
+from fedlightning.scoring.rows import Row, not_scored, of_clients
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.requests import Evaluate
 
@@ -90,6 +99,7 @@ class Federation:
     seconds: float = 0.0
     evaluation_seconds: float = 0.0
     history: list[dict[str, float]] = field(default_factory=list)
+    _scored: list[str] | None = None  # clients that the newest scored round has scored, if it is of a restored run
     _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
     _spent_of_rounds: dict[str, int] = field(default_factory=dict)  # the server's `spent` before those
     _clock: float = field(default_factory=time.monotonic)
@@ -165,6 +175,9 @@ class Federation:
                 allow_changes=allow_changes,
                 allow_new_clients=allow_new_clients,
             )
+        self._scored = scored_before(extra, self.server, self.engine.runner.described.seed)
+        if not changes.joined:
+            check_rescored(self._scored, self.server, run.path, go_on)
         self.changes = [*extra.get("changes", []), *changes.told(self.rounds_done + 1)]
         if changes.joined:
             self.server.round = self.rounds_done
@@ -308,6 +321,7 @@ class Federation:
         rows = stage_scores.update_rows(updates, server.model_of, server.round)
         started = time.monotonic()
         if due:
+            self._scored = None
             evaluate = Evaluate(("val",), self.evaluate_data)
             global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
             rows += global_rows
@@ -417,10 +431,14 @@ class Federation:
         Args:
             arguments: The trainer's arguments.
         """
-        results = self.recorder.choose_results(self.rounds_done)
+        every = self.server.evaluated is self.server.clients
+        results = self.recorder.choose_results(self.rounds_done, None if every else self.server.evaluated)
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.seconds, arguments, self.history)
-            | {"evaluation": evaluation_of(self.server), "evaluation_seconds": round(self.evaluation_seconds, 3)}
+            | {
+                "evaluation": evaluation_of(self.server, self._scored),
+                "evaluation_seconds": round(self.evaluation_seconds, 3),
+            }
             | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
             | ({"config_changes": self.changes} if self.changes else {})
             | ({"held_out": self.unseen.summary()} if self.server.held_out else {})
@@ -470,6 +488,8 @@ class Federation:
                 f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "
                 "Add LocalCheckpoint() or GlobalCheckpoint() to the callbacks to get one."
             )
+        if split == "val" and self._scored is not None:
+            refuse_mixed_validation(self._scored, server)
         evaluate = Evaluate((split,), self.test_data)
         rows: list[Row] = []
         if checkpoint in ("latest", "all"):
@@ -479,7 +499,7 @@ class Federation:
                 lambda model, stage, checkpoint, data, its_split, metric: (stage, its_split) == ("L2", split),
                 since=self.rounds_done,
             )
-            rows += [row for row in trained if row.round == self.rounds_done]
+            rows += of_clients((row for row in trained if row.round == self.rounds_done), server.evaluated)
             rows += self.unseen.rows((split,), ("G", "L1"))
         if checkpoint != "latest":
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
