@@ -69,8 +69,8 @@ class GlobalCheckpoint(FederatedCallback):
 
     FENDA-FL paper (Tavakoli et al., 2024): the clients' validation losses are averaged with their training samples as
     weights. A round in which a client's loss is infinite or NaN, or a client could not be scored, is not selected: a model
-    that breaks on one client must not win. With ``stage="L2"`` neither is one in which a client failed in training. An undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients
-    whose value is NaN are left out of the mean.
+    that breaks on one client must not win. With ``stage="L2"`` neither is one in which a client failed in training. An
+    undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients whose value is NaN are left out of the mean.
 
     Args:
         monitor: Metric that the module logs in validation. Default ``"val_loss"``.
