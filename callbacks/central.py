@@ -25,7 +25,7 @@ class Central(FederatedCallback):
         """Refuse data that are not in one place, and algorithms that act on clients: there are none.
 
         Raises:
-            ValueError: If there is no union of the data, or another callback decides who takes part or what is shared or sent,
+            ValueError: If there is no union of the data, or another callback decides who takes part, what is shared or sent,
                 keeps something at a client, deploys a model per client, or works on what several clients send.
         """
         if not setup.has_pooled("train"):

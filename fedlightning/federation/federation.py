@@ -39,7 +39,7 @@ from fedlightning.hooks import POOLED
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
-from fedlightning.run.persistence import set_aside
+from fedlightning.run.persistence import FLUSHED, UNDONE, set_aside
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.timeline import draw_timeline, note_trips
 from fedlightning.scoring.rows import Row, not_scored, of_clients
@@ -157,7 +157,7 @@ class Federation:
         """
         run = self.recorder.run
         assert run is not None
-        self.rounds_done, extra, in_flight = restore_state(run.last, self.server, self.store, trust_old)
+        self.rounds_done, extra, in_flight = restore_state(run.last, self.server, self.store, trust_old, go_on)
         if go_on:
             self.loop.load(in_flight)
         self.rounds_saved = self.rounds_done
@@ -201,7 +201,7 @@ class Federation:
         if go_on:
             rows = run.keep_rounds(scored, mark)
             self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
-            more = bool(extra.get("final", False)) and not self.final_done
+            more = (bool(extra.get("final", False)) and not self.final_done) or UNDONE in extra
             self.recorder.reopen_logs(marks, scored, differs=more or changes != Changes())
         else:
             self.recorder.start_with(run.read_rows(scored, mark))
@@ -384,6 +384,7 @@ class Federation:
                 "explosions": self.server.explosions.plain(),
                 "local_loop": self.engine.runner.loop.reason,
             } | ({"changes": self.changes} if self.changes else {})
+            extra |= {FLUSHED: True} if self.loop.flushes and self.rounds_done == server.max_rounds else {}
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra, self.loop.state())
             self.rounds_saved = self.rounds_done
             self.recorder.logs.begun()

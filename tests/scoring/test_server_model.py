@@ -95,8 +95,7 @@ def test_state_and_owner_make_the_model(made, part, owner):
         lambda module: module.held.__setitem__(3, made_by(2)),
         lambda module: setattr(module.metric, "threshold", 0.9),
     ],
-    ids=["number", "dropout", "tensor", "buffer", "class", "layer"]
-    + ["object", "unregistered", "generator", "function", "closure", "metric"],
+    ids=lambda change: change.__code__.co_firstlineno,
 )
 def test_what_no_architecture_gives_travels_whole(change):
     made = blueprint(Holding())
