@@ -66,12 +66,24 @@ LISTED = 10_000
 """Clients up to which a summary tells of each what it holds. Of more, it tells of those that took part or were scored."""
 
 
-def evaluation_of(server: Server) -> dict[str, Any]:
-    """Return how many clients are scored, of how many; if not all, with a short hash of who."""
-    found = {"clients": len(server.evaluated), "of": len(server.clients)}
-    if server.evaluated is server.clients:
+def evaluation_of(server: Server, in_training: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return how many clients are scored, of how many; if not all, with a short hash of who.
+
+    Args:
+        server: The server.
+        in_training: Clients that were scored in the rounds, where those are others than are scored now.
+    """
+    found = _scored(server.evaluated, server.clients)
+    if in_training is None or list(in_training) == server.evaluated:
         return found
-    return found | {"who": hashlib.sha256(json.dumps(server.evaluated).encode()).hexdigest()[:12]}
+    return found | {"in_training": _scored(in_training, server.clients)}
+
+
+def _scored(some: Sequence[str], of: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"clients": len(some), "of": len(of)}
+    if len(some) == len(of):
+        return found
+    return found | {"who": hashlib.sha256(json.dumps(list(some)).encode()).hexdigest()[:12]}
 
 
 def listed_clients(server: Server, engine: Engine) -> list[str]:
