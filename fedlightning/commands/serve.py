@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from fedlightning.commands.run import Commands
 from fedlightning.commands.study import Parser
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
+from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.flower import programs
 from fedlightning.engines.sites.elsewhere import DataElsewhere
@@ -45,8 +47,9 @@ class Serve(Commands):
     needs_data = False
 
     def instantiate_classes(self) -> None:
-        """Make model and trainer: the clients' data are elsewhere, so a `data` section is for the sites."""
-        self.config.data = None
+        """Make model and trainer: the clients' data are elsewhere, so a `data` section but of public data is for the sites."""
+        if not _is_public(self.config.get("data")):
+            self.config.data = None
         if self.config.trainer.engine not in ("sequential", "flower"):
             raise InputError(
                 f"trainer.engine={self.config.trainer.engine!r}: clients at sites train there. Leave it out, or 'flower'."
@@ -68,7 +71,8 @@ class Serve(Commands):
         """Train a federation whose clients are at sites: other machines, started with `fedlightning site`.
 
         It starts Flower's SuperLink, waits for the sites and trains with them. Data, personal models and records stay
-        there. A data section of the configuration is not looked at. trainer.client_timeout has to be set.
+        there. A data section of the configuration is not looked at, but for a PublicDataModule: the public data that some
+        methods need, which every site has too. trainer.client_timeout has to be set.
 
         Args:
             sites: Number of sites to wait for before the run begins.
@@ -89,9 +93,8 @@ class Serve(Commands):
         programs.prepare(home / "flower")
         with only_writer(home), superlink(home, host, port, None if insecure else own, sites) as link, connected(link):
             try:
-                self.trainer.fit(
-                    self.model, DataElsewhere(), resume=to_resume(resume), allow_config_change=allow_config_change
-                )
+                data = self.datamodule or DataElsewhere()
+                self.trainer.fit(self.model, data, resume=to_resume(resume), allow_config_change=allow_config_change)
                 if self.trainer.stopped_by is None and self._has_tests():
                     self.trainer.test(checkpoint="all", verbose=False)
             except Exception as error:
@@ -113,6 +116,13 @@ class Serve(Commands):
 
         self.datamodule = self.trainer.federation.engine.runner.described  # type: ignore[union-attr]
         self._show(self.trainer.results, console())
+
+
+def _is_public(section: Any) -> bool:
+    """Whether a data section has public data and nothing else."""
+    module, _, name = str(getattr(section, "class_path", "")).rpartition(".")
+    kind = getattr(sys.modules.get(module), name, None)  # the parser has imported it
+    return isinstance(kind, type) and issubclass(kind, PublicDataModule)
 
 
 class AtSite(FederatedCLI):

@@ -130,8 +130,11 @@ def _check(callback: FederatedCallback, architecture: str, setup: Setup, engine:
         callback.check(setup)
         return
     said: list[str] = []
+    missing = engine.no_public if engine.public()[0] is None else ""
     try:
         callback.check(replace(setup, warn=said.append))
+    except ValueError as error:
+        raise _without_public(callback, str(error), missing) or error from None
     except BatchElsewhere:
         shared = {"": tuple(setup.shared_names())}
         shared |= {other.key: tuple(setup.shared_names(without=other)) for other in setup.callbacks}
@@ -145,12 +148,18 @@ def _check(callback: FederatedCallback, architecture: str, setup: Setup, engine:
             asked.pooled,
             tuple(split for split in SPLITS if asked.has_split(split)),
             is_mixed=bool(setup.modules),
+            has_public=engine.public()[0] is not None,
         )
         refusal, said = engine.ask(task)
         if refusal is not None:
-            raise ConfigurationError(refusal) from None
+            raise _without_public(callback, refusal, missing) or ConfigurationError(refusal) from None
     for text in said:
         setup.warn(text)
+
+
+def _without_public(callback: FederatedCallback, refusal: str, missing: str) -> ConfigurationError | None:
+    """Return the refusal of a callback that misses public data, with the way out of where the clients are elsewhere."""
+    return ConfigurationError(f"{callback.key} {missing}") if missing and "public data" in refusal else None
 
 
 class Questions:
@@ -259,6 +268,7 @@ class CheckThere:
         pooled: Splits whose union can be had.
         splits: Splits of which any client has samples.
         is_mixed: Whether clients have models of different architectures.
+        has_public: Whether the server has public data; a site's own are no use without.
     """
 
     callback: str
@@ -270,6 +280,7 @@ class CheckThere:
     pooled: tuple[str, ...]
     splits: tuple[str, ...]
     is_mixed: bool
+    has_public: bool
     num_bytes: int = 0
 
     @property
@@ -286,7 +297,8 @@ class CheckThere:
         names = blueprint.architectures if self.is_mixed else (self.architecture,)
         modules = {name: blueprint.build("server", name) for name in names}
         module = modules[self.architecture]
-        public = Public(lambda: (runner.data.public_dataloader(), type(runner.data).__name__), blueprint)
+        loader = runner.data.public_dataloader() if self.has_public else None
+        public = Public(lambda: (loader, type(runner.data).__name__), blueprint)
         said: list[str] = []
         setup = Setup(
             module=module,

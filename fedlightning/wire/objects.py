@@ -204,6 +204,7 @@ KINDS: dict[str, Kind] = {
                 "pooled": _TEXTS,
                 "splits": _TEXTS,
                 "is_mixed": _a(bool),
+                "has_public": _a(bool),
             },
             left=frozenset({"num_bytes"}),
         ),

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.link import Link
 from fedlightning.engines.sites.meeting import Meeting, Reply
@@ -79,6 +80,11 @@ class SitesEngine(Engine):
 
     data_here = False
     shares_disk = False
+    no_public = (
+        "trains on public data, and the server has none. Give `fedlightning serve` a data section with them (class_path: "
+        "PublicDataModule, init_args: public: a data set), and each site the same as public: of its own data module; a "
+        "share of the clients' samples (public=0.1) cannot be everybody's where data do not leave their sites."
+    )
 
     def __init__(self, runner: LocalRunner, store: SiteStore, link: Link) -> None:
         super().__init__(runner, store)
@@ -86,6 +92,7 @@ class SitesEngine(Engine):
         self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
         self._wanted = link.expected
         self._stage = "fit"
+        self._public: dict[str, Any] | None = None
         self._left_out: list[str] = []
         self._weights: tuple[Any, str] | None = None
         self._window: deque[Entry] = deque()
@@ -103,6 +110,7 @@ class SitesEngine(Engine):
             "assigned": dict(blueprint.assigned),
             "stage": self._stage,
             "left_out": list(self._left_out),
+            "public": self._public,
         }
 
     def _session(self) -> str:
@@ -118,6 +126,8 @@ class SitesEngine(Engine):
     # -- the data ----------------------------------------------------------------------------------------------------
     def set_up(self, stage: str) -> None:
         self._stage = stage
+        self.runner.set_up(stage)  # public data, if there are any
+        self._public = public_facts(self.runner.data)
         if len(self.meeting.names) < self._wanted:
             rank_zero_info(f"Waiting for {self._wanted} sites.")
         while len(self.meeting.names) < self._wanted:
@@ -145,9 +155,6 @@ class SitesEngine(Engine):
         if not leave_out:
             self.runner.know(merged)
         return merged
-
-    def public(self) -> tuple[Any, str]:
-        return None, type(self.runner.data).__name__
 
     def _listen(self) -> list[Reply]:
         """Greet who has come, and return replies.

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement
 from fedlightning.engines.sites.records import Records
 from fedlightning.errors import ConfigurationError
@@ -70,6 +71,7 @@ class Site:
         self._limits = limits
         self._session: Session | None = None
         self._stages: set[str] = set()
+        self._public: dict[str, Any] | None = None
         self._given: dict[
             tuple[str, str], bytes
         ] = {}  # the last reply to each client: a task that comes again is known
@@ -134,10 +136,31 @@ class Site:
         if stage not in self._stages:
             runner.set_up(stage)
             self._stages.add(stage)
+        self._compare_public(asked.get("public"))
         known = set(runner.data.client_ids)
         runner.leave_out([client for client in _texts(asked, "left_out") if client in known])
         self._given.clear()
         return Session(asked["session"], asked["run"], runner)
+
+    def _compare_public(self, theirs: Any) -> None:
+        """Refuse public data that are not those of the server.
+
+        Raises:
+            RefusedError: With both in words.
+        """
+        if theirs is None:  # then nobody reads them
+            return
+        if self._public is None:
+            self._public = public_facts(self._data)
+        own = self._public
+        if own == theirs and isinstance(own, dict):
+            return
+        has = "has none" if own is None else f"has {_samples(own)}"
+        raise RefusedError(
+            f"the server's public data are {_samples(theirs)}, and site '{self.name}' {has}. Give the server "
+            "(PublicDataModule) and every site (public: in its own data module) the same data set with the same batch size, "
+            "seed and public_labels, and none of a client's samples: a site leaves those out."
+        )
 
     # -- one task ----------------------------------------------------------------------------------------------------
     def _task(self, session: Session, asked: Mapping[str, Any]) -> bytes:
@@ -185,6 +208,12 @@ def _texts(asked: Mapping[str, Any], name: str) -> Collection[Any]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise RefusedError(f"its '{name}' is no list of names.")
     return found
+
+
+def _samples(facts: Any) -> str:
+    if not isinstance(facts, dict) or set(facts) != {"samples", "batch_size", "content"}:
+        raise RefusedError("it does not say which public data it has.")
+    return f"{facts['samples']} samples in batches of {facts['batch_size']} (hash {facts['content']})"
 
 
 def _assigned(found: Any) -> dict[str, str]:

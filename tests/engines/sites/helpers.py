@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.engine import SitesEngine
 from fedlightning.engines.sites.link import Loopback, connected
@@ -95,8 +96,14 @@ def without_pickle() -> Iterator[None]:
             setattr(pickle, name, value)
 
 
-def at_sites(line: Line, root: Path, algorithm: Any = None, **arguments: Any) -> FederatedTrainer:
-    """Run a federation whose clients are at sites, and return its trainer."""
+def public_data(batch_size: int | None = None) -> PublicDataModule:
+    """Return the public part of the toy data alone, as a server has it."""
+    toy = ToyData()
+    return PublicDataModule(toy.public_dataloader().dataset, batch_size or toy.batch_size)
+
+
+def at_sites(line: Line, root: Path, algorithm: Any = None, public: bool = False, **arguments: Any) -> FederatedTrainer:
+    """Run a federation whose clients are at sites, and return its trainer; `public`: the server has public data."""
     make = SitesEngine.__init__
 
     def on_the_clock(engine: SitesEngine, *parts: Any) -> None:
@@ -107,7 +114,8 @@ def at_sites(line: Line, root: Path, algorithm: Any = None, **arguments: Any) ->
         SitesEngine.__init__ = on_the_clock  # type: ignore[method-assign]
         try:
             given = RUN | {"client_timeout": 30.0} | arguments
-            return federate(copy.deepcopy(algorithm), DataElsewhere(), root, engine="flower", **given)
+            data = public_data(given.get("batch_size")) if public else DataElsewhere()
+            return federate(copy.deepcopy(algorithm), data, root, engine="flower", **given)
         finally:
             SitesEngine.__init__ = make  # type: ignore[method-assign]
 

@@ -18,11 +18,11 @@ def rows(trainer):
     return sorted(str(row) for row in trainer.rows if row.data != "pooled")
 
 
-def assert_equal(tmp_path, algorithm, **arguments):
+def assert_equal(tmp_path, algorithm, public=False, **arguments):
     one = together(tmp_path / "one", algorithm, **arguments)
     site_arguments = {name: value for name, value in arguments.items() if name not in ("evaluate_data",)}
     line = Line(sites(tmp_path / "sites", algorithm, **site_arguments))
-    other = at_sites(line, tmp_path / "server", algorithm, **arguments)
+    other = at_sites(line, tmp_path / "server", algorithm, public=public, **arguments)
     assert same_tree(one.server.models, other.server.models)
     assert same_tree(one.server.state, other.server.state)
     assert rows(one) == rows(other)
@@ -72,7 +72,7 @@ def test_the_catalogue(tmp_path, name):
     case = CASES[name]
     arguments = {key: value for key, value in case.arguments.items() if key not in ("max_rounds", "evaluate_every")}
     try:
-        assert_equal(tmp_path, case.algorithm, **arguments)
+        assert_equal(tmp_path, case.algorithm, public=True, **arguments)
     except ValueError as error:
         print(f"REFUSED {name}: {error}")
         assert len(str(error)) > 30
