@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedlightning.commands.folders import leave_nothing, to_resume
 from fedlightning.commands.run import Commands
@@ -47,7 +47,7 @@ class Serve(Commands):
     needs_data = False
 
     def instantiate_classes(self) -> None:
-        """Make model and trainer: the clients' data are elsewhere, so a `data` section but of public data is for the sites."""
+        """Make model and trainer: the clients' data are elsewhere, so only public data are looked at."""
         if not _is_public(self.config.get("data")):
             self.config.data = None
         if self.config.trainer.engine not in ("sequential", "flower"):
@@ -65,6 +65,7 @@ class Serve(Commands):
         folder: str = "serve",
         certificates: str = "certificates/server",
         insecure: bool = False,
+        export: Literal["sites", "server"] = "sites",
         resume: str | None = None,
         allow_config_change: bool = False,
     ) -> None:
@@ -81,6 +82,8 @@ class Serve(Commands):
             folder: Folder for what Flower keeps.
             certificates: The server's folder that `fedlightning certificates` has made.
             insecure: No TLS and no authentication, for a machine of your own only.
+            export: Where the clients' models are when the run ends: at their "sites", or at the "server", if every site
+                allows it by the same option.
             resume: Resume an interrupted run: "last", "auto", or the folder of a run.
             allow_config_change: Resume although the configuration has changed, at the sites too.
         """
@@ -91,7 +94,9 @@ class Serve(Commands):
         if not insecure:
             files.needed(own, (files.CA, files.SERVER, files.KEY, files.SIGN, "sites"))
         programs.prepare(home / "flower")
-        with only_writer(home), superlink(home, host, port, None if insecure else own, sites) as link, connected(link):
+        keys = None if insecure else own
+        asks = export == "server"
+        with only_writer(home), superlink(home, host, port, keys, sites) as link, connected(link, asks):
             try:
                 data = self.datamodule or DataElsewhere()
                 self.trainer.fit(self.model, data, resume=to_resume(resume), allow_config_change=allow_config_change)
@@ -138,6 +143,7 @@ class AtSite(FederatedCLI):
         folder: str = "site",
         certificates: str | None = None,
         insecure: bool = False,
+        export: Literal["sites", "server"] = "sites",
     ) -> None:
         """Take part in a federation with data that stay here.
 
@@ -152,6 +158,8 @@ class AtSite(FederatedCLI):
             folder: Folder for records and models.
             certificates: The site's folder that `fedlightning certificates` has made; default: certificates/NAME.
             insecure: No TLS and no authentication, for a server on a machine of your own only.
+            export: Whether the clients' models stay at the "sites", or the "server" is given them when a run ends, if it
+                asks for them.
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import without
@@ -170,7 +178,7 @@ class AtSite(FederatedCLI):
             if missing is not None:
                 raise InputError(f"clients: there is no client '{missing}'. The data have {', '.join(known[:20])}.")
             data = without(data, [client for client in known if client not in here])
-        site = Site(name, self.trainer.blueprint(self.model), data, home)
+        site = Site(name, self.trainer.blueprint(self.model), data, home, export=export == "server")
         programs.prepare(home / "flower")
         with only_writer(home):
             print(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C.", flush=True)

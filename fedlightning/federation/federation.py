@@ -272,8 +272,8 @@ class Federation:
         if self.loop.holds_records and not self.store.is_here:
             raise ConfigurationError(
                 f"The loop {type(self.loop).__name__} carries out visits before they count, and holds back what clients "
-                "keep until then; here their records are where the clients are. Leave out trainer.loop, or use an engine of "
-                "this machine."
+                "keep until then; here their records are at their sites. Leave out trainer.loop (with a method that runs in "
+                "rounds), or use an engine that has the clients here (engine='sequential')."
             )
         self.engine.check()
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())

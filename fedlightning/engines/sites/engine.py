@@ -76,6 +76,7 @@ class SitesEngine(Engine):
         runner: The server's half of the federation: it builds the server's modules. Its data are not looked at.
         store: The versions of the clients' records.
         link: The connection.
+        export: Whether the clients' models are sent to the server when the run ends.
     """
 
     data_here = False
@@ -86,8 +87,9 @@ class SitesEngine(Engine):
         "share of the clients' samples (public=0.1) cannot be everybody's where data do not leave their sites."
     )
 
-    def __init__(self, runner: LocalRunner, store: SiteStore, link: Link) -> None:
+    def __init__(self, runner: LocalRunner, store: SiteStore, link: Link, export: bool = False) -> None:
         super().__init__(runner, store)
+        self.brings_models = export
         self.versions = store
         self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
         self._wanted = link.expected
@@ -111,6 +113,7 @@ class SitesEngine(Engine):
             "stage": self._stage,
             "left_out": list(self._left_out),
             "public": self._public,
+            "export": self.brings_models,
         }
 
     def _session(self) -> str:

@@ -58,10 +58,17 @@ class Site:
         data: Its clients' data.
         folder: Where records and exported models are kept.
         limits: Largest requests that are accepted.
+        export: Whether clients' models may be sent to the server when a run ends.
     """
 
     def __init__(
-        self, name: str, blueprint: Blueprint, data: FederatedDataModule, folder: Path, limits: Limits | None = None
+        self,
+        name: str,
+        blueprint: Blueprint,
+        data: FederatedDataModule,
+        folder: Path,
+        limits: Limits | None = None,
+        export: bool = False,
     ) -> None:
         self.name = name
         self.records = Records(folder / "records")
@@ -69,6 +76,7 @@ class Site:
         self._blueprint = blueprint
         self._data = data
         self._limits = limits
+        self._export = export
         self._session: Session | None = None
         self._stages: set[str] = set()
         self._public: dict[str, Any] | None = None
@@ -121,6 +129,11 @@ class Site:
                 f"the server's configuration is not that of site '{self.name}' (the server's first): "
                 f"{'; '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Give both the same, "
                 "but for the data."
+            )
+        if asked.get("export") is not False and not self._export:
+            raise RefusedError(
+                f"the server asks for the models of the clients (export='server'), and site '{self.name}' does not give "
+                "them away. Start the site with --export server to allow it, or the server without."
             )
         template, stage = asked.get("template"), asked.get("stage")
         if not isinstance(template, dict) or stage not in ("fit", "test") or not isinstance(asked.get("run"), str):
@@ -199,7 +212,8 @@ class Site:
         for client in [task.client] if task.client is not None else task.clients:
             if client not in own:
                 raise RefusedError(f"site '{self.name}' has no client '{client}'.")
-        if isinstance(task, Deploy) and (not task.write or task.folder is not None or task.shared is not None):
+        leaves = isinstance(task, Deploy) and (not task.write or (task.bring and not self._export))
+        if leaves or (isinstance(task, Deploy) and (task.folder is not None or task.shared is not None)):
             raise RefusedError(f"models of clients do not leave site '{self.name}'.")
 
 

@@ -22,10 +22,26 @@ from fedlightning.trainer import FederatedTrainer
 
 SHARES = (("site0", "site3"), ("site1", "site2"))
 """Clients of the two sites."""
+REFUSED = {
+    "Central": "engine='sequential'",
+    "FedAsync": "engine='sequential'",
+    "FedBuff": "engine='sequential'",
+    "PIFL pooled": "utility='local'",
+    "TIFF": "Use PIFL",
+    "TIFF gradient": "Use PIFL",
+}
+"""Cases of the conformance suite that are refused, and the way out; all others run (test_equal.py)."""
 RUN = {"evaluate_every": 1, "save_state": 1, "max_rounds": 2, "local_steps": 2, "test_data": []}
 
 
-def a_site(root: Path, clients: Sequence[str], algorithm: Any = None, full: bool = False, **arguments: Any) -> Site:
+def a_site(
+    root: Path,
+    clients: Sequence[str],
+    algorithm: Any = None,
+    full: bool = False,
+    export: bool = False,
+    **arguments: Any,
+) -> Site:
     """Return a site that has some clients of the toy data, its own module and its own callbacks."""
     torch.manual_seed(7)  # its first weights are not the server's: the server sends them
     others, size, lr = arguments.pop("others", ()), arguments.pop("batch_size", None), arguments.pop("lr", 0.1)
@@ -43,6 +59,7 @@ def a_site(root: Path, clients: Sequence[str], algorithm: Any = None, full: bool
         trainer.blueprint(ToyModule(full=full, lr=lr)),
         without(data, [client for client in data.client_ids if client not in clients]),
         root,
+        export=export,
     )
 
 
@@ -102,7 +119,9 @@ def public_data(batch_size: int | None = None) -> PublicDataModule:
     return PublicDataModule(toy.public_dataloader().dataset, batch_size or toy.batch_size)
 
 
-def at_sites(line: Line, root: Path, algorithm: Any = None, public: bool = False, **arguments: Any) -> FederatedTrainer:
+def at_sites(
+    line: Line, root: Path, algorithm: Any = None, public: bool = False, export: bool = False, **arguments: Any
+) -> FederatedTrainer:
     """Run a federation whose clients are at sites, and return its trainer; `public`: the server has public data."""
     make = SitesEngine.__init__
 
@@ -110,7 +129,7 @@ def at_sites(line: Line, root: Path, algorithm: Any = None, public: bool = False
         make(engine, *parts)
         engine.attempts.clock = lambda: line.now
 
-    with connected(line), without_pickle():
+    with connected(line, export), without_pickle():
         SitesEngine.__init__ = on_the_clock  # type: ignore[method-assign]
         try:
             given = RUN | {"client_timeout": 30.0} | arguments
