@@ -68,6 +68,7 @@ class Serve(Commands):
         export: Literal["sites", "server"] = "sites",
         resume: str | None = None,
         allow_config_change: bool = False,
+        allow_new_clients: bool = False,
     ) -> None:
         """Train a federation whose clients are at sites: other machines, started with `fedlightning site`.
 
@@ -86,6 +87,7 @@ class Serve(Commands):
                 allows it by the same option.
             resume: Resume an interrupted run: "last", "auto", or the folder of a run.
             allow_config_change: Resume although the configuration has changed, at the sites too.
+            allow_new_clients: Resume although there are more sites or clients than before, which join the run.
         """
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
@@ -98,8 +100,13 @@ class Serve(Commands):
         asks = export == "server"
         with only_writer(home), superlink(home, host, port, keys, sites) as link, connected(link, asks):
             try:
-                data = self.datamodule or DataElsewhere()
-                self.trainer.fit(self.model, data, resume=to_resume(resume), allow_config_change=allow_config_change)
+                self.trainer.fit(
+                    self.model,
+                    self.datamodule or DataElsewhere(),
+                    resume=to_resume(resume),
+                    allow_config_change=allow_config_change,
+                    allow_new_clients=allow_new_clients,
+                )
                 if self.trainer.stopped_by is None and self._has_tests():
                     self.trainer.test(checkpoint="all", verbose=False)
             except Exception as error:

@@ -209,7 +209,10 @@ class SitesEngine(Engine):
             )
 
     def beside(self, runner: LocalRunner) -> Engine:
-        raise ConfigurationError("engine='flower' does not onboard new clients: let them join the run as sites.")
+        raise ConfigurationError(
+            "engine='flower' does not onboard new clients. Start a site that has them, and resume the run with "
+            "`fedlightning serve --resume last --allow_new_clients true`: they join it."
+        )
 
     def ask(self, task: Task[Answer]) -> Answer:
         found = list(self.map([task]))
