@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from fedlightning.wire import Limits, read, write
 
 TASKS = (Visit, ScoreClient, ScoreModel, Deploy, CheckThere, TryStep)
 """What a site carries out for the server."""
+REPLY_BYTES = 2**25
+"""Bytes of answers after which a reply is full: tasks that are left wait for the next message."""
 
 
 class RefusedError(ConfigurationError):
@@ -59,6 +63,7 @@ class Site:
         folder: Where records and exported models are kept.
         limits: Largest requests that are accepted.
         export: Whether clients' models may be sent to the server when a run ends.
+        clock: Seconds; a test brings its own.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Site:
         folder: Path,
         limits: Limits | None = None,
         export: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.records = Records(folder / "records")
@@ -77,6 +83,7 @@ class Site:
         self._data = data
         self._limits = limits
         self._export = export
+        self._clock = clock
         self._session: Session | None = None
         self._stages: set[str] = set()
         self._public: dict[str, Any] | None = None
@@ -86,8 +93,11 @@ class Site:
 
     def answer(self, request: bytes) -> bytes:
         """Carry out a request and return the reply. Whatever goes wrong is a reply too, in a sentence."""
+        return self._said(lambda: self._reply(request))
+
+    def _said(self, work: Callable[[], bytes]) -> bytes:
         try:
-            return self._reply(request)
+            return work()
         except Exception as error:
             if not isinstance(error, ValueError):
                 traceback.print_exc()
@@ -102,10 +112,12 @@ class Site:
         session = self._session
         if session is None or session.key != asked["session"]:
             return write({"unknown": asked["session"]})
-        if asked["do"] == "task":
-            return self._task(session, asked)
+        if asked["do"] == "tasks":
+            return self._tasks(session, asked)
         if asked["do"] == "describe":
-            return write({"answer": session.runner.describe(_texts(asked, "leave_out"), _texts(asked, "parts"))})
+            here = {*session.runner.data.client_ids}  # others are left out where they are
+            leave_out = [client for client in _texts(asked, "leave_out") if client in here]
+            return write({"answer": session.runner.describe(leave_out, _texts(asked, "parts"))})
         raise RefusedError(f"it asks to {asked['do']!r:.40}, which no site does.")
 
     # -- a run -------------------------------------------------------------------------------------------------------
@@ -117,7 +129,9 @@ class Site:
         """
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
-        return {"answer": {"name": self.name, "clients": list(self._session.runner.data.client_ids)}}
+        runner, parts = self._session.runner, _texts(asked, "parts")
+        told = runner.describe(parts=parts) if parts else None
+        return {"answer": {"name": self.name, "clients": list(runner.data.client_ids), "data": told}}
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)
@@ -175,8 +189,23 @@ class Site:
             "seed and public_labels, and none of a client's samples: a site leaves those out."
         )
 
-    # -- one task ----------------------------------------------------------------------------------------------------
+    # -- tasks -------------------------------------------------------------------------------------------------------
+    def _tasks(self, session: Session, asked: Mapping[str, Any]) -> bytes:
+        """Carry out tasks one after another, each with a reply of its own: `unknown` if there is no time for it."""
+        tasks, budget = asked.get("tasks"), asked.get("budget")
+        if not isinstance(tasks, list) or not isinstance(budget, int | float):
+            raise RefusedError("it does not say what to do.")
+        begun, replies = self._clock(), list[bytes]()
+        for one in tasks:
+            late = self._clock() - begun > budget or sum(map(len, replies)) > REPLY_BYTES
+            done = self._said(partial(self._task, session, one)) if not (replies and late) else write({"unknown": ""})
+            replies.append(done)
+        return write({"answer": replies})
+
     def _task(self, session: Session, asked: Mapping[str, Any]) -> bytes:
+        if not isinstance(asked, dict):
+            raise RefusedError("it does not say what to do.")
+        begun = self._clock()
         task, run = asked.get("task"), session.run
         if not isinstance(task, TASKS):
             raise RefusedError(f"a {type(task).__name__} is no task for a site.")
@@ -189,7 +218,13 @@ class Site:
             return self._given[client, number]
         record = self.records.get(run, client, version)
         answer, after = task.run(session.runner, record)
-        reply: dict[str, Any] = {"answer": answer, "version": None, "loop": session.runner.loop.reason}
+        seconds = self._clock() - begun
+        reply: dict[str, Any] = {
+            "answer": answer,
+            "version": None,
+            "loop": session.runner.loop.reason,
+            "seconds": seconds,
+        }
         if after is not None:
             keep = asked.get("keep")
             reply["version"] = self.records.put(run, client, after)
