@@ -12,7 +12,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.deploy import Deploy, Deployed
 from fedlightning.wire import read, write
 from tests.conformance.case import Case, collect
-from tests.engines.sites.helpers import REFUSED, SHARES, Line, a_site, at_sites, sites
+from tests.engines.sites.helpers import REFUSED, SHARES, Line, _parts, a_site, at_sites, sites
 
 CASES: dict[str, Case] = collect("CASES")
 
@@ -48,32 +48,37 @@ def test_a_site_that_does_not_allow_it_sends_no_model(tmp_path):
 
     def ask(node, data):
         asked = read(data)
-        task = asked.get("task")
-        return write({**asked, "task": replace(task, bring=True)}) if isinstance(task, Deploy) else data
+        tasks = [
+            {**one, "task": replace(one["task"], bring=True)} if isinstance(one["task"], Deploy) else one
+            for one in asked.get("tasks", [])
+        ]
+        return write({**asked, "tasks": tasks}) if tasks else data
 
-    line.watch, line.reply = ask, lambda name, data: (said.append(read(data)), data)[1]
+    line.watch, line.reply = ask, lambda name, data: (said.extend(_parts(data)), data)[1]
     at_sites(line, tmp_path / "other")
-    assert sum("do not leave site" in reply.get("refused", "") for reply in said) == 4
-    assert not any(getattr(reply.get("answer"), "content", None) for reply in said)
+    assert sum("do not leave site" in read(part).get("refused", "") for part in said) == 4
+    assert not any(getattr(read(part).get("answer"), "content", None) for part in said)
 
 
 @pytest.mark.parametrize(
-    "change, reason",
+    "forged, reason",
     [
         ({"hyper_parameters": {"_instantiator": "os.system"}}, "'_instantiator'"),
         ({"fedlightning": {"client": "site3"}}, "no checkpoint of it"),
         ({"state_dict": {"a": 1}}, "no checkpoint of it"),
     ],
 )
-def test_no_file_is_made_of_what_is_no_checkpoint(tmp_path, change, reason):
+def test_no_file_is_made_of_what_is_no_checkpoint(tmp_path, forged, reason):
     line = Line(sites(tmp_path / "sites", export=True))
 
     def forge(name, data):
-        said = read(data)
-        answer = said.get("answer")
-        if not isinstance(answer, Deployed) or answer.client != "site0":
-            return data
-        return write({**said, "answer": replace(answer, content=answer.content | change)})
+        def change(answer, part):
+            if not isinstance(answer, Deployed) or answer.client != "site0":
+                return part
+            return write({**read(part), "answer": replace(answer, content=answer.content | forged)})
+
+        parts = _parts(data)
+        return write({"answer": [change(read(part).get("answer"), part) for part in parts]}) if parts else data
 
     line.reply = forge
     trainer = at_sites(line, tmp_path / "server", export=True)
