@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedlightning.commands.folders import leave_nothing, to_resume
 from fedlightning.commands.run import Commands
 from fedlightning.commands.study import Parser
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
+from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.flower import programs
 from fedlightning.engines.sites.elsewhere import DataElsewhere
@@ -46,8 +48,9 @@ class Serve(Commands):
     needs_data = False
 
     def instantiate_classes(self) -> None:
-        """Make model and trainer: the clients' data are elsewhere, so a `data` section is for the sites."""
-        self.config.data = None
+        """Make model and trainer: the clients' data are elsewhere, so only public data are looked at."""
+        if not _is_public(self.config.get("data")):
+            self.config.data = None
         if self.config.trainer.engine not in ("sequential", "flower"):
             raise InputError(
                 f"trainer.engine={self.config.trainer.engine!r}: clients at sites train there. Leave it out, or 'flower'."
@@ -63,13 +66,16 @@ class Serve(Commands):
         folder: str = "serve",
         certificates: str = "certificates/server",
         insecure: bool = False,
+        export: Literal["sites", "server"] = "sites",
         resume: str | None = None,
         allow_config_change: bool = False,
+        allow_new_clients: bool = False,
     ) -> None:
         """Train a federation whose clients are at sites: other machines, started with `fedlightning site`.
 
         It starts Flower's SuperLink, waits for the sites and trains with them. Data, personal models and records stay
-        there. A data section of the configuration is not looked at. trainer.client_timeout has to be set.
+        there. A data section of the configuration is not looked at, but for a PublicDataModule: the public data that some
+        methods need, which every site has too. trainer.client_timeout has to be set.
 
         Args:
             sites: Number of sites to wait for before the run begins.
@@ -78,8 +84,11 @@ class Serve(Commands):
             folder: Folder for what Flower keeps.
             certificates: The server's folder that `fedlightning certificates` has made.
             insecure: No TLS and no authentication, for a machine of your own only.
+            export: Where the clients' models are when the run ends: at their "sites", or at the "server", if every site
+                allows it by the same option.
             resume: Resume an interrupted run: "last", "auto", or the folder of a run.
             allow_config_change: Resume although the configuration has changed, at the sites too.
+            allow_new_clients: Resume although there are more sites or clients than before, which join the run.
         """
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
@@ -88,10 +97,16 @@ class Serve(Commands):
         if not insecure:
             files.needed(own, (files.CA, files.SERVER, files.KEY, files.SIGN, "sites"))
         programs.prepare(home / "flower")
-        with only_writer(home), superlink(home, host, port, None if insecure else own, sites) as link, connected(link):
+        keys = None if insecure else own
+        asks = export == "server"
+        with only_writer(home), superlink(home, host, port, keys, sites) as link, connected(link, asks):
             try:
                 self.trainer.fit(
-                    self.model, DataElsewhere(), resume=to_resume(resume), allow_config_change=allow_config_change
+                    self.model,
+                    self.datamodule or DataElsewhere(),
+                    resume=to_resume(resume),
+                    allow_config_change=allow_config_change,
+                    allow_new_clients=allow_new_clients,
                 )
                 if self.trainer.stopped_by is None and self._has_tests():
                     self.trainer.test(checkpoint="all", verbose=False)
@@ -116,6 +131,13 @@ class Serve(Commands):
         self._show(self.trainer.results, console())
 
 
+def _is_public(section: Any) -> bool:
+    """Whether a data section has public data and nothing else."""
+    module, _, name = str(getattr(section, "class_path", "")).rpartition(".")
+    kind = getattr(sys.modules.get(module), name, None)  # the parser has imported it
+    return isinstance(kind, type) and issubclass(kind, PublicDataModule)
+
+
 class AtSite(FederatedCLI):
     """A site's command. The docstring of its method is the text of `--help`."""
 
@@ -129,6 +151,7 @@ class AtSite(FederatedCLI):
         folder: str = "site",
         certificates: str | None = None,
         insecure: bool = False,
+        export: Literal["sites", "server"] = "sites",
     ) -> None:
         """Take part in a federation with data that stay here.
 
@@ -143,6 +166,8 @@ class AtSite(FederatedCLI):
             folder: Folder for records and models.
             certificates: The site's folder that `fedlightning certificates` has made; default: certificates/NAME.
             insecure: No TLS and no authentication, for a server on a machine of your own only.
+            export: Whether the clients' models stay at the "sites", or the "server" is given them when a run ends, if it
+                asks for them.
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import without
@@ -161,7 +186,7 @@ class AtSite(FederatedCLI):
             if missing is not None:
                 raise InputError(f"clients: there is no client '{missing}'. The data have {', '.join(known[:20])}.")
             data = without(data, [client for client in known if client not in here])
-        site = Site(name, self.trainer.blueprint(self.model), data, home)
+        site = Site(name, self.trainer.blueprint(self.model), data, home, export=export == "server")
         programs.prepare(home / "flower")
         with only_writer(home):
             print(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C.", flush=True)

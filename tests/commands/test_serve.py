@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+import yaml
 
 from fedlightning.cli import main
+from fedlightning.commands.serve import Serve
 
 CONFIG = "configs/quickstart.yaml"
 
@@ -47,3 +49,13 @@ def test_what_cannot_start_is_said_in_a_sentence(tmp_path, capsys, words, reason
     root = [f"--trainer.default_root_dir={tmp_path}"] if words[0] in ("serve", "fit") else []
     error = said(capsys, *words, *folder, *root)
     assert reason in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", ["PublicDataModule", "DigitsDataModule"])
+def test_a_server_looks_at_public_data_only(tmp_path, name):
+    inner = {"public": {"class_path": "fedlightning.datamodules.DigitsDataModule"}}
+    section = {"class_path": f"fedlightning.datamodules.{name}", "init_args": inner | {"public_labels": False}}
+    path = tmp_path / "data.yaml"
+    path.write_text(yaml.safe_dump({"data": section}))
+    cli = Serve("serve", ["--config", CONFIG, "--config", str(path), "--sites=2"])
+    assert type(cli.datamodule).__name__ == (name if name == "PublicDataModule" else "NoneType")

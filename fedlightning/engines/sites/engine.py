@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.answers import fault, is_note, is_version
 from fedlightning.engines.sites.link import Link
@@ -42,17 +43,25 @@ class SitesEngine(Engine):
         runner: The server's half of the federation: it builds the server's modules. Its data are not looked at.
         store: The versions of the clients' records.
         link: The connection.
+        export: Whether the clients' models are sent to the server when the run ends.
     """
 
     data_here = False
     shares_disk = False
+    no_public = (
+        "trains on public data, and the server has none. Give `fedlightning serve` a data section with them (class_path: "
+        "PublicDataModule, init_args: public: a data set), and each site the same as public: of its own data module; a "
+        "share of the clients' samples (public=0.1) cannot be everybody's where data do not leave their sites."
+    )
 
-    def __init__(self, runner: LocalRunner, store: SiteStore, link: Link) -> None:
+    def __init__(self, runner: LocalRunner, store: SiteStore, link: Link, export: bool = False) -> None:
         super().__init__(runner, store)
+        self.brings_models = export
         self.versions = store
         self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
         self._wanted = link.expected
         self._stage = "fit"
+        self._public: dict[str, Any] | None = None
         self._left_out: list[str] = []
         self._weights: tuple[Any, str] | None = None
         self._window = Window()
@@ -72,6 +81,8 @@ class SitesEngine(Engine):
             "assigned": dict(blueprint.assigned),
             "stage": self._stage,
             "left_out": list(self._left_out),
+            "public": self._public,
+            "export": self.brings_models,
         }
 
     def _session(self) -> str:
@@ -93,6 +104,8 @@ class SitesEngine(Engine):
     # -- the data ----------------------------------------------------------------------------------------------------
     def set_up(self, stage: str) -> None:
         self._stage = stage
+        self.runner.set_up(stage)  # public data, if there are any
+        self._public = public_facts(self.runner.data)
         if len(self.meeting.names) < self._wanted:
             rank_zero_info(f"Waiting for {self._wanted} sites.")
         while len(self.meeting.names) < self._wanted:
@@ -133,9 +146,6 @@ class SitesEngine(Engine):
         place = {client: number for number, client in enumerate(everybody)}
         own.sort(key=lambda one: min((place[client] for client in one.client_ids), default=len(place)))
         return Description.merged(own)
-
-    def public(self) -> tuple[Any, str]:
-        return None, type(self.runner.data).__name__
 
     def _listen(self) -> list[Reply]:
         """Greet who has come, and return replies.
@@ -192,7 +202,10 @@ class SitesEngine(Engine):
             )
 
     def beside(self, runner: LocalRunner) -> Engine:
-        raise ConfigurationError("engine='flower' does not onboard new clients: let them join the run as sites.")
+        raise ConfigurationError(
+            "engine='flower' does not onboard new clients. Start a site that has them, and resume the run with "
+            "`fedlightning serve --resume last --allow_new_clients true`: they join it."
+        )
 
     def ask(self, task: Task[Answer]) -> Answer:
         found = list(self.map([task]))

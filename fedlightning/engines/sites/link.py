@@ -76,21 +76,26 @@ class Loopback:
         return []
 
 
-_current: list[Link] = []
+_current: list[tuple[Link, bool]] = []
 
 
 @contextmanager
-def connected(link: Link) -> Iterator[Link]:
-    """Let trainers with `engine="flower"` that are fitted inside the block reach their sites over a connection."""
-    _current.append(link)
+def connected(link: Link, export: bool = False) -> Iterator[Link]:
+    """Let trainers with `engine="flower"` that are fitted inside the block reach their sites over a connection.
+
+    Args:
+        link: The connection.
+        export: Ask for the clients' models when the run ends; every site must allow it.
+    """
+    _current.append((link, export))
     try:
         yield link
     finally:
-        _current.remove(link)
+        _current.remove((link, export))
 
 
-def current() -> Link:
-    """Return the connection of this process.
+def current() -> tuple[Link, bool]:
+    """Return the connection of this process, and whether clients' models are asked for.
 
     Raises:
         ConfigurationError: If there is none.
@@ -98,6 +103,7 @@ def current() -> Link:
     if not _current:
         raise ConfigurationError(
             "engine='flower' trains at sites, to which this process has no connection. Start it with `fedlightning serve`, "
-            "and each site with `fedlightning site`."
+            "and each site with `fedlightning site`. A client's model is a file at its site (fedlightning.load opens it), "
+            "and new sites join when the run is resumed (docs/deploy.md)."
         )
     return _current[-1]

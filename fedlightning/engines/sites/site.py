@@ -13,6 +13,7 @@ from typing import Any
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement
 from fedlightning.engines.sites.records import Records
 from fedlightning.errors import ConfigurationError
@@ -61,6 +62,7 @@ class Site:
         data: Its clients' data.
         folder: Where records and exported models are kept.
         limits: Largest requests that are accepted.
+        export: Whether clients' models may be sent to the server when a run ends.
         clock: Seconds; a test brings its own.
     """
 
@@ -71,6 +73,7 @@ class Site:
         data: FederatedDataModule,
         folder: Path,
         limits: Limits | None = None,
+        export: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -79,9 +82,11 @@ class Site:
         self._blueprint = blueprint
         self._data = data
         self._limits = limits
+        self._export = export
         self._clock = clock
         self._session: Session | None = None
         self._stages: set[str] = set()
+        self._public: dict[str, Any] | None = None
         self._given: dict[
             tuple[str, str], bytes
         ] = {}  # the last reply to each client: a task that comes again is known
@@ -110,7 +115,9 @@ class Site:
         if asked["do"] == "tasks":
             return self._tasks(session, asked)
         if asked["do"] == "describe":
-            return write({"answer": session.runner.describe(_texts(asked, "leave_out"), _texts(asked, "parts"))})
+            here = {*session.runner.data.client_ids}  # others are left out where they are
+            leave_out = [client for client in _texts(asked, "leave_out") if client in here]
+            return write({"answer": session.runner.describe(leave_out, _texts(asked, "parts"))})
         raise RefusedError(f"it asks to {asked['do']!r:.40}, which no site does.")
 
     # -- a run -------------------------------------------------------------------------------------------------------
@@ -137,6 +144,11 @@ class Site:
                 f"{'; '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Give both the same, "
                 "but for the data."
             )
+        if asked.get("export") is not False and not self._export:
+            raise RefusedError(
+                f"the server asks for the models of the clients (export='server'), and site '{self.name}' does not give "
+                "them away. Start the site with --export server to allow it, or the server without."
+            )
         template, stage = asked.get("template"), asked.get("stage")
         if not isinstance(template, dict) or stage not in ("fit", "test") or not isinstance(asked.get("run"), str):
             raise RefusedError("it does not say what the run begins with.")
@@ -151,10 +163,31 @@ class Site:
         if stage not in self._stages:
             runner.set_up(stage)
             self._stages.add(stage)
+        self._compare_public(asked.get("public"))
         known = set(runner.data.client_ids)
         runner.leave_out([client for client in _texts(asked, "left_out") if client in known])
         self._given.clear()
         return Session(asked["session"], asked["run"], runner)
+
+    def _compare_public(self, theirs: Any) -> None:
+        """Refuse public data that are not those of the server.
+
+        Raises:
+            RefusedError: With both in words.
+        """
+        if theirs is None:  # then nobody reads them
+            return
+        if self._public is None:
+            self._public = public_facts(self._data)
+        own = self._public
+        if own == theirs and isinstance(own, dict):
+            return
+        has = "has none" if own is None else f"has {_samples(own)}"
+        raise RefusedError(
+            f"the server's public data are {_samples(theirs)}, and site '{self.name}' {has}. Give the server "
+            "(PublicDataModule) and every site (public: in its own data module) the same data set with the same batch size, "
+            "seed and public_labels, and none of a client's samples: a site leaves those out."
+        )
 
     # -- tasks -------------------------------------------------------------------------------------------------------
     def _tasks(self, session: Session, asked: Mapping[str, Any]) -> bytes:
@@ -214,7 +247,8 @@ class Site:
         for client in [task.client] if task.client is not None else task.clients:
             if client not in own:
                 raise RefusedError(f"site '{self.name}' has no client '{client}'.")
-        if isinstance(task, Deploy) and (not task.write or task.folder is not None or task.shared is not None):
+        leaves = isinstance(task, Deploy) and (not task.write or (task.bring and not self._export))
+        if leaves or (isinstance(task, Deploy) and (task.folder is not None or task.shared is not None)):
             raise RefusedError(f"models of clients do not leave site '{self.name}'.")
 
 
@@ -223,6 +257,12 @@ def _texts(asked: Mapping[str, Any], name: str) -> Collection[Any]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise RefusedError(f"its '{name}' is no list of names.")
     return found
+
+
+def _samples(facts: Any) -> str:
+    if not isinstance(facts, dict) or set(facts) != {"samples", "batch_size", "content"}:
+        raise RefusedError("it does not say which public data it has.")
+    return f"{facts['samples']} samples in batches of {facts['batch_size']} (hash {facts['content']})"
 
 
 def _assigned(found: Any) -> dict[str, str]:
