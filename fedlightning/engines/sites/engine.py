@@ -16,9 +16,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
+from fedlightning.engines.sites.board import Doing, board_of
 from fedlightning.engines.sites.link import Link
 from fedlightning.engines.sites.meeting import Meeting, Reply
 from fedlightning.engines.sites.store import SiteStore
+from fedlightning.engines.sites.words import in_words
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deployed
@@ -84,7 +86,9 @@ class SitesEngine(Engine):
         super().__init__(runner, store)
         self.versions = store
         self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
+        self.board = board_of(link.expected)
         self._wanted = link.expected
+        self._waits_for = ""  # what keeps the run from its beginning, for the board
         self._stage = "fit"
         self._left_out: list[str] = []
         self._weights: tuple[Any, str] | None = None
@@ -121,7 +125,9 @@ class SitesEngine(Engine):
         if len(self.meeting.names) < self._wanted:
             rank_zero_info(f"Waiting for {self._wanted} sites.")
         while len(self.meeting.names) < self._wanted:
+            self._waits_for = f"waits for sites: {len(self.meeting.names)} of {self._wanted} are here"
             self._listen()
+        self._waits_for = ""
 
     def leave_out(self, clients: Collection[str]) -> None:
         if clients:
@@ -157,6 +163,7 @@ class SitesEngine(Engine):
         """
         self.meeting.greet()
         found = self.meeting.receive(POLL)
+        self.board.look(self.meeting, self._doing, self._waits_for)
         for node in self.meeting.refused:
             raise ConfigurationError(f"A site refuses the run: {self.meeting.why(node)}")
         return found
@@ -273,6 +280,7 @@ class SitesEngine(Engine):
             else:
                 self._finish(entry, reply.content)
         self.meeting.ping()
+        self.board.look(self.meeting, self._doing)
         for entry in self._window:
             node = self.meeting.where.get(entry.client)
             if entry.sent is not None and node not in self.meeting.names:  # the connection is gone: wait for another
@@ -283,6 +291,15 @@ class SitesEngine(Engine):
             if late and not entry.done:
                 self._unsend(entry)
                 self._give_up(entry, self.attempts.too_slow, lasts=True)
+
+    def _doing(self) -> Doing:
+        """Return what each site is at, for people: the first of what it was sent."""
+        found: dict[str, tuple[str, int | None]] = {}
+        for entry in self._window:
+            name = self.meeting.names.get(self.meeting.where.get(entry.client, ""))
+            if entry.sent is not None and name is not None and name not in found:
+                found[name] = in_words(entry.task), entry.task.address[0]
+        return found
 
     def _unsend(self, entry: Entry) -> None:
         if entry.sent is not None:
