@@ -35,7 +35,7 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
         raise ConfigurationError(
             f"{folder} is there already. Choose a new folder, or remove that one: its keys get lost."
         )
-    bad = next((name for name in sites if not name or name in (".", "..", "server") or set(name) & set("/\\\0")), None)
+    bad = next((name for name in sites if not is_name(name)), None)
     if bad is not None or len(set(sites)) < len(sites):
         raise ConfigurationError(f"sites={list(sites)} must be different names of folders, and none of them 'server'.")
 
@@ -82,6 +82,16 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
         _write(folder / site / SITE, private, private=True)
         folders.append(folder / site)
     return folders
+
+
+def is_name(name: str) -> bool:
+    """Return whether a text can be the name of a site, and of its folder.
+
+    Example:
+        >>> is_name("cleveland"), is_name("../etc"), is_name("server")
+        (True, False, False)
+    """
+    return bool(name.strip()) and name not in (".", "..", "server") and not set(name) & set("/\\\0")
 
 
 def _name(text: str) -> Any:

@@ -50,6 +50,9 @@ class Board:
         say: Is told what has changed, a line at a time.
         clock: Seconds since 1970.
         file: The file; a test brings its own.
+
+    Attributes:
+        outcome: How the server ends, if nothing else happens.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Board:
         self._file = StatusFile(folder) if file is None else file
         self._run, self._say, self._clock = run, say, clock
         self._status = ServerStatus(started=clock(), expected=expected)
+        self.outcome = "finished"
         self._sites = {name: SiteStatus(name) for name in map(_name, known)}
         self._refused: dict[str, SiteStatus] = {}  # by node
         self._began: dict[str, float] = {}

@@ -18,14 +18,15 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.board import Doing, board_of
 from fedlightning.engines.sites.link import Link
-from fedlightning.engines.sites.meeting import Meeting, Reply
+from fedlightning.engines.sites.meeting import SENTENCE, Meeting, Reply
+from fedlightning.engines.sites.status import printable
 from fedlightning.engines.sites.store import SiteStore
 from fedlightning.engines.sites.words import in_words
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deployed
 from fedlightning.federation.engine import Engine, Task, Visit
-from fedlightning.federation.failures import Attempt
+from fedlightning.federation.failures import Attempt, at_site
 from fedlightning.federation.sanity import Tried, TryStep
 from fedlightning.federation.store import Note
 from fedlightning.messages import Update
@@ -93,6 +94,10 @@ class SitesEngine(Engine):
         self._left_out: list[str] = []
         self._weights: tuple[Any, str] | None = None
         self._window: deque[Entry] = deque()
+
+    @property
+    def sites(self) -> dict[str, str]:
+        return {client: name for name, clients in self.meeting.clients.items() for client in clients}
 
     @property
     def width(self) -> int:
@@ -320,7 +325,7 @@ class SitesEngine(Engine):
         for other in self._window:  # the time of a task begins when those before it at its site are done
             if not other.done and self.meeting.where.get(other.client) == self.meeting.where.get(entry.client):
                 other.since = self.attempts.clock()
-        settled = entry.attempt.settle(answer, None if version is None else (version, note))
+        settled = self._settle(entry, answer, None if version is None else (version, note))
         if settled is None:
             entry.since = None
             return
@@ -329,9 +334,18 @@ class SitesEngine(Engine):
             kept, about = settled[1]
             self.versions.keep(entry.task.client, kept, Note(**(about or {})))
 
+    def _settle(self, entry: Entry, answer: Any, record: Any) -> tuple[Any, Any] | None:
+        """Settle an answer; where its client has failed, the reason names the site."""
+        if isinstance(answer, Update) and answer.error is not None:
+            answer.error = printable(answer.error, SENTENCE)
+        settled = entry.attempt.settle(answer, record)
+        if settled is not None and isinstance(settled[0], Update) and settled[0].error is not None:
+            settled[0].error = at_site(settled[0].error, entry.client, self.sites.get(entry.client))
+        return settled
+
     def _give_up(self, entry: Entry, reason: str, lasts: bool) -> None:
         """Answer in the place of a site; `lasts`: another run would not meet the reason, so it is noted on disk."""
-        settled = entry.attempt.settle(entry.task.lost(reason), None)
+        settled = self._settle(entry, entry.task.lost(reason), None)
         entry.since = None
         if settled is not None:
             entry.answer, entry.done = settled[0], True

@@ -12,6 +12,7 @@ from typing import Any
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.engines.sites.agreement import agreement
+from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.records import Records
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.checks import CheckThere
@@ -57,7 +58,12 @@ class Site:
         data: Its clients' data.
         folder: Where records and exported models are kept.
         limits: Largest requests that are accepted.
+
+    Attributes:
+        diary: Is told what happens here, for people.
     """
+
+    diary: Diary | None = None
 
     def __init__(
         self, name: str, blueprint: Blueprint, data: FederatedDataModule, folder: Path, limits: Limits | None = None
@@ -81,7 +87,10 @@ class Site:
         except Exception as error:
             if not isinstance(error, ValueError):
                 traceback.print_exc()
-            return write({"refused": " ".join(f"{error}".split()) or type(error).__name__})
+            reason = " ".join(f"{error}".split()) or type(error).__name__
+            if self.diary is not None:
+                self.diary.refused(reason)
+            return write({"refused": reason})
 
     def _reply(self, request: bytes) -> bytes:
         asked = read(request, self._limits)
@@ -107,6 +116,8 @@ class Site:
         """
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
+            if self.diary is not None:
+                self.diary.joined(self._session.run)
         return {"answer": {"name": self.name, "clients": list(self._session.runner.data.client_ids)}}
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
@@ -152,7 +163,11 @@ class Site:
         if client and (client, number) in self._given:
             return self._given[client, number]
         record = self.records.get(run, client, version)
+        if self.diary is not None:
+            self.diary.began(task)
         answer, after = task.run(session.runner, record)
+        if self.diary is not None:
+            self.diary.ended(task, answer)
         reply: dict[str, Any] = {"answer": answer, "version": None, "loop": session.runner.loop.reason}
         if after is not None:
             keep = asked.get("keep")

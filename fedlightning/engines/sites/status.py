@@ -27,15 +27,15 @@ FORMAT = 1
 
 
 def printable(text: object, limit: int = REASON) -> str:
-    """Return a text from another machine as one line that can do nothing to a terminal.
+    r"""Return a text from another machine as one line that can do nothing to a terminal.
 
     Args:
         text: The text.
         limit: Characters that are left, the last one of which says that there were more.
 
     Example:
-        >>> printable("cleve\\x1b[31mland\\n"), printable("abcdef", 4)
-        ('cleve\\\\x1b[31mland', 'abc…')
+        >>> printable("cleve\x1b[31mland\n"), printable("abcdef", 4)
+        ('cleve\\x1b[31mland', 'abc…')
     """
     line = " ".join(str(text)[: 4 * limit].split())
     line = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
