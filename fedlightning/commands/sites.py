@@ -15,8 +15,17 @@ from rich.text import Text
 from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, shown
 from fedlightning.config.errors import InputError
-from fedlightning.engines.sites.status import FILE, NAME, OwnStatus, ServerStatus, SiteStatus, as_json, printable, read
-from fedlightning.engines.sites.words import of_clients
+from fedlightning.engines.sites.status import (
+    FILE,
+    NAME,
+    OwnStatus,
+    ServerStatus,
+    SiteStatus,
+    as_json,
+    of_clients,
+    printable,
+    read,
+)
 from fedlightning.run.lock import holder_of
 
 DESCRIPTION = """\
@@ -84,23 +93,25 @@ def _server(status: ServerStatus, holder: dict[str, Any] | None, now: float) -> 
     here = sum(1 for site in status.sites if site.state == "connected")
     yield _line("Sites", f"{here} connected, {status.expected} wanted")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("site", "clients", "state", "since", "doing", "heard"):
-        table.add_column(name, overflow="fold")
+    for name in ("site", "clients", "state, since", "doing", "heard"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("state, since", "heard"))
     for name in ("round", "failures"):
         table.add_column(name, justify="right", overflow="fold")
     for site in status.sites:
         table.add_row(*(Text(cell) for cell in _cells(site, now)))
     if status.sites:
         yield table
+    for site in status.sites:
+        if site.reason:
+            yield Text(f"{printable(site.name, NAME)} is refused: {printable(site.reason)}")
 
 
 def _cells(site: SiteStatus, now: float) -> Iterator[str]:
     yield printable(site.name, NAME)
     yield of_clients(site.clients).partition(" ")[2] if site.clients else "?"
-    yield f"{site.state}: {printable(site.reason)}" if site.reason else site.state
-    yield "never here" if site.since is None else f"{moment(site.since)} ({duration(now - site.since)})"
+    yield "never here" if site.since is None else f"{site.state} {duration(now - site.since)}\n{moment(site.since)}"
     if site.doing:
-        yield printable(site.doing) + ("" if site.doing_since is None else f", {duration(now - site.doing_since)}")
+        yield printable(site.doing) + ("" if site.doing_since is None else f" ({duration(now - site.doing_since)})")
     else:
         yield "waits" if site.state == "connected" else ""
     yield "" if site.heard is None else f"{duration(now - site.heard)} ago"

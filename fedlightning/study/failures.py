@@ -35,8 +35,8 @@ def failure_rows(failures: Iterable[Mapping[str, Any]], sites: Sites | None = No
         sites: Its `sites`.
 
     Returns:
-        Rows with `client`, `site` (where there are sites that are called otherwise), `where` (`"training"` or a stage), `reason` (its first sentence), `decision`, `rounds` (such as
-        `"1-3, 7"`) and `count`.
+        Rows with `client`, `site` (if there are some called otherwise), `where` (`"training"` or a stage), `reason` (its
+        first sentence), `decision`, `rounds` (such as `"1-3, 7"`) and `count`.
 
     Example:
         >>> reason = "client 'b' failed: ValueError: no scanner. Ask the site"

@@ -36,8 +36,9 @@ def test_a_server_that_runs(tmp_path, capsys):
         write(tmp_path)
         code, text = shown(capsys, "--folder", str(tmp_path))
     words = " ".join(text.split())
-    assert code == 0 and "Run: runs/x, 2 of 9 rounds finished" in text and "Server: runs, process" in words
-    assert "1 connected, 3 wanted" in text and "never here" in words and "trains client a" in words
+    assert code == 0 and "Run: runs/x, 2 of 9 rounds finished" in words and "Server: runs, process" in words
+    assert "1 connected, 3 wanted" in text and "never here" in words and "connected 9" in words
+    assert "trains client a" in words and "2001-09-09" in words
     assert "[red]x[/red]" in words.replace(" ", "") and "another [bold]model" in words and "\x1b" not in text
 
 
@@ -68,7 +69,7 @@ def test_a_site(tmp_path, capsys):
         )  # fmt: skip
         code, text = shown(capsys, "--folder", str(tmp_path))
     assert code == 0 and "basel with client a" in text and "fl:1, not connected since" in text
-    assert "Nobody listens" in text and "7 tasks, 0 failures" in text and "round 4" in text and "Refused: no" in text
+    assert "Nobody listens" in text and "7 tasks, 0 failures" in text and "round 4" in text and "Refused: no (" in text
 
 
 def test_no_file_and_a_damaged_one_are_sentences(tmp_path, capsys):

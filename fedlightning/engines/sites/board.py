@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.engines.sites.meeting import Meeting
-from fedlightning.engines.sites.status import NAME, ServerStatus, SiteStatus, StatusFile, printable
-from fedlightning.engines.sites.words import of_clients
+from fedlightning.engines.sites.status import NAME, ServerStatus, SiteStatus, StatusFile, of_clients, printable
 
 Doing = Mapping[str, tuple[str, int | None]]
 """What each site does that has something to do, by its name, and the round of that."""

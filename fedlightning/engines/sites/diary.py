@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlightning.engines.sites.status import OwnStatus, StatusFile, printable
-from fedlightning.engines.sites.words import LISTED, in_words, of_clients
+from fedlightning.engines.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable
+from fedlightning.engines.sites.words import in_words
 from fedlightning.federation.engine import Visit
 
 

@@ -7,7 +7,7 @@ written ends no run. What other machines say (names, reasons) is cut and made pr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
@@ -23,6 +23,8 @@ NAME = 80
 """Characters of a name from another machine that are shown."""
 REASON = 500
 """Characters of a reason from another machine that are kept."""
+LISTED = 10
+"""Clients that are listed in a line."""
 FORMAT = 1
 
 
@@ -40,6 +42,20 @@ def printable(text: object, limit: int = REASON) -> str:
     line = " ".join(str(text)[: 4 * limit].split())
     line = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def of_clients(clients: Sequence[str]) -> str:
+    """Return clients in words.
+
+    Example:
+        >>> of_clients(["a"]), of_clients(["a", "b"]), of_clients([])
+        ('client a', 'clients a, b', 'no client')
+    """
+    if not clients:
+        return "no client"
+    more = f" and {len(clients) - LISTED} more" if len(clients) > LISTED else ""
+    shown = ", ".join(printable(client, NAME) for client in clients[:LISTED])
+    return f"client{'s' if len(clients) > 1 else ''} {shown}{more}"
 
 
 @dataclass
