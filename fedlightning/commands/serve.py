@@ -35,6 +35,7 @@ DESCRIPTION = (
 )
 EXAMPLES = """examples:
   fedlightning certificates --hosts fl.example.org --sites cleveland hungarian long-beach
+  fedlightning certificates --add --sites switzerland
 """
 
 
@@ -88,11 +89,6 @@ class Serve(Commands):
         """
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
-        if self.trainer.arguments["client_timeout"] is None:
-            raise InputError(
-                "trainer.client_timeout is not set: set it to the seconds that a visit of a client may take at most, with "
-                "the way there and back. A site that is gone would be waited for for ever."
-            )
         home = Path(folder).resolve()
         own = Path(certificates).resolve()
         known: list[str] = []
@@ -104,6 +100,11 @@ class Serve(Commands):
                     f"sites={sites}, but {own / 'sites'} has keys of {len(known)}: no other can connect. Give fewer, or "
                     "make certificates for all sites."
                 )
+        if self.trainer.arguments["client_timeout"] is None:
+            raise InputError(
+                "trainer.client_timeout is not set: set it to the seconds that a visit of a client may take at most, with "
+                "the way there and back. A site that is gone would be waited for for ever."
+            )
         _free(home, "the server")
         reach.check_port(host, port)
         programs.prepare(home / "flower")
@@ -362,11 +363,11 @@ def parser() -> Parser:
     made.add_argument(
         "--hosts",
         nargs="+",
-        default=["127.0.0.1", "localhost"],
-        help="names and addresses under which sites reach the server",
+        help="names and addresses under which sites reach the server (default: 127.0.0.1 localhost)",
     )
     made.add_argument("--sites", nargs="+", required=True, help="names of the sites")
     made.add_argument("--out", default="certificates", help="new folder (default: certificates)")
+    made.add_argument("--add", action="store_true", help="make keys for further sites of a folder that is there")
     return made
 
 
@@ -377,6 +378,10 @@ def certificates(words: Sequence[str]) -> int:
         import cryptography  # noqa: F401
     except ImportError:
         raise ConfigurationError("Certificates need Flower's packages: pip install 'fedlightning[flower]'.") from None
-    for folder in files.make(Path(given.out), given.hosts, given.sites):
-        print(folder)
+    if given.add and given.hosts is not None:
+        raise InputError("--hosts is in the server's certificate, which --add leaves as it is. Leave it out.")
+    hosts = given.hosts or ["127.0.0.1", "localhost"]
+    folder = Path(given.out)
+    for made in files.add(folder, given.sites) if given.add else files.make(folder, hosts, given.sites):
+        print(made)
     return 0

@@ -111,6 +111,8 @@ def _tls(connection: socket.socket, place: str, host: str, authority: Path) -> s
                 f"The certificate of {place} is not for '{host}': use an address that it is for, or make certificates with "
                 f"--hosts {host}."
             )
+        if "expired" in str(error):
+            return f"The certificate of {place} has ended: make new ones with `fedlightning certificates`."
         return (
             f"The certificate of {place} is not of the authority in {authority} ({error.verify_message}): site and server "
             "need folders of one `fedlightning certificates`."

@@ -14,10 +14,9 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.failures import ClientFailedError
 from fedlightning.messages import Update
 from fedlightning.run.files import UnreadableError
-from fedlightning.wire import read as read_message
 from fedlightning.wire import write
-from tests.engines.sites.helpers import SHARES, Line, a_site, at_sites, sites
-from tests.engines.sites.test_failures import visits_of
+from tests.engines.sites.helpers import SHARES, Line, a_site, at_sites, changed, sites
+from tests.engines.sites.test_failures import updates_of, visits_of
 
 NAMES = [f"home of {clients[0]}" for clients in SHARES]
 
@@ -47,8 +46,7 @@ def test_what_a_server_shows_while_a_run_goes_on(tmp_path):
     own = board(tmp_path, said, run=lambda: Run("runs/x", 1, 2, failures), known=["basel", NAMES[0]])
 
     def watched(name, data):
-        answer = read_message(data).get("answer")
-        if isinstance(answer, Update) and answer.round == 1:
+        if any(round == 1 for round, _ in updates_of(data)):
             seen.append(read(tmp_path))
         return data
 
@@ -108,15 +106,14 @@ def test_a_refusal_is_shown_with_its_reason(tmp_path):
 def test_the_reason_of_a_failure_names_the_site(tmp_path):
     """In the warning, the summary and the error that ends a run; clients that are called as their site are not told twice."""
 
-    def fails(name, data):
-        answer = read_message(data).get("answer")
+    def fails(answer, part):
         if isinstance(answer, Update) and (answer.round, answer.client) == (1, "site1"):
             answer.error = "client 'site1' failed: KeyError: 'x\x1b[2J'"
             return write({"answer": answer, "version": None, "loop": None})
-        return data
+        return part
 
     line = Line(sites(tmp_path / "sites"))
-    line.reply = fails
+    line.reply = lambda name, data: changed(data, fails)
     sentence = "client 'site1' at site 'home of site1' failed: KeyError: 'x\\x1b[2J'"
     with pytest.warns(UserWarning) as warned:
         trainer = at_sites(line, tmp_path / "server")
@@ -124,7 +121,7 @@ def test_the_reason_of_a_failure_names_the_site(tmp_path):
     assert [one["reason"] for one in trainer.summary["failures"]] == [sentence]
     assert trainer.summary["sites"] == {NAMES[0]: ["site0", "site3"], NAMES[1]: ["site1", "site2"]}
     line = Line(sites(tmp_path / "again"))
-    line.reply = fails
+    line.reply = lambda name, data: changed(data, fails)
     with pytest.raises(ClientFailedError, match="at site 'home of site1' failed"):
         at_sites(line, tmp_path / "stops", on_client_error="stop")
 
