@@ -85,8 +85,10 @@ def by_client_table(
         better: Better end. `None` uses that of the metric.
     """
     sites = {c: site for run in context.study.runs for c, site in site_of(run.summary.get("sites", {})).items()}
-    rows = [{"client": c} | {f"@{m}": of.get(c) for m, of in values.items()} for c in clients]
-    rows = [row | {"site": sites.get(row["client"], row["client"])} for row in rows] if sites else rows
+    rows = [
+        {"client": c} | ({"site": sites.get(c, c)} if sites else {}) | {f"@{m}": of.get(c) for m, of in values.items()}
+        for c in clients
+    ]
     ranked = [row["method"] for row in context.overview if row["method"] in values and is_ranked(row)]
     end = better or context.better
     columns = [Column("client", "client", "text"), *([Column("site", "site", "text")] if sites else [])]
