@@ -138,6 +138,11 @@ class Engine(ABC):
         self.attempts = Attempts()
 
     @property
+    def sites(self) -> dict[str, str]:
+        """Name of each client's site, where clients are at sites."""
+        return {}
+
+    @property
     def width(self) -> int:
         """How many tasks it carries out at a time."""
         return 1

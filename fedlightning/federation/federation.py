@@ -105,6 +105,7 @@ class Federation:
 
     def __post_init__(self) -> None:
         self.engine.attempts.note = self._note_try
+        self.server.sites = dict(self.engine.sites)
         self._left_out: list[str] = []
         if not self.engine.runner.described.together:
             asked = (*self.evaluate_data, *self.test_data)

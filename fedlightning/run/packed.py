@@ -55,7 +55,8 @@ def unpacked(value: Any) -> Any:
 
 
 def _native(value: dict[str, Any]) -> Any:
-    kind, of = value[KIND], value.get("of")
+    kind: Any = value[KIND]
+    of: Any = value.get("of")
     try:
         if kind == "dtype" and isinstance(getattr(torch, of, None), torch.dtype):
             return getattr(torch, of)

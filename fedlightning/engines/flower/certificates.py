@@ -99,7 +99,7 @@ def add(folder: Path, sites: Sequence[str]) -> list[Path]:
 
 
 def _check(sites: Sequence[str]) -> None:
-    bad = next((name for name in sites if not name or name in (".", "..", "server") or set(name) & set("/\\\0")), None)
+    bad = next((name for name in sites if not is_name(name)), None)
     if bad is not None or len(set(sites)) < len(sites):
         raise ConfigurationError(f"sites={list(sites)} must be different names of folders, and none of them 'server'.")
 
@@ -119,6 +119,16 @@ def _site(folder: Path, site: str, ca: bytes, signing: Any) -> Path:
     )
     _write(folder / site / SITE, private, private=True)
     return folder / site
+
+
+def is_name(name: str) -> bool:
+    """Return whether a text can be the name of a site, and of its folder.
+
+    Example:
+        >>> is_name("cleveland"), is_name("../etc"), is_name("server")
+        (True, False, False)
+    """
+    return bool(name.strip()) and name not in (".", "..", "server") and not set(name) & set("/\\\0")
 
 
 def _name(text: str) -> Any:

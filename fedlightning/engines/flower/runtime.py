@@ -7,7 +7,7 @@ themselves, so no process starts for a message. A secret that only the two know 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +130,7 @@ class FlowerLink:
     Args:
         address: The SuperLink's address.
         expected: Number of sites without which no run begins.
-        allowed: Ids of the nodes that may take part; `None`: all that are connected.
+        allowed: Names of the sites that may take part, by the ids of their nodes; `None`: all that are connected.
         sign: Signs a request.
         lives: Whether the SuperLink runs.
 
@@ -142,13 +142,13 @@ class FlowerLink:
         self,
         address: Address,
         expected: int,
-        allowed: Collection[int] | None = None,
+        allowed: Mapping[int, str] | None = None,
         sign: Callable[[bytes], bytes] = lambda request: request,
         lives: Callable[[], bool] = lambda: True,
     ) -> None:
         self.expected = expected
         self._sign = sign
-        self._allowed = None if allowed is None else set(allowed)
+        self._allowed = None if allowed is None else dict(allowed)
         content, fab_hash = bundle()
         self._control = address.client(ControlHttpClient, name="flwr CLI")
         started = self._control.StartRun(StartRunRequest(fab=fab_to_proto(Fab(fab_hash, content, {}))))
@@ -180,6 +180,9 @@ class FlowerLink:
             raise ConnectionError("The SuperLink has ended; its log says why. Go on with --resume last.")
         found = (int(node) for node in self._grid.get_node_ids())
         return [str(node) for node in found if self._allowed is None or node in self._allowed]
+
+    def owner(self, node: str) -> str | None:
+        return None if self._allowed is None else self._allowed.get(int(node))
 
     def send(self, node: str, request: bytes) -> str:
         message = Message(
@@ -226,17 +229,17 @@ def stop_runs(address: Address) -> None:
         control.close()
 
 
-def register(address: Address, keys: Sequence[Path]) -> list[int]:
-    """Let sites with these public keys connect; return the ids of their nodes."""
+def register(address: Address, keys: Sequence[Path]) -> dict[int, str]:
+    """Let sites with these public keys connect; return the names of their files by the ids of their nodes."""
     control = address.client(ControlHttpClient, name="flwr CLI")
     try:
         known = {node.public_key: node.node_id for node in control.ListNodes(ListNodesRequest()).nodes_info}
-        found = []
+        found: dict[int, str] = {}
         for path in keys:
             key = load_ssh_public_key(path.read_bytes())
             content = public_key_to_bytes(cast(EllipticCurvePublicKey, key))
             made = known.get(content) or control.RegisterNode(RegisterNodeRequest(public_key=content)).node_id
-            found.append(int(made))
+            found[int(made)] = path.stem
         return found
     finally:
         control.close()

@@ -15,13 +15,18 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.answers import fault, is_note, is_version
+from fedlightning.engines.sites.board import Doing, board_of
 from fedlightning.engines.sites.link import Link
-from fedlightning.engines.sites.meeting import Meeting, Reply
+from fedlightning.engines.sites.meeting import SENTENCE, Meeting, Reply
+from fedlightning.engines.sites.status import printable
 from fedlightning.engines.sites.store import SiteStore
 from fedlightning.engines.sites.window import BUDGET, Entry, Window
+from fedlightning.engines.sites.words import in_words
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine, Task
+from fedlightning.federation.failures import at_site
 from fedlightning.federation.store import Note
+from fedlightning.messages import Update
 from fedlightning.tensors import module_state
 from fedlightning.visit.description import Description, Part
 from fedlightning.visit.runner import LocalRunner
@@ -59,7 +64,9 @@ class SitesEngine(Engine):
         self.brings_models = export
         self.versions = store
         self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
+        self.board = board_of(link.expected)
         self._wanted = link.expected
+        self._waits_for = ""  # what keeps the run from its beginning, for the board
         self._stage = "fit"
         self._public: dict[str, Any] | None = None
         self._left_out: list[str] = []
@@ -67,6 +74,10 @@ class SitesEngine(Engine):
         self._window = Window()
         self._members: list[str] = []
         self._merged: tuple[str, Description] | None = None
+
+    @property
+    def sites(self) -> dict[str, str]:
+        return {client: name for name, clients in self.meeting.clients.items() for client in clients}
 
     @property
     def width(self) -> int:
@@ -109,7 +120,9 @@ class SitesEngine(Engine):
         if len(self.meeting.names) < self._wanted:
             rank_zero_info(f"Waiting for {self._wanted} sites.")
         while len(self.meeting.names) < self._wanted:
+            self._waits_for = f"waits for sites: {len(self.meeting.names)} of {self._wanted} are here"
             self._listen()
+        self._waits_for = ""
 
     def leave_out(self, clients: Collection[str]) -> None:
         if clients:
@@ -155,6 +168,7 @@ class SitesEngine(Engine):
         """
         self.meeting.greet()
         found = self.meeting.receive(POLL)
+        self.board.look(self.meeting, self._doing, self._waits_for)
         for node in self.meeting.refused:
             raise ConfigurationError(f"A site refuses the run: {self.meeting.why(node)}")
         return found
@@ -264,12 +278,22 @@ class SitesEngine(Engine):
             ):  # else it has started anew, and is sent them again
                 self._take(reply, entries)
         meeting.ping()
+        self.board.look(meeting, self._doing)
         for entry in window.astray(meeting.names):  # the connection is gone: wait for another
             self._unsend(entry)
         timeout, now = self.attempts.policy.timeout, self.attempts.clock()
         for entry in [] if timeout is None else window.late(meeting.where, now, timeout):
             self._unsend(entry)
             self._give_up(entry, self.attempts.too_slow, lasts=True)
+
+    def _doing(self) -> Doing:
+        """Return what each site is at, for people: the first of what it was sent."""
+        found: dict[str, tuple[str, int | None]] = {}
+        for entry in self._window:
+            name = self.meeting.names.get(self.meeting.where.get(entry.client, ""))
+            if entry.sent is not None and name is not None and name not in found:
+                found[name] = in_words(entry.task), entry.task.address[0]
+        return found
 
     def _unsend(self, entry: Entry) -> None:
         for name in self._window.unsend(entry):
@@ -308,7 +332,7 @@ class SitesEngine(Engine):
         loop = self.runner.loop
         if loop.reason is None and isinstance(content.get("loop"), str):
             loop.reason = content["loop"]
-        settled = entry.attempt.settle(answer, None if version is None else (version, note))
+        settled = self._settle(entry, answer, None if version is None else (version, note))
         if settled is None:
             entry.since = None
             return
@@ -317,9 +341,18 @@ class SitesEngine(Engine):
             kept, about = settled[1]
             self.versions.keep(entry.task.client, kept, Note(**(about or {})))
 
+    def _settle(self, entry: Entry, answer: Any, record: Any) -> tuple[Any, Any] | None:
+        """Settle an answer; where its client has failed, the reason names the site."""
+        if isinstance(answer, Update) and answer.error is not None:
+            answer.error = printable(answer.error, SENTENCE)
+        settled = entry.attempt.settle(answer, record)
+        if settled is not None and isinstance(settled[0], Update) and settled[0].error is not None:
+            settled[0].error = at_site(settled[0].error, entry.client, self.sites.get(entry.client))
+        return settled
+
     def _give_up(self, entry: Entry, reason: str, lasts: bool) -> None:
         """Answer in the place of a site; `lasts`: another run would not meet the reason, so it is noted on disk."""
-        settled = entry.attempt.settle(entry.task.lost(reason), None)
+        settled = self._settle(entry, entry.task.lost(reason), None)
         entry.since = None
         if settled is not None:
             entry.answer, entry.done = settled[0], True

@@ -24,6 +24,9 @@ class Link(Protocol):
     def nodes(self) -> Collection[str]:
         """Return the sites that are connected now, by a name that the connection gives them."""
 
+    def owner(self, node: str) -> str | None:
+        """Return the name of the site whose key a node has proved; `None`: the connection knows no keys."""
+
     def send(self, node: str, request: bytes) -> str:
         """Send a request and return the name of its reply."""
 
@@ -59,6 +62,9 @@ class Loopback:
 
     def nodes(self) -> list[str]:
         return list(self.sites)
+
+    def owner(self, node: str) -> str | None:
+        return None
 
     def send(self, node: str, request: bytes) -> str:
         name = str(next(self._numbers))

@@ -15,6 +15,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement
+from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.records import Records
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.checks import CheckThere
@@ -64,7 +65,12 @@ class Site:
         limits: Largest requests that are accepted.
         export: Whether clients' models may be sent to the server when a run ends.
         clock: Seconds; a test brings its own.
+
+    Attributes:
+        diary: Is told what happens here, for people.
     """
+
+    diary: Diary | None = None
 
     def __init__(
         self,
@@ -101,7 +107,10 @@ class Site:
         except Exception as error:
             if not isinstance(error, ValueError):
                 traceback.print_exc()
-            return write({"refused": " ".join(f"{error}".split()) or type(error).__name__})
+            reason = " ".join(f"{error}".split()) or type(error).__name__
+            if self.diary is not None:
+                self.diary.refused(reason)
+            return write({"refused": reason})
 
     def _reply(self, request: bytes) -> bytes:
         asked = read(request, self._limits)
@@ -129,6 +138,8 @@ class Site:
         """
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
+            if self.diary is not None:
+                self.diary.joined(self._session.run)
         runner, parts = self._session.runner, _texts(asked, "parts")
         told = runner.describe(parts=parts) if parts else None
         return {"answer": {"name": self.name, "clients": list(runner.data.client_ids), "data": told}}
@@ -217,7 +228,11 @@ class Site:
         if client and (client, number) in self._given:
             return self._given[client, number]
         record = self.records.get(run, client, version)
+        if self.diary is not None:
+            self.diary.began(task)
         answer, after = task.run(session.runner, record)
+        if self.diary is not None:
+            self.diary.ended(task, answer)
         seconds = self._clock() - begun
         reply: dict[str, Any] = {
             "answer": answer,
