@@ -118,9 +118,10 @@ class SitesEngine(Engine):
     # -- the data ----------------------------------------------------------------------------------------------------
     def set_up(self, stage: str) -> None:
         self._stage = stage
-        if len(self.meeting.names) < self._wanted:
-            rank_zero_info(f"Waiting for {self._wanted} sites.")
+        said = ""
         while len(self.meeting.names) < self._wanted:
+            if (waits := self.meeting.waits(self._wanted)) != said:
+                rank_zero_info(said := waits)
             self._listen()
 
     def leave_out(self, clients: Collection[str]) -> None:

@@ -24,6 +24,9 @@ class Link(Protocol):
     def nodes(self) -> Collection[str]:
         """Return the sites that are connected now, by a name that the connection gives them."""
 
+    def missing(self) -> Collection[str]:
+        """Return names of sites that would be let in and are not connected, as far as the connection knows them."""
+
     def send(self, node: str, request: bytes) -> str:
         """Send a request and return the name of its reply."""
 
@@ -59,6 +62,9 @@ class Loopback:
 
     def nodes(self) -> list[str]:
         return list(self.sites)
+
+    def missing(self) -> list[str]:
+        return []
 
     def send(self, node: str, request: bytes) -> str:
         name = str(next(self._numbers))

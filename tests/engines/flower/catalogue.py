@@ -1,8 +1,8 @@
 """Programs of test_catalogue.py: a server that tries methods one after another, and its two sites.
 
-Each is a process of its own. A server starts a SuperLink as `fedlightning serve` does, with TLS and keys, and two sites, each of
-which starts a SuperNode as `fedlightning site` does. All of them live as long as there are methods to try: a site makes itself
-anew for each. Several servers share the work; the result of every method is a file in the folder `results`.
+Each is a process of its own. A server starts a SuperLink as `fedlightning serve` does, with TLS and keys, and two sites, each
+of which starts a SuperNode as `fedlightning site` does. All of them live as long as there are methods to try: a site makes
+itself anew for each. Several servers share the work; the result of every method is a file in the folder `results`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def tried(link: Link, case: Case, folder: Path) -> tuple[str, str]:
     with connected(line), without_pickle():
         try:
             given = RUN | {"client_timeout": 300.0} | arguments
-            there = federate(copy.deepcopy(case.algorithm), DataElsewhere(), folder / "server", engine="flower", **given)
+            there = federate(
+                copy.deepcopy(case.algorithm), DataElsewhere(), folder / "server", engine="flower", **given
+            )
         except ValueError as error:
             sentence = explain(error)
             if sentence is None:
@@ -135,7 +137,7 @@ def tried(link: Link, case: Case, folder: Path) -> tuple[str, str]:
 def server(folder: Path, number: str) -> None:
     """Try the methods that no other server has begun."""
     home = folder / f"server{number}"
-    own, *theirs = certificates.make(home / "certificates", ["127.0.0.1"], SITES)
+    own = certificates.make(home / "certificates", ["127.0.0.1"], SITES)[0]
     cases, names = collect("CASES"), json.loads((folder / "names.json").read_text())
     prepare(home / "flower")
     port = free_port()
@@ -220,7 +222,7 @@ def made(case: Case, folder: Path, number: int) -> Site:
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 def program(log: Path, *words: str) -> subprocess.Popen[bytes]:
-    """Start a server or a site. It ends when its standard input does: with the process that started it, however that ended."""
+    """Start a server or a site. It ends when its standard input does: with the process that started it."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         return subprocess.Popen(

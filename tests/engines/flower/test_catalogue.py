@@ -1,6 +1,6 @@
 """Every method over a real SuperLink, with TLS and keys, and two SuperNodes: `make test-flower-catalogue`.
 
-It takes about an hour, so it runs only if `FEDLIGHTNING_CATALOGUE` names a folder. What is found there already is not done again.
+It takes about an hour, so it runs only if `FEDLIGHTNING_CATALOGUE` names a folder. What is found there is not done again.
 """
 
 from __future__ import annotations
