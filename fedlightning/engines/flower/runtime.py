@@ -46,7 +46,7 @@ from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from fedlightning.engines.flower.bundle import bundle
-from fedlightning.engines.sites.link import Answer
+from fedlightning.engines.sites.link import Answer, LostConnectionError
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.wire import write
 
@@ -211,7 +211,7 @@ class FlowerLink:
         tasks, token = Tasks(address, TaskType.SERVER_APP), None
         while token is None:
             if not self._lives():
-                raise ConnectionError(ENDED)
+                raise LostConnectionError(ENDED)
             time.sleep(POLL)
             with suppress(httpx.TransportError):
                 token = tasks.next()
@@ -241,18 +241,18 @@ class FlowerLink:
             otherwise: The answer where none came.
 
         Raises:
-            ConnectionError: If the SuperLink has ended or refuses.
+            LostConnectionError: If the SuperLink has ended or refuses.
         """
         try:
             if not self._ended:
                 return what()
         except httpx.HTTPStatusError as error:
             if error.response.status_code not in (401, 403):
-                raise ConnectionError(f"The SuperLink refuses what it is asked: {error}".splitlines()[0]) from error
+                raise LostConnectionError(f"The SuperLink refuses what it is asked: {error}".splitlines()[0]) from error
         except httpx.TransportError as error:
             if not self._lives():
-                raise ConnectionError(ENDED) from None
-            raise ConnectionError(f"The SuperLink does not answer ({error}). Go on with --resume last.") from error
+                raise LostConnectionError(ENDED) from None
+            raise LostConnectionError(f"The SuperLink does not answer ({error}). Go on with --resume last.") from error
         warn(
             "The SuperLink has not heard of this process for a minute or longer (asleep, or the machine is too busy) and has "
             "given the connection up. Another is begun, and sites are asked again for what was on the way."
@@ -263,7 +263,7 @@ class FlowerLink:
 
     def nodes(self) -> list[str]:
         if not self._lives():
-            raise ConnectionError(ENDED)
+            raise LostConnectionError(ENDED)
         found = self._ask(lambda: [int(node) for node in self._grid.get_node_ids()], None)
         if found is not None:
             self._nodes = [str(node) for node in found if self._allowed is None or node in self._allowed]
@@ -297,7 +297,9 @@ class FlowerLink:
             lost = [name for name in waiting if name not in self._sent]
             if lost:
                 return [(name, write({"lost": ""})) for name in lost]
-            pulled = self._ask(lambda: list(self._grid.pull_messages(list(waiting))), []) if waiting else []
+            pulled: list[Message] = []
+            if waiting:
+                pulled = self._ask(lambda: list(self._grid.pull_messages(list(waiting))), pulled)
             found = [self._read(message) for message in pulled]
             if found or time.monotonic() > ends:
                 return found

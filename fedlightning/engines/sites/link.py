@@ -9,9 +9,14 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.failures import FederationError
 
 Answer = Callable[[bytes], bytes]
 """A site as a connection sees it: a request in, a reply out. It never raises."""
+
+
+class LostConnectionError(FederationError):
+    """The connection to all sites is gone. The state of the rounds before is intact."""
 
 
 class Link(Protocol):

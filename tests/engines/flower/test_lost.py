@@ -15,15 +15,30 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is in an environment of its own: make test-flower")
 
 from fedlightning.engines.flower.programs import end
+from fedlightning.engines.flower.runtime import Address, stop_runs
 from tests.engines.flower.nonsense import REPLIES, WHY
 from tests.engines.flower.test_flower import Machines, read, same_models
 
 pytestmark = pytest.mark.slow
 
 
+class WithKeys(Machines):
+    """Machines with certificates and keys."""
+
+    def alone(self, *words: str) -> subprocess.Popen[bytes]:
+        more = ["--trainer.version=alone", "--trainer.client_timeout=null"]
+        return self.start("alone", "fit", "--config=run.yaml", *more, *words)
+
+    def same(self) -> bool:
+        """Whether both runs have the same scores and models."""
+        runs = [self.folder / "runs" / "run" / name for name in ("alone", "one")]
+        rows = [sorted(tuple(row.items()) for row in read(run / "metrics.csv")) for run in runs]
+        return rows[0] == rows[1] and same_models(*(run / "checkpoints" / "last" for run in runs))
+
+
 @pytest.fixture
 def machines(tmp_path):
-    made = Machines(tmp_path)
+    made = WithKeys(tmp_path)
     made.finish(made.start("keys", "certificates", "--hosts", "127.0.0.1", "--sites", "s0", "s1"))
     yield made
     started = [below for process in made.running for below in family(process.pid)]
@@ -84,8 +99,8 @@ def test_a_site_that_never_comes(machines):
     started = family(server.pid)
     assert len(started) >= 3 and machines.rounds() == 0
     server.send_signal(signal.SIGINT)
-    assert server.wait(60) == 130 and "Traceback" not in machines.said("server")
-    assert not left(started)
+    assert server.wait(60) == 130 and "fedlightning serve --config" in machines.said("server")
+    assert "Traceback" not in machines.said("server") and not left(started)
     machines.until(lambda: "is gone" in machines.said("s0"))
     started = family(site.pid)
     site.terminate()
@@ -109,24 +124,36 @@ def test_a_site_that_hangs_and_comes_back(machines):
 
 
 def test_flowers_programs_are_killed(machines):
-    """A SuperNode, which its site starts anew, and the SuperLink, with which the server ends: the same bits in the end."""
-    alone = machines.start(
-        "alone", "fit", "--config=run.yaml", "--trainer.version=alone", "--trainer.client_timeout=null"
-    )
+    """A SuperNode, which its site starts anew; a run of Flower, which the server begins anew; and the SuperLink."""
+    alone = machines.alone()
     server, site, _ = machines.serve(), machines.site(0), machines.site(1)
     machines.until(lambda: machines.rounds() >= 1, server)
     os.kill(program(site, "flower-supernode"), signal.SIGKILL)
-    machines.until(lambda: "Trying again" in machines.said("s0"), server)
+    stop_runs(Address(f"127.0.0.1:{machines.port}", str(machines.folder / "certificates/server/ca.pem")))
+    machines.until(
+        lambda: "Trying again" in machines.said("s0") and "Another is begun" in machines.said("server"), server
+    )
     machines.until(lambda: machines.rounds() >= 2, server)
     os.kill(program(server, "flower-superlink"), signal.SIGKILL)
-    assert server.wait(120) == 1, machines.said("server")
+    assert server.wait(120) == 2, machines.said("server")
     assert "The SuperLink has ended" in machines.said("server") and "Traceback" not in machines.said("server")
     machines.finish(machines.serve("--resume=last"))
     machines.finish(alone)
-    runs = machines.folder / "runs" / "run"
-    rows = [sorted(tuple(row.items()) for row in read(runs / name / "metrics.csv")) for name in ("alone", "one")]
-    assert rows[0] == rows[1]
-    assert same_models(*[(runs / name / "checkpoints" / "last") for name in ("alone", "one")])
+    assert machines.same()
+
+
+def test_large_messages(machines):
+    """Each way 160 MB, which Flower sends in parts of 5."""
+    more = ["--model.net.init_args.hidden=[4400, 4400]", "--trainer.max_rounds=1"]
+    alone = machines.alone(*more)
+    server = machines.serve(*more)
+    machines.site(0, *more)
+    machines.site(1, *more)
+    machines.finish(server)
+    machines.finish(alone)
+    assert machines.same()
+    found = json.loads((machines.folder / "runs" / "run" / "one" / "summary.json").read_text())
+    assert found["bytes_up"] > 2 * 64 * 2**20
 
 
 def test_nonsense_is_a_failed_client(machines):
