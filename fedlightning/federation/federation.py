@@ -19,7 +19,7 @@ from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.synchronous import messages
-from fedlightning.federation.sanity import check_steps
+from fedlightning.federation.sanity import check_steps, first_tries
 from fedlightning.federation.server import Scores, Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
@@ -261,7 +261,11 @@ class Federation:
                 )
             warn(f"Scores on {words} are left out: the clients' data are not in one place.")
         refuse_mixed(server)
-        check_callbacks(server, self.engine, self.evaluate_every, type(self.loop).__name__, self.loop.absent())
+        splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
+        tries = first_tries(self.engine, splits) if self.sanity_check else []
+        tried = check_callbacks(
+            server, self.engine, self.evaluate_every, type(self.loop).__name__, self.loop.absent(), tries
+        )
         refuse_uncommon(server)
         if self.evaluate_seconds is not None and self.loop.clock is None:
             raise ConfigurationError(
@@ -276,10 +280,9 @@ class Federation:
                 "this machine."
             )
         self.engine.check()
-        splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
         self.unseen.check()
         if self.sanity_check:
-            check_steps(self.engine, splits)
+            check_steps(self.engine, splits, tried)
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
         """Carry out one round: train, score, tell the callbacks, save. Return its scores.
