@@ -321,7 +321,8 @@ class FlowerLink:
         self._grid._retry_invoker.max_tries = 1  # as Flower's own runner does: the SuperLink may be gone
         if says:
             push_task_output(self._client, self._context, COMPLETED, "")
-        self._heart.stop()
+        if self._heart.is_running:
+            self._heart.stop()
         self._grid.close()
         self._control.close()
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ from tests.conformance.case import Case, collect
 from tests.engines.sites.helpers import RUN, SHARES, a_site, exported, together, without_pickle
 
 SITES = [f"s{number}" for number in range(len(SHARES))]
+POLL = 0.5
+"""Seconds between looks for messages: several servers share a machine."""
 LONGEST = 1200
 """Seconds that a method may take."""
 EQUAL, REFUSED, FAILED = "equal", "refused", "failed"
@@ -133,20 +136,22 @@ def tried(link: Link, case: Case, folder: Path) -> tuple[str, str]:
     return (FAILED, "; ".join(differing)) if differing else (EQUAL, f"{line.down} bytes down, {line.up} up")
 
 
-def server(folder: Path, number: str) -> None:
+def server(cases: dict[str, Case], folder: Path, number: int) -> None:
     """Try the methods that no other server has begun."""
-    home = folder / f"server{number}"
-    own = certificates.make(home / "certificates", ["127.0.0.1"], SITES)[0]
-    cases, names = collect("CASES"), json.loads((folder / "names.json").read_text())
+    home = folder / "servers" / str(number)
+    own, port = certificates.make(home / "certificates", ["127.0.0.1"], SITES)[0], free_port()
+    sites = [forked(home / f"{name}.out", site, cases, home, name, port) for name in SITES]
     prepare(home / "flower")
-    port = free_port()
-    with superlink(home, "127.0.0.1", port, own, len(SITES)) as link, sites(home, port):
-        for name in names:
+    from fedlightning.engines.flower import runtime  # Flower reads its settings when it is imported
+
+    runtime.POLL = POLL
+    with superlink(home, "127.0.0.1", port, own, len(SITES)) as link:
+        for name in json.loads((folder / "names.json").read_text()):
             if not begun(folder, name):
                 continue
             place, since = home / name.replace(" ", "-"), time.monotonic()
-            for site in SITES:
-                written(home / f"{site}.json", {"case": name, "folder": str(place / site)})
+            for one in SITES:
+                written(home / f"{one}.json", {"case": name, "folder": str(place / one)})
             try:
                 with in_time():
                     what, why = tried(link, cases[name], place)
@@ -154,7 +159,10 @@ def server(folder: Path, number: str) -> None:
                 what, why = FAILED, traceback.format_exc()
             result = {"name": name, "what": what, "why": why, "seconds": round(time.monotonic() - since)}
             written(folder / "results" / f"{name}.json", result)
-            print(result, flush=True)
+            print({**result, "why": why[-200:]}, flush=True)
+    for process in sites:
+        process.kill()
+        process.join()
 
 
 def begun(folder: Path, name: str) -> bool:
@@ -185,21 +193,10 @@ def in_time() -> Iterator[None]:
         signal.alarm(0)
 
 
-@contextmanager
-def sites(home: Path, port: int) -> Iterator[None]:
-    started = [program(home / f"{name}.out", "site", str(home), name, str(port)) for name in SITES]
-    try:
-        yield
-    finally:
-        for process in started:
-            process.stdin.close()  # type: ignore[union-attr]
-            process.wait(30)
-
-
 # -- a site ------------------------------------------------------------------------------------------------------------
-def site(home: Path, name: str, port: str) -> None:
+def site(cases: dict[str, Case], home: Path, name: str, port: int) -> None:
     """Answer what the server asks for, as the site that the method wants."""
-    cases, told = collect("CASES"), home / f"{name}.json"
+    told = home / f"{name}.json"
     now: tuple[dict[str, str], Callable[[bytes], bytes]] = ({}, lambda request: b"")
 
     def answer(request: bytes) -> bytes:
@@ -210,6 +207,9 @@ def site(home: Path, name: str, port: str) -> None:
         return now[1](request)
 
     prepare(home / name / "flower")
+    from fedlightning.engines.flower import runtime
+
+    runtime.POLL = POLL
     with supernode(home / name, f"127.0.0.1:{port}", home / "certificates" / name) as take_part, without_pickle():
         take_part(answer)
 
@@ -220,33 +220,41 @@ def made(case: Case, folder: Path, number: int) -> Site:
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
-def program(log: Path, *words: str) -> subprocess.Popen[bytes]:
-    """Start a server or a site. It ends when its standard input does: with the process that started it."""
+def forked(log: Path, work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Do some work in another process, which begins with all that is imported here, and ends with this one."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=_begin, args=(log, os.getpid(), work, *arguments))
+    process.start()
+    return process
+
+
+def _begin(log: Path, parent: int, work: Callable[..., None], *arguments: Any) -> None:
     with log.open("ab") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", __name__ if __name__ != "__main__" else "tests.engines.flower.catalogue", *words],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            cwd=Path(__file__).parents[3],
-            start_new_session=True,
-        )
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    end_with(parent)
+    work(*arguments)
 
 
-def watch() -> None:
-    os.read(0, 1)  # not by way of sys.stdin, which is locked while it waits
-    os._exit(1)
+def end_with(parent: int) -> None:
+    """End this process when another, that has started it, is no more."""
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
 
-def main(words: Sequence[str]) -> None:
-    torch.set_num_threads(1)
     threading.Thread(target=watch, daemon=True).start()
-    if words[0] == "server":
-        server(Path(words[1]), words[2])
-    else:
-        site(Path(words[1]), *words[2:])
+
+
+def main(folder: Path, servers: int) -> None:
+    cases = collect("CASES")  # before processes are forked: it takes long
+    started = [forked(folder / "servers" / f"{number}.out", server, cases, folder, number) for number in range(servers)]
+    end_with(os.getppid())
+    for process in started:
+        process.join()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is in an environment of its own: make test-flower-catalogue")
 
 from tests.conformance.case import collect
-from tests.engines.flower.catalogue import EQUAL, FAILED, LONGEST, REFUSED, program
+from tests.engines.flower.catalogue import EQUAL, FAILED, LONGEST, REFUSED
 
 FOLDER = os.environ.get("FEDLIGHTNING_CATALOGUE")
 SERVERS = int(os.environ.get("FEDLIGHTNING_CATALOGUE_SERVERS", "4"))
@@ -31,29 +33,31 @@ pytestmark = [
 def results(request):
     """Return what waits for the result of a method. Servers work in the background, on all methods that are asked for."""
     folder = Path(FOLDER or "").resolve()
-    for name in ("results", "begun"):
+    for name in ("results", "begun", "servers"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     names = [item.callspec.params["name"] for item in request.session.items if "results" in item.fixturenames]
     (folder / "names.json").write_text(json.dumps(names))
     for path in (folder / "begun").iterdir():
         if not (folder / "results" / f"{path.name}.json").exists():
             path.unlink()
-    started = {uuid.uuid4().hex[:8]: None for _ in range(min(SERVERS, len(names)))}
-    servers = {key: program(folder / f"server{key}.out", "server", str(folder), key) for key in started}
+    shutil.rmtree(folder / "servers", ignore_errors=True)
+    missing = [name for name in names if not (folder / "results" / f"{name}.json").exists()]
+    words = [sys.executable, "-m", "tests.engines.flower.catalogue", str(folder), str(min(SERVERS, len(missing)))]
+    with (folder / "out").open("ab") as out:
+        started = subprocess.Popen(words, cwd=Path(__file__).parents[3], stdout=out, stderr=out)
 
     def wait(name: str) -> dict[str, str]:
         path, ends = folder / "results" / f"{name}.json", time.monotonic() + 2 * LONGEST
         while not path.exists():
-            if all(server.poll() is not None for server in servers.values()) and not path.exists():
-                pytest.fail("\n".join((folder / f"server{key}.out").read_text()[-2000:] for key in servers))
+            if started.poll() is not None and not path.exists():
+                pytest.fail((folder / "out").read_text()[-3000:])
             assert time.monotonic() < ends
             time.sleep(0.5)
         return json.loads(path.read_text())
 
     yield wait
-    for server in servers.values():
-        server.stdin.close()
-        server.wait(60)
+    started.kill()  # all that it has started ends with it
+    started.wait()
 
 
 @pytest.mark.parametrize("name", CASES)
