@@ -83,12 +83,15 @@ class Counted:
 
 
 def of(kind: type, data: bytes) -> list[Any]:
-    """Return the objects of a kind that a message holds."""
-    waiting, found = [read(data)], []
+    """Return the objects of a kind that a message holds, also in messages within it."""
+    waiting: list[Any] = [data]
+    found = []
     while waiting:
         one = waiting.pop()
         if isinstance(one, kind):
             found.append(one)
+        elif isinstance(one, bytes):
+            waiting.append(read(one))
         elif isinstance(one, dict | list | tuple):
             waiting += one.values() if isinstance(one, dict) else one
     return found
