@@ -117,9 +117,10 @@ class SitesEngine(Engine):
         self._stage = stage
         self.runner.set_up(stage)  # public data, if there are any
         self._public = public_facts(self.runner.data)
-        if len(self.meeting.names) < self._wanted:
-            rank_zero_info(f"Waiting for {self._wanted} sites.")
+        said = ""
         while len(self.meeting.names) < self._wanted:
+            if (waits := self.meeting.waits(self._wanted)) != said:
+                rank_zero_info(said := waits)
             self._waits_for = f"waits for sites: {len(self.meeting.names)} of {self._wanted} are here"
             self._listen()
         self._waits_for = ""

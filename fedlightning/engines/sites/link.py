@@ -9,9 +9,14 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.failures import FederationError
 
 Answer = Callable[[bytes], bytes]
 """A site as a connection sees it: a request in, a reply out. It never raises."""
+
+
+class LostConnectionError(FederationError):
+    """The connection to all sites is gone. The state of the rounds before is intact."""
 
 
 class Link(Protocol):
@@ -26,6 +31,9 @@ class Link(Protocol):
 
     def owner(self, node: str) -> str | None:
         """Return the name of the site whose key a node has proved; `None`: the connection knows no keys."""
+
+    def missing(self) -> Collection[str]:
+        """Return names of sites that would be let in and are not connected, as far as the connection knows them."""
 
     def send(self, node: str, request: bytes) -> str:
         """Send a request and return the name of its reply."""
@@ -65,6 +73,9 @@ class Loopback:
 
     def owner(self, node: str) -> str | None:
         return None
+
+    def missing(self) -> list[str]:
+        return []
 
     def send(self, node: str, request: bytes) -> str:
         name = str(next(self._numbers))

@@ -79,6 +79,19 @@ class Meeting:
         """Whether a node knows the run as it is now."""
         return node is not None and self._greeted.get(node) == self.session()
 
+    def waits(self, wanted: int) -> str:
+        """Return a sentence on who is here and who is not.
+
+        Args:
+            wanted: Number of sites that are waited for.
+        """
+        found = f"Waiting for {wanted} sites. Here: {', '.join(sorted(self.names.values())) or 'none'}."
+        silent = len(set(self.link.nodes()) - set(self.names))
+        if silent:
+            found += f" Connected, but without an answer yet: {silent}."
+        missing = sorted(self.link.missing())
+        return f"{found} Not connected: {', '.join(missing)}." if missing else found
+
     def greet(self) -> None:
         """Send a hello to every connected node that does not know the run as it is now; forget those that are gone."""
         session, nodes = self.session(), set(self.link.nodes())
