@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,31 +30,6 @@ PLAIN = (
     *("evaluate_every", "participation", "loop", "absent"),
 )
 """What a check that runs elsewhere is sent of its :class:`~fedlightning.hooks.Setup`, beside answers to what it may ask."""
-
-
-def refuse_unscored(server: Server, engine: Engine, splits: Iterable[str]) -> None:
-    """Refuse `evaluate_clients` where it drew only clients that have nothing to be scored on, and others have.
-
-    Args:
-        server: Knows who was drawn.
-        engine: Knows what they hold.
-        splits: Splits on which clients' models are scored.
-
-    Raises:
-        ConfigurationError: Naming the split.
-    """
-    known = engine.runner.described
-    for split in splits:
-        drawn, having = (
-            [client for client in clients if known.num_samples(client, split)]
-            for clients in (server.evaluated, server.clients)
-        )
-        if having and not drawn:
-            raise ConfigurationError(
-                f"evaluate_clients drew {', '.join(server.evaluated[:5])}{', ...' if len(server.evaluated) > 5 else ''}, and "
-                f"none of them has {split} samples, so that nobody would be scored on them; {len(having)} of the "
-                f"{len(server.clients)} clients have some. Raise evaluate_clients, or give every client a {split} split."
-            )
 
 
 class BatchElsewhere(BaseException):
