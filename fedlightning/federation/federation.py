@@ -10,7 +10,16 @@ from typing import Any
 
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
-from fedlightning.federation.changes import Changes, Fingerprint, changes_since, check_scored, keep_assigned
+from fedlightning.federation.changes import (
+    Changes,
+    Fingerprint,
+    changes_since,
+    check_rescored,
+    check_scored,
+    keep_assigned,
+    refuse_mixed_validation,
+    scored_before,
+)
 from fedlightning.federation.checks import check_callbacks
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
@@ -37,10 +46,10 @@ from fedlightning.hooks import POOLED
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
-from fedlightning.run.persistence import set_aside
+from fedlightning.run.persistence import FLUSHED, UNDONE, set_aside
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.timeline import draw_timeline, note_trips
-from fedlightning.scoring.rows import Row
+from fedlightning.scoring.rows import Row, of_clients
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.requests import Evaluate
 
@@ -91,10 +100,12 @@ class Federation:
     rounds_saved: int = 0
     final_done: bool = False
     costs: Costs = field(default_factory=Costs)
+    _scored: list[str] | None = None  # clients that the newest scored round has scored, if it is of a restored run
     _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
 
     def __post_init__(self) -> None:
         self.engine.attempts.note = self._note_try
+        self.server.sites = dict(self.engine.sites)
         self._left_out: list[str] = []
         if not self.engine.runner.described.together:
             asked = (*self.evaluate_data, *self.test_data)
@@ -144,7 +155,7 @@ class Federation:
         """
         run = self.recorder.run
         assert run is not None
-        self.rounds_done, extra, in_flight = restore_state(run.last, self.server, self.store, trust_old)
+        self.rounds_done, extra, in_flight = restore_state(run.last, self.server, self.store, trust_old, go_on)
         if go_on:
             self.loop.load(in_flight)
         self.rounds_saved = self.rounds_done
@@ -162,6 +173,9 @@ class Federation:
                 allow_changes=allow_changes,
                 allow_new_clients=allow_new_clients,
             )
+        self._scored = scored_before(extra, self.server, self.engine.runner.described.seed)
+        if not changes.joined:
+            check_rescored(self._scored, self.server, run.path, go_on)
         self.changes = [*extra.get("changes", []), *changes.told(self.rounds_done + 1)]
         if changes.joined:
             self.server.round = self.rounds_done
@@ -183,7 +197,7 @@ class Federation:
         if go_on:
             rows = run.keep_rounds(scored, mark)
             self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
-            more = bool(extra.get("final", False)) and not self.final_done
+            more = (bool(extra.get("final", False)) and not self.final_done) or UNDONE in extra
             self.recorder.reopen_logs(marks, scored, differs=more or changes != Changes())
         else:
             self.recorder.start_with(run.read_rows(scored, mark))
@@ -251,6 +265,7 @@ class Federation:
         rows = stage_scores.update_rows(updates, server.model_of, server.round)
         started = time.monotonic()
         if due:
+            self._scored = None
             evaluate = Evaluate(("val",), self.evaluate_data)
             global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
             rows += global_rows
@@ -295,6 +310,7 @@ class Federation:
                 "explosions": self.server.explosions.plain(),
                 "local_loop": self.engine.runner.loop.reason,
             } | ({"changes": self.changes} if self.changes else {})
+            extra |= {FLUSHED: True} if self.loop.flushes and self.rounds_done == server.max_rounds else {}
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra, self.loop.state())
             self.rounds_saved = self.rounds_done
             self.recorder.logs.begun()
@@ -342,10 +358,14 @@ class Federation:
         Args:
             arguments: The trainer's arguments.
         """
-        results = self.recorder.choose_results(self.rounds_done)
+        every = self.server.evaluated is self.server.clients
+        results = self.recorder.choose_results(self.rounds_done, None if every else self.server.evaluated)
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.costs.seconds, arguments, self.history)
-            | {"evaluation": evaluation_of(self.server), "evaluation_seconds": round(self.costs.evaluation_seconds, 3)}
+            | {
+                "evaluation": evaluation_of(self.server, self._scored),
+                "evaluation_seconds": round(self.costs.evaluation_seconds, 3),
+            }
             | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
             | ({"config_changes": self.changes} if self.changes else {})
             | ({"held_out": self.unseen.summary()} if self.server.held_out else {})
@@ -395,6 +415,8 @@ class Federation:
                 f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "
                 "Add LocalCheckpoint() or GlobalCheckpoint() to the callbacks to get one."
             )
+        if split == "val" and self._scored is not None:
+            refuse_mixed_validation(self._scored, server)
         evaluate = Evaluate((split,), self.test_data)
         rows: list[Row] = []
         if checkpoint in ("latest", "all"):
@@ -404,7 +426,7 @@ class Federation:
                 lambda model, stage, checkpoint, data, its_split, metric: (stage, its_split) == ("L2", split),
                 since=self.rounds_done,
             )
-            rows += [row for row in trained if row.round == self.rounds_done]
+            rows += of_clients((row for row in trained if row.round == self.rounds_done), server.evaluated)
             rows += self.unseen.rows((split,), ("G", "L1"))
         if checkpoint != "latest":
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)

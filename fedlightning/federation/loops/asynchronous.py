@@ -152,6 +152,11 @@ class Asynchronous(Loop):
         """Return the loop's name: a round is of those who arrive."""
         return f"the loop {type(self).__name__}"
 
+    @property
+    def flushes(self) -> bool:
+        """Whether the last round waits for the jobs in flight."""
+        return self.at_end == "flush"
+
     def visits(self, server: Server) -> int:
         """Return how many updates make a round."""
         return self._rule(server).count
