@@ -58,6 +58,7 @@ $(FLOWER_STAMP): pyproject.toml constraints-flower.txt
 	@touch $@
 
 test-flower: $(FLOWER_STAMP) ## run the tests of sites over a real SuperLink, in an environment of its own
+	$(FLOWER_VENV)/bin/python -c "import flwr" # without it the tests would be skipped
 	$(ONE_THREAD) $(FLOWER_VENV)/bin/python -m pytest -q -m "slow or not slow" tests/engines/flower $(PYTEST_ARGS)
 
 coverage: $(STAMP) ## run the tests and report the lines and branches they miss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +41,9 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
     scikit-learn's `train_test_split` with `split_seed` exactly as FLamby's code draws them (its seed is 43): train/test
     199/104, 172/89, 30/16, 85/45 in the order of the clients. Validation patients are `val_fraction` of the others.
 
+    Nothing is computed over several hospitals, so a hospital on its own (`hospitals`) has the patients, splits, features
+    and batches that it has among the four.
+
     Args:
         root: Folder with `processed.cleveland.data` and the other three files of the UCI repository
             (https://archive.ics.uci.edu/dataset/45/heart+disease).
@@ -55,6 +58,11 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         val_seed: Seed of the validation cut alone, as in the other data modules. `None` is `seed`.
         public: Public data, as in the other data modules: a share of every client's training samples, or another data set.
         public_labels: Whether public batches keep their labels.
+        hospitals: The hospitals that are here, as `["cleveland"]` at that hospital's site; only their files are read and need
+            to be there. `None`: all four.
+
+    Raises:
+        ValueError: If `hospitals` is empty, names one twice or one that is not among the four.
 
     Example:
         >>> from fedlightning.datamodules import HeartDiseaseDataModule
@@ -77,6 +85,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         val_seed: int | None = None,
         public: Public = None,
         public_labels: bool = True,
+        hospitals: Sequence[str] | None = None,
     ) -> None:
         super().__init__(
             batch_size, seed, num_workers, pin_memory, drop_last, public=public, public_labels=public_labels
@@ -85,6 +94,13 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         self.root, self.val_fraction = Path(root), val_fraction
         self.split_seed, self.binary_float = int(split_seed), binary_float
         self.val_seed = self.seed if val_seed is None else val_seed
+        given = list(HOSPITALS if hospitals is None else hospitals)
+        if not given or len(set(given)) < len(given) or not set(given) <= set(HOSPITALS):
+            raise ValueError(
+                f"{type(self).__name__} got hospitals={hospitals!r}; give some of {', '.join(HOSPITALS)} as a list, each "
+                "once, or None for all."
+            )
+        self.hospitals = [name for name in HOSPITALS if name in given]
 
     def prepare_data(self) -> None:
         """Check that all files are there (Lightning's hook).
@@ -93,7 +109,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
             FileNotFoundError: If files are missing. They cannot be downloaded one by one; the message says where to get
                 them.
         """
-        lacking = [self._file(name).name for name in HOSPITALS if not self._file(name).is_file()]
+        lacking = [self._file(name).name for name in self.hospitals if not self._file(name).is_file()]
         if lacking:
             raise FileNotFoundError(
                 str(missing(self, lacking, self.root, [self.root])).split("; set download")[0]
@@ -105,7 +121,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         features, labels = [], []
         parts: dict[str, list[np.ndarray]] = {"train": [], "val": [], "test": []}
         start = 0
-        for name in HOSPITALS:
+        for name in self.hospitals:
             x, y = read_hospital(self._file(name))
             train, test = _flamby_split(y, self.split_seed)
             mean, deviation = x[train].mean(axis=0), x[train].std(axis=0)
@@ -120,7 +136,7 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
         data = ArrayDataset(
             torch.from_numpy(np.concatenate(features)).float(), targets.float() if self.binary_float else targets
         )
-        return list(HOSPITALS), {split: Split(data, held, classes) for split, held in parts.items()}
+        return list(self.hospitals), {split: Split(data, held, classes) for split, held in parts.items()}
 
     def _file(self, hospital: str) -> Path:
         return self.root / f"processed.{hospital}.data"

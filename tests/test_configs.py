@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from sklearn.datasets import load_diabetes
@@ -267,6 +268,24 @@ def test_digits_without_a_server(name: str, tmp_path: Path) -> None:
     assert summary["per_round"][0]["bytes_down"] == 0 < summary["per_round"][0]["bytes_up"]
 
 
+@pytest.mark.parametrize("hospitals", [["cleveland"], None], ids=["one site's", "all"])
+def test_sites_in_one_process(hospitals: list[str] | None, tmp_path: Path) -> None:
+    """The two files of a site run on its own file alone, and on the four."""
+    rng = np.random.default_rng(0)
+    for name in hospitals or ("cleveland", "hungarian", "switzerland", "va"):
+        rows = [
+            f"{rng.integers(30, 80)},1,{1 + i % 4},140,{rng.integers(120, 400)},0,{i % 3},112,0,1.0,?,?,?,{i % 2}"
+            for i in range(40)
+        ]
+        (tmp_path / f"processed.{name}.data").write_text("\n".join(rows))
+    words = [f"--config={CONFIGS / 'sites' / name}.yaml" for name in ("run", "data")]
+    words += [f"--data.root={tmp_path}", *small(tmp_path)[:4], "--trainer.local_steps=2", "--trainer.evaluate_every=1"]
+    assert main(["fit", *words, *([] if hospitals else ["--data.hospitals=null"])]) == 0
+    summary = json.loads((tmp_path / "sites/version_0/summary.json").read_text())
+    assert summary["num_clients"] == len(hospitals or range(4)) and "failures" not in summary
+    assert {path.stem for path in (CONFIGS / "sites").iterdir()} == {"run", "data"}
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("clusters/fesem/*.yaml")), ids=ids)
 def test_the_comparison_of_fesem_parses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "-c", str(CONFIGS / "clusters/fesem_emnist.yaml"), "-c", str(path), "--print_config"]) == 0
@@ -315,7 +334,14 @@ def test_every_data_file_is_covered() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [*ALGORITHMS, *DATA, *MODELS, *CONFIGS.glob("heterogeneous/**/*.yaml"), CONFIGS / "quickstart.yaml"],
+    [
+        *ALGORITHMS,
+        *DATA,
+        *MODELS,
+        *CONFIGS.glob("heterogeneous/**/*.yaml"),
+        *CONFIGS.glob("sites/*.yaml"),
+        CONFIGS / "quickstart.yaml",
+    ],
     ids=ids,
 )
 def test_files_say_what_they_are(path: Path) -> None:

@@ -29,6 +29,7 @@ DESCRIPTION = (
 )
 EXAMPLES = """examples:
   fedlightning certificates --hosts fl.example.org --sites cleveland hungarian long-beach
+  fedlightning certificates --add --sites switzerland
 """
 
 
@@ -250,11 +251,11 @@ def parser() -> Parser:
     made.add_argument(
         "--hosts",
         nargs="+",
-        default=["127.0.0.1", "localhost"],
-        help="names and addresses under which sites reach the server",
+        help="names and addresses under which sites reach the server (default: 127.0.0.1 localhost)",
     )
     made.add_argument("--sites", nargs="+", required=True, help="names of the sites")
     made.add_argument("--out", default="certificates", help="new folder (default: certificates)")
+    made.add_argument("--add", action="store_true", help="make keys for further sites of a folder that is there")
     return made
 
 
@@ -265,6 +266,10 @@ def certificates(words: Sequence[str]) -> int:
         import cryptography  # noqa: F401
     except ImportError:
         raise ConfigurationError("Certificates need Flower's packages: pip install 'fedlightning[flower]'.") from None
-    for folder in files.make(Path(given.out), given.hosts, given.sites):
-        print(folder)
+    if given.add and given.hosts is not None:
+        raise InputError("--hosts is in the server's certificate, which --add leaves as it is. Leave it out.")
+    hosts = given.hosts or ["127.0.0.1", "localhost"]
+    folder = Path(given.out)
+    for made in files.add(folder, given.sites) if given.add else files.make(folder, hosts, given.sites):
+        print(made)
     return 0

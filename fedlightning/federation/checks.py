@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +15,7 @@ from fedlightning.datamodules.base import SPLITS
 from fedlightning.datamodules.own_generators import kept
 from fedlightning.datamodules.public import first_batch, size_of
 from fedlightning.errors import ConfigurationError, warn
-from fedlightning.federation.engine import Engine
+from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, Setup
 from fedlightning.seeding import isolated
@@ -23,6 +23,8 @@ from fedlightning.tensors import entry_kinds
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
 
+Check = tuple[FederatedCallback, str, Setup]
+"""A callback, the name of an architecture, and what the callback is told."""
 PLAIN = (
     *("clients", "num_samples", "max_rounds", "local_epochs", "local_steps", "optimizer_state", "trainer_arguments"),
     *("evaluate_every", "participation", "loop", "absent"),
@@ -30,39 +32,21 @@ PLAIN = (
 """What a check that runs elsewhere is sent of its :class:`~fedlightning.hooks.Setup`, beside answers to what it may ask."""
 
 
-def refuse_unscored(server: Server, engine: Engine, splits: Iterable[str]) -> None:
-    """Refuse `evaluate_clients` where it drew only clients that have nothing to be scored on, and others have.
-
-    Args:
-        server: Knows who was drawn.
-        engine: Knows what they hold.
-        splits: Splits on which clients' models are scored.
-
-    Raises:
-        ConfigurationError: Naming the split.
-    """
-    known = engine.runner.described
-    for split in splits:
-        drawn, having = (
-            [client for client in clients if known.num_samples(client, split)]
-            for clients in (server.evaluated, server.clients)
-        )
-        if having and not drawn:
-            raise ConfigurationError(
-                f"evaluate_clients drew {', '.join(server.evaluated[:5])}{', ...' if len(server.evaluated) > 5 else ''}, and "
-                f"none of them has {split} samples, so that nobody would be scored on them; {len(having)} of the "
-                f"{len(server.clients)} clients have some. Raise evaluate_clients, or give every client a {split} split."
-            )
-
-
 class BatchElsewhere(BaseException):
     """A check asks for a client's batch, and the clients' data are elsewhere. No `except Exception` of a check catches it."""
 
 
 def check_callbacks(
-    server: Server, engine: Engine, evaluate_every: int, loop: str = "Synchronous", absent: str = ""
-) -> None:
-    """Let every callback refuse what cannot work.
+    server: Server,
+    engine: Engine,
+    evaluate_every: int,
+    loop: str = "Synchronous",
+    absent: str = "",
+    beside: Sequence[Task[Any]] = (),
+) -> dict[Task[Any], Any]:
+    """Let every callback refuse what cannot work. Return the answers of the tasks in `beside`.
+
+    Checks that need a batch from elsewhere are carried out together, and refuse and warn in the order of the callbacks.
 
     Args:
         server: The server.
@@ -70,6 +54,7 @@ def check_callbacks(
         evaluate_every: Rounds between evaluations.
         loop: Name of the class of the loop.
         absent: What about the loop keeps clients out of rounds; empty: nothing.
+        beside: Other tasks that are carried out with them, so that they need no exchange of their own.
 
     Raises:
         ValueError: With a callback's sentence.
@@ -102,6 +87,7 @@ def check_callbacks(
         absent=absent_by(server) or absent,
     )
     modules = {name: blueprint.build("server", name) for name in server.architectures}
+    checks: list[Check] = []
     for name, module in modules.items():
         whose = replace(
             setup,
@@ -112,8 +98,12 @@ def check_callbacks(
             modules=modules if server.is_mixed else {},
             shared_names=partial(server.shared_in, name),
         )
-        for callback in server.callbacks:
-            _check(callback, name, whose, engine, asked)
+        checks += [(callback, name, whose) for callback in server.callbacks]
+    if engine.data_here:
+        for callback, _, whose in checks:
+            callback.check(whose)
+        return {}
+    return _check_there(checks, engine, asked, beside)
 
 
 def absent_by(server: Server) -> str:
@@ -125,32 +115,56 @@ def absent_by(server: Server) -> str:
     return next(drawing, "")
 
 
-def _check(callback: FederatedCallback, architecture: str, setup: Setup, engine: Engine, asked: Questions) -> None:
-    if engine.data_here:
-        callback.check(setup)
-        return
-    said: list[str] = []
-    try:
-        callback.check(replace(setup, warn=said.append))
-    except BatchElsewhere:
-        shared = {"": tuple(setup.shared_names())}
-        shared |= {other.key: tuple(setup.shared_names(without=other)) for other in setup.callbacks}
-        task = CheckThere(
-            callback.key,
-            architecture,
-            str(asked.client),
-            {name: getattr(setup, name) for name in PLAIN},
-            shared,
-            asked.batches,
-            asked.pooled,
-            tuple(split for split in SPLITS if asked.has_split(split)),
-            is_mixed=bool(setup.modules),
-        )
-        refusal, said = engine.ask(task)
-        if refusal is not None:
-            raise ConfigurationError(refusal) from None
-    for text in said:
-        setup.warn(text)
+def _check_there(
+    checks: Sequence[Check], engine: Engine, asked: Questions, beside: Sequence[Task[Any]]
+) -> dict[Task[Any], Any]:
+    """Check callbacks here as far as no batch is needed, then the others where the batches are, all together.
+
+    Raises:
+        ValueError: With the sentence of the first that refuses.
+    """
+    done: list[tuple[Setup, list[str], CheckThere | None]] = []  # what each has said, or the task that is to say it
+    refused: ValueError | None = None
+    for callback, architecture, setup in checks:
+        said: list[str] = []
+        there = None
+        try:
+            callback.check(replace(setup, warn=said.append))
+        except BatchElsewhere:
+            there = _there(callback, architecture, setup, asked)
+        except ValueError as error:  # it counts if none of those before refuses
+            refused = error
+            break
+        done.append((setup, said, there))
+    wanted = [] if refused is not None else list(beside)
+    tasks: list[Task[Any]] = [*(there for _, _, there in done if there is not None), *wanted]
+    found = iter(list(engine.map(tasks)) if tasks else [])
+    for setup, said, there in done:
+        if there is not None:
+            refusal, said = next(found)
+            if refusal is not None:
+                raise ConfigurationError(refusal)
+        for text in said:
+            setup.warn(text)
+    if refused is not None:
+        raise refused
+    return dict(zip(wanted, found, strict=True))
+
+
+def _there(callback: FederatedCallback, architecture: str, setup: Setup, asked: Questions) -> CheckThere:
+    shared = {"": tuple(setup.shared_names())}
+    shared |= {other.key: tuple(setup.shared_names(without=other)) for other in setup.callbacks}
+    return CheckThere(
+        callback.key,
+        architecture,
+        str(asked.client),
+        {name: getattr(setup, name) for name in PLAIN},
+        shared,
+        asked.batches,
+        asked.pooled,
+        tuple(split for split in SPLITS if asked.has_split(split)),
+        is_mixed=bool(setup.modules),
+    )
 
 
 class Questions:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
+from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.evaluator import StepLosses, make_evaluator
 from fedlightning.compat.quiet import quiet
 from fedlightning.datamodules.own_generators import kept
 from fedlightning.errors import ConfigurationError, users_line
-from fedlightning.federation.engine import Engine
+from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.one_batch import shapes, spread
 from fedlightning.hooks import CallbackList, Phase
 from fedlightning.messages import Message
@@ -61,7 +63,27 @@ class StopAfterOne(Callback):
         raise OneBatchDone([config.monitor for config in following if config.monitor is not None])
 
 
-def check_steps(engine: Engine, splits: Sequence[str]) -> None:
+def first_tries(engine: Engine, splits: Sequence[str]) -> list[TryStep]:
+    """Return the tries that :func:`check_steps` is sure to need, where they cost an exchange each: none if the data are here.
+
+    Args:
+        engine: Knows the clients.
+        splits: Splits that the run will score on.
+    """
+    blueprint, found = engine.runner.blueprint, []
+    if engine.data_here:
+        return []
+    trained = ["train"] if _is_one_device(blueprint.settings.trainer_arguments) else []
+    for architecture in blueprint.architectures:
+        tried = [(split, False) for split in (*trained, *splits)]
+        if trained and _watching(blueprint, architecture):
+            tried += [("train", True), ("val", True)]
+        for split, listen in tried:
+            found += [TryStep(client, split, listen) for client in islice(_clients(engine, split, architecture), 1)]
+    return found
+
+
+def check_steps(engine: Engine, splits: Sequence[str], known: Mapping[Task[Any], Any] = MappingProxyType({})) -> None:
     """Run one batch of `training_step`, and of the evaluation steps of `splits`, on copies, where the data are.
 
     A step is refused only if it fails for every client that is tried: one client's data may be bad.
@@ -69,27 +91,28 @@ def check_steps(engine: Engine, splits: Sequence[str]) -> None:
     Args:
         engine: Carries out the tries.
         splits: Splits that the run will score on: `"val"`, `"test"`.
+        known: Answers of tries that were carried out already.
 
     Raises:
         ConfigurationError: With the error and its place in the user's code.
     """
-    blueprint = engine.runner.blueprint
+    blueprint, tries = engine.runner.blueprint, Tries(engine, known)
     with isolated(blueprint.settings.seed, "sanity"), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for architecture in blueprint.architectures:
             _refuse_late_layers_of(blueprint.build("server", architecture))
         for architecture in blueprint.architectures:
             if _is_one_device(blueprint.settings.trainer_arguments):
-                monitors = _check(engine, "train", architecture)
+                monitors = _check(tries, "train", architecture)
                 followed = [("A learning-rate scheduler", name) for name in monitors]
-                _refuse_unknown_monitors(engine, followed, architecture)
+                _refuse_unknown_monitors(tries, followed, architecture)
             for split in splits:
-                _check(engine, split, architecture)
+                _check(tries, split, architecture)
 
 
-def _check(engine: Engine, split: str, architecture: str) -> list[str]:
+def _check(tries: Tries, split: str, architecture: str) -> list[str]:
     first: Tried | None = None
-    for tried in islice(_tries(engine, split, architecture), MOST_CLIENTS):
+    for tried in islice(tries.of(split, architecture), MOST_CLIENTS):
         if tried.refusal is None:
             return tried.names
         first = first or tried
@@ -98,16 +121,34 @@ def _check(engine: Engine, split: str, architecture: str) -> list[str]:
     return []
 
 
-def _tries(engine: Engine, split: str, architecture: str, listen: bool = False) -> Iterator[Tried]:
-    """Try clients of an architecture with samples of a split, one after another, as long as there are batches to try."""
-    known, architecture_of = engine.runner.described, engine.runner.blueprint.architecture_of
-    for client in known.client_ids:
-        if known.num_samples(client, split) and architecture_of(client) == architecture:
-            tried = engine.ask(TryStep(client, split, listen))
+class Tries:
+    """Tries steps, those besides that are known already.
+
+    Args:
+        engine: Carries them out.
+        known: Answers of tries that were carried out.
+    """
+
+    def __init__(self, engine: Engine, known: Mapping[Task[Any], Any]) -> None:
+        self.engine = engine
+        self._known = dict(known)
+
+    def of(self, split: str, architecture: str, listen: bool = False) -> Iterator[Tried]:
+        """Try clients of an architecture with samples of a split, one after another, as long as there are batches to try."""
+        for client in _clients(self.engine, split, architecture):
+            task = TryStep(client, split, listen)
+            tried = self._known[task] if task in self._known else self.engine.ask(task)
             if tried.has_batches is None:
                 return
             if tried.has_batches:
                 yield tried
+
+
+def _clients(engine: Engine, split: str, architecture: str) -> Iterator[str]:
+    known, architecture_of = engine.runner.described, engine.runner.blueprint.architecture_of
+    for client in known.client_ids:
+        if known.num_samples(client, split) and architecture_of(client) == architecture:
+            yield client
 
 
 @dataclass(frozen=True)
@@ -278,20 +319,29 @@ def _refuse_late_layers_of(module: LightningModule) -> None:
 
 
 # -- monitors ----------------------------------------------------------------------------------------------------------
-def _refuse_unknown_monitors(engine: Engine, followed: list[tuple[str, str]], architecture: str) -> None:
-    """Refuse callbacks and schedulers that monitor what the module logs neither in training nor in validation."""
-    blueprint = engine.runner.blueprint
-    template = blueprint.template_of(architecture)
+def _watching(blueprint: Blueprint, architecture: str) -> list[tuple[str, str]]:
+    """Return callbacks and what they monitor; none where the module may log it at an epoch's end, which no try reaches."""
+    if is_overridden("on_train_epoch_end", blueprint.template_of(architecture)):
+        return []
     strict = [callback for callback in blueprint.settings.callbacks if getattr(callback, "strict", True)]
     watching = [(type(callback).__name__, getattr(callback, "monitor", None)) for callback in strict]
-    monitors = followed + [(owner, monitor) for owner, monitor in watching if isinstance(monitor, str)]
+    return [(owner, monitor) for owner, monitor in watching if isinstance(monitor, str)]
+
+
+def _refuse_unknown_monitors(tries: Tries, followed: list[tuple[str, str]], architecture: str) -> None:
+    """Refuse callbacks and schedulers that monitor what the module logs neither in training nor in validation."""
+    blueprint = tries.engine.runner.blueprint
+    template = blueprint.template_of(architecture)
+    monitors = followed + _watching(blueprint, architecture)
     if not monitors or is_overridden("on_train_epoch_end", template):
         return
     try:
-        tries = [islice(_tries(engine, split, architecture, listen=True), 1) for split in ("train", "val")]
-        known = {name for tried in tries for one in tried for name in one.names}
+        found = [one for split in ("train", "val") for one in islice(tries.of(split, architecture, listen=True), 1)]
     except Exception:  # the step that fails is found by the checks
         return
+    if any(one.refusal is not None for one in found):  # elsewhere, where it cannot raise here
+        return
+    known = {name for one in found for name in one.names}
     for owner, monitor in monitors:
         if not {monitor, monitor.removesuffix("_step"), monitor.removesuffix("_epoch")} & known:
             raise ConfigurationError(

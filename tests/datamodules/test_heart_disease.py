@@ -1,3 +1,5 @@
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -137,6 +139,34 @@ def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"processed.cleveland.data, .*archive.ics.uci.edu") as caught:
         HeartDiseaseDataModule(str(tmp_path)).prepare_data()
     assert "processed.va.data" not in str(caught.value) and "download: true" not in str(caught.value)
+
+
+@pytest.mark.parametrize("client", SIZES)
+def test_a_hospital_alone_is_what_it_is_among_the_four(root, data, tmp_path, client):
+    """Its site has no other's file; train batches come in the same order too."""
+    shutil.copy(root / f"processed.{client}.data", tmp_path)
+    own = HeartDiseaseDataModule(str(tmp_path), hospitals=[client])
+    own.prepare_data()
+    own.setup()
+    assert own.client_ids == [client] and own.num_classes == data.num_classes
+    for split in ("train", "val", "test"):
+        batches = [list(one.client_dataloader(client, split)) for one in (own, data)]
+        assert len(batches[0]) == len(batches[1]) > 0
+        for here, among in zip(*batches, strict=True):
+            assert all(map(torch.equal, here, among))
+        assert own.class_counts(client, split) == data.class_counts(client, split)
+
+
+def test_hospitals_are_in_order_and_named_as_they_are(root, tmp_path):
+    own = HeartDiseaseDataModule(str(root), hospitals=["va", "cleveland"])
+    own.setup()
+    assert own.client_ids == ["cleveland", "va"]
+    with pytest.raises(FileNotFoundError, match=r"processed.hungarian.data") as caught:
+        HeartDiseaseDataModule(str(tmp_path), hospitals=["hungarian"]).prepare_data()
+    assert "cleveland" not in str(caught.value)
+    for wrong in ([], ["va", "va"], ["bern"], "va"):
+        with pytest.raises(ValueError, match=r"got hospitals=.*give some of cleveland, hungarian, switzerland, va"):
+            HeartDiseaseDataModule(str(root), hospitals=wrong)
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path):

@@ -35,9 +35,7 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
         raise ConfigurationError(
             f"{folder} is there already. Choose a new folder, or remove that one: its keys get lost."
         )
-    bad = next((name for name in sites if not name or name in (".", "..", "server") or set(name) & set("/\\\0")), None)
-    if bad is not None or len(set(sites)) < len(sites):
-        raise ConfigurationError(f"sites={list(sites)} must be different names of folders, and none of them 'server'.")
+    _check(sites)
 
     def signed(
         subject: str, key: Any, issuer: str, by: Any, names: Sequence[x509.GeneralName] = ()
@@ -71,17 +69,53 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
     _write(own / SERVER, certificate)
     _write(own / KEY, server.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain), private=True)
     _write(own / SIGN, signing.private_bytes_raw(), private=True)
-    folders = [own]
-    for site in sites:
-        key = ec.generate_private_key(ec.SECP384R1())
-        public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        _write(own / "sites" / f"{site}.pub", public)
-        _write(folder / site / CA, ca)
-        _write(folder / site / SIGNED, signing.public_key().public_bytes_raw())
-        private = key.private_bytes(pem, serialization.PrivateFormat.OpenSSH, plain)
-        _write(folder / site / SITE, private, private=True)
-        folders.append(folder / site)
-    return folders
+    return [own, *(_site(folder, site, ca, signing) for site in sites)]
+
+
+def add(folder: Path, sites: Sequence[str]) -> list[Path]:
+    """Make the keys of further sites beside those that `make` has made; return their folders.
+
+    Args:
+        folder: The folder that has the server's.
+        sites: Names of the new sites.
+
+    Raises:
+        ConfigurationError: If the server's folder is not there, or a site's is, or a name can be none of a folder.
+    """
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+
+    own = folder / "server"
+    ca, sign = needed(own, (CA, SIGN))
+    _check(sites)
+    for path in (path for site in sites for path in (folder / site, own / "sites" / f"{site}.pub") if path.exists()):
+        raise ConfigurationError(
+            f"{path} is there already. Choose another name, or remove it and the site's other files: its key gets lost."
+        )
+    signing = ed25519.Ed25519PrivateKey.from_private_bytes(sign.read_bytes())
+    return [_site(folder, site, ca.read_bytes(), signing) for site in sites]
+
+
+def _check(sites: Sequence[str]) -> None:
+    bad = next((name for name in sites if not name or name in (".", "..", "server") or set(name) & set("/\\\0")), None)
+    if bad is not None or len(set(sites)) < len(sites):
+        raise ConfigurationError(f"sites={list(sites)} must be different names of folders, and none of them 'server'.")
+
+
+def _site(folder: Path, site: str, ca: bytes, signing: Any) -> Path:
+    """Make a site's key; write what the site needs, and its public key for the server."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    _write(folder / "server" / "sites" / f"{site}.pub", public)
+    _write(folder / site / CA, ca)
+    _write(folder / site / SIGNED, signing.public_key().public_bytes_raw())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+    _write(folder / site / SITE, private, private=True)
+    return folder / site
 
 
 def _name(text: str) -> Any:

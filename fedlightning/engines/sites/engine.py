@@ -6,66 +6,33 @@ Nothing is pickled on the way. A client's record stays at its site; the server k
 
 from __future__ import annotations
 
-import uuid
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
+from fedlightning.engines.sites.answers import fault, is_note, is_version
 from fedlightning.engines.sites.link import Link
 from fedlightning.engines.sites.meeting import Meeting, Reply
 from fedlightning.engines.sites.store import SiteStore
+from fedlightning.engines.sites.window import BUDGET, Entry, Window
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.checks import CheckThere
-from fedlightning.federation.deploy import Deployed
-from fedlightning.federation.engine import Engine, Task, Visit
-from fedlightning.federation.failures import Attempt
-from fedlightning.federation.sanity import Tried, TryStep
+from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.store import Note
-from fedlightning.messages import Update
-from fedlightning.scoring.rows import Row
-from fedlightning.scoring.tasks import ScoreClient, ScoreModel
 from fedlightning.tensors import module_state
 from fedlightning.visit.description import Description, Part
 from fedlightning.visit.runner import LocalRunner
 
 POLL = 1.0
 """Seconds between looks at who is connected and who takes too long."""
-AHEAD = 4
-"""Tasks for each site that are drawn ahead of the answers: a site with several clients finds the next task waiting."""
+PARTS = get_args(Part)
+"""What a site tells of its data when it is greeted: all that a run asks for."""
 PATIENCE = 600.0
 """Seconds that all sites have to answer before round 1."""
 
 Answer = TypeVar("Answer")
-
-
-@dataclass(eq=False)
-class Entry:
-    """A task and its progress.
-
-    Attributes:
-        task: The task.
-        client: Whose site carries it out.
-        attempt: Its tries.
-        number: Names it to the site, which knows a task that comes again.
-        since: When it was first to be sent, on the clock of `attempts`.
-        sent: Name of the reply that is waited for.
-        done: Whether its answer is there.
-        answer: The answer.
-    """
-
-    task: Task[Any]
-    client: str
-    attempt: Attempt
-    number: str = ""
-    since: float | None = None
-    sent: str | None = None
-    done: bool = False
-    answer: Any = None
 
 
 class SitesEngine(Engine):
@@ -88,7 +55,9 @@ class SitesEngine(Engine):
         self._stage = "fit"
         self._left_out: list[str] = []
         self._weights: tuple[Any, str] | None = None
-        self._window: deque[Entry] = deque()
+        self._window = Window()
+        self._members: list[str] = []
+        self._merged: tuple[str, Description] | None = None
 
     @property
     def width(self) -> int:
@@ -112,8 +81,14 @@ class SitesEngine(Engine):
         return digest(self._about(), self._weights[1])
 
     def _hello(self) -> dict[str, Any]:
-        weights = module_state(self.runner.blueprint.template)
-        return {"do": "hello", "session": self._session(), "template": weights, **self._about()}
+        session, weights = self._session(), module_state(self.runner.blueprint.template)
+        parts = (
+            [] if self._known(session) else list(PARTS)
+        )  # one that comes back in the middle of a run is not waited for
+        return {"do": "hello", "session": session, "template": weights, "parts": parts, **self._about()}
+
+    def _known(self, session: str) -> Description | None:
+        return self._merged[1] if self._merged is not None and self._merged[0] == session else None
 
     # -- the data ----------------------------------------------------------------------------------------------------
     def set_up(self, stage: str) -> None:
@@ -129,7 +104,23 @@ class SitesEngine(Engine):
             self._left_out += clients
 
     def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
-        found = self._ask_all({"do": "describe", "leave_out": list(leave_out), "parts": list(parts)})
+        """Describe the clients' data; they stay the same in a session, in whose greeting every site has told of its own."""
+        if leave_out:
+            return self._merge(self._ask_all({"do": "describe", "leave_out": list(leave_out), "parts": list(parts)}))
+        session = self._session()
+        known = self._known(session)
+        if known is None:
+            known = self._merge(
+                self._ask_all(
+                    {"do": "describe", "leave_out": [], "parts": list(PARTS)},
+                    lambda: {name: told for name, (when, told) in self.meeting.told.items() if when == session},
+                )
+            )
+            self._merged = session, known
+        self.runner.know(known)
+        return known
+
+    def _merge(self, found: Mapping[str, Any]) -> Description:
         own: list[Description] = []
         for name, answer in found.items():
             if not isinstance(answer, Description) or set(answer.sizes) - {
@@ -141,10 +132,7 @@ class SitesEngine(Engine):
         everybody = in_order([client for one in own for client in one.client_ids])
         place = {client: number for number, client in enumerate(everybody)}
         own.sort(key=lambda one: min((place[client] for client in one.client_ids), default=len(place)))
-        merged = Description.merged(own)
-        if not leave_out:
-            self.runner.know(merged)
-        return merged
+        return Description.merged(own)
 
     def public(self) -> tuple[Any, str]:
         return None, type(self.runner.data).__name__
@@ -161,15 +149,19 @@ class SitesEngine(Engine):
             raise ConfigurationError(f"A site refuses the run: {self.meeting.why(node)}")
         return found
 
-    def _ask_all(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
         """Ask all sites, and return their answers by name.
+
+        Args:
+            asked: The request.
+            told: Gives the answers that need not be asked for; greetings bring some.
 
         Raises:
             ConfigurationError: If a site refuses, or does not answer.
         """
         ended = self.attempts.clock() + PATIENCE
-        names = list(self.meeting.names.values())
-        answers: dict[str, Any] = {}
+        self._members = names = self._members or list(self.meeting.names.values())
+        answers = {name: answer for name, answer in told().items() if name in names}
         waits: dict[str, str] = {}  # name of the site by that of its reply
         while silent := [name for name in names if name not in answers]:
             for node, name in self.meeting.names.items():
@@ -181,6 +173,7 @@ class SitesEngine(Engine):
                     raise ConfigurationError(f"Site '{name}': {reply.content['refused']}")
                 if "answer" in reply.content:  # else it has started anew, and is asked again
                     answers[name] = reply.content["answer"]
+            answers |= {name: answer for name, answer in told().items() if name in silent}
             if self.attempts.clock() > ended:
                 raise ConfigurationError(f"Site '{silent[0]}' has not answered within {PATIENCE:g} seconds.")
         return {name: answers[name] for name in names}
@@ -208,22 +201,19 @@ class SitesEngine(Engine):
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
         """Yield the answers of tasks in their order; see :meth:`fedlightning.federation.engine.Engine.map`."""
         source, window, is_over = iter(tasks), self._window, False
-        for entry in window:
-            self._unsend(entry)
-        window.clear()
-        while window or not is_over:
-            while not is_over and len(window) < AHEAD * self.width:
+        self.close()
+        while True:
+            while not is_over and window.has_room(self.width):
                 task = next(source, None)
                 if task is None:
                     is_over = True
                 else:
-                    window.append(self._entry(task))
+                    window.add(self._entry(task))
             if not window:
                 return
             self._hand_out()
-            if window[0].done:
-                yield window.popleft().answer
-            else:
+            yield from window.take()
+            if window:
                 self._collect()
 
     def _entry(self, task: Task[Any]) -> Entry:
@@ -235,23 +225,16 @@ class SitesEngine(Engine):
         return entry
 
     def _hand_out(self) -> None:
-        """Send tasks to their sites; those of one client follow one another: the second needs the record of the first."""
-        before: set[str] = set()
-        for entry in self._window:
-            if entry.done:
-                continue
-            if entry.since is None:
-                entry.since, entry.number = self.attempts.clock(), uuid.uuid4().hex
-            node = self.meeting.where.get(entry.client)
-            if entry.sent is None and entry.client not in before and node is not None and self.meeting.is_ready(node):
-                entry.sent = self.meeting.send(node, self._request(entry))
-            before.add(entry.client)
+        meeting = self.meeting
+        ready = {node for node in meeting.names if meeting.is_ready(node)}
+        for batch in self._window.due(meeting.where, ready, self.attempts.clock()):
+            tasks = [self._request(entry) for entry in batch.entries]
+            self._window.sent(meeting.send(batch.node, {"do": "tasks", "tasks": tasks, "budget": BUDGET}), batch)
 
     def _request(self, entry: Entry) -> dict[str, Any]:
         versions = self.versions
         of = entry.task.client
         return {
-            "do": "task",
             "task": entry.task,
             "number": entry.number,
             "version": "" if of is None else versions.version(of),
@@ -259,40 +242,52 @@ class SitesEngine(Engine):
         }
 
     def _collect(self) -> None:
-        self.meeting.greet()
-        by_number = {entry.sent: entry for entry in self._window if entry.sent is not None}
-        for reply in self.meeting.receive(POLL):
-            entry = by_number.get(reply.number)
-            if entry is None:
-                continue
-            entry.sent = None
-            if "unknown" in reply.content:  # it has started anew, and is sent the task again
-                continue
-            if "refused" in reply.content:
-                self._give_up(entry, f"its site refuses: {reply.content['refused']}", lasts=False)
-            else:
-                self._finish(entry, reply.content)
-        self.meeting.ping()
-        for entry in self._window:
-            node = self.meeting.where.get(entry.client)
-            if entry.sent is not None and node not in self.meeting.names:  # the connection is gone: wait for another
-                self._unsend(entry)
-        timeout = self.attempts.policy.timeout
-        for entry in list(self._window):
-            late = timeout is not None and entry.since is not None and self.attempts.clock() > entry.since + timeout
-            if late and not entry.done:
-                self._unsend(entry)
-                self._give_up(entry, self.attempts.too_slow, lasts=True)
+        meeting, window = self.meeting, self._window
+        meeting.greet()
+        for reply in meeting.receive(POLL):
+            entries = window.came(reply.number)
+            if (
+                entries is not None and "unknown" not in reply.content
+            ):  # else it has started anew, and is sent them again
+                self._take(reply, entries)
+        meeting.ping()
+        for entry in window.astray(meeting.names):  # the connection is gone: wait for another
+            self._unsend(entry)
+        timeout, now = self.attempts.policy.timeout, self.attempts.clock()
+        for entry in [] if timeout is None else window.late(meeting.where, now, timeout):
+            self._unsend(entry)
+            self._give_up(entry, self.attempts.too_slow, lasts=True)
 
     def _unsend(self, entry: Entry) -> None:
-        if entry.sent is not None:
-            self.meeting.forget(entry.sent)
-            entry.sent = None
+        for name in self._window.unsend(entry):
+            self.meeting.forget(name)
+
+    def _take(self, reply: Reply, entries: Sequence[Entry | None]) -> None:
+        """Take the answers of a reply, each by itself: one that is refused or nonsense does not spoil the others."""
+        parts, refused = reply.content.get("answer"), reply.content.get("refused", "its reply says nothing")
+        if not isinstance(parts, list) or len(parts) != len(entries) or not all(type(part) is bytes for part in parts):
+            for entry in entries:
+                if entry is not None and len(entries) > 1:  # perhaps because of one of them only
+                    entry.alone = True
+                elif entry is not None:
+                    self._give_up(entry, f"its site refuses: {refused}", lasts=False)
+            return
+        found = [(entry, self.meeting.read(part)) for entry, part in zip(entries, parts, strict=True)]
+        done = [(entry, content) for entry, content in found if not {"unknown", "lost"} & set(content)]
+        self._window.answered(reply.node, self.meeting.where, self.attempts.clock())
+        for entry, content in done or [(entry, {"refused": "it carries out none"}) for entry in entries]:
+            if entry is None:
+                continue
+            self._window.took(reply.node, entry, content.get("seconds"))
+            if "refused" in content:
+                self._give_up(entry, f"its site refuses: {content['refused']}", lasts=False)
+            else:
+                self._finish(entry, content)
 
     def _finish(self, entry: Entry, content: dict[str, Any]) -> None:
         answer, version, note = content["answer"], content.get("version"), content.get("note")
-        reason = _fault(entry.task, answer)
-        if reason is None and version is not None and not (_is_version(version) and _is_note(note)):
+        reason = fault(entry.task, answer)
+        if reason is None and version is not None and not (is_version(version) and is_note(note)):
             reason = "its site names no version of its record"
         if reason is not None:
             self._give_up(entry, reason, lasts=False)
@@ -300,9 +295,6 @@ class SitesEngine(Engine):
         loop = self.runner.loop
         if loop.reason is None and isinstance(content.get("loop"), str):
             loop.reason = content["loop"]
-        for other in self._window:  # the time of a task begins when those before it at its site are done
-            if not other.done and self.meeting.where.get(other.client) == self.meeting.where.get(entry.client):
-                other.since = self.attempts.clock()
         settled = entry.attempt.settle(answer, None if version is None else (version, note))
         if settled is None:
             entry.since = None
@@ -322,49 +314,5 @@ class SitesEngine(Engine):
                 entry.attempt.decide(reason)
 
     def close(self) -> None:
-        for entry in self._window:
-            self._unsend(entry)
-        self._window.clear()
-
-
-def _fault(task: Task[Any], answer: Any) -> str | None:
-    """Return what is wrong with an answer before the server's door looks at it; `None` if nothing is."""
-    if isinstance(task, Visit):
-        return None if isinstance(answer, Update) else f"its site answers with a {type(answer).__name__}"
-    if isinstance(task, ScoreModel | ScoreClient):
-        if not isinstance(answer, list) or not all(isinstance(row, Row) for row in answer):
-            return f"its site answers with a {type(answer).__name__}, not with scores"
-        of = {task.client} if isinstance(task, ScoreClient) else set(task.clients)
-        asked = (task.scored.round, task.scored.stage, task.scored.model, task.scored.checkpoint)
-        if any(row.client not in of or (row.round, row.stage, row.model, row.checkpoint) != asked for row in answer):
-            return "its site answers with scores that were not asked for"
-        return None
-    if isinstance(task, TryStep):
-        return None if isinstance(answer, Tried) else f"its site answers with a {type(answer).__name__}"
-    if isinstance(task, CheckThere):
-        fits = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], str | None)
-        texts = fits and isinstance(answer[1], list) and all(isinstance(text, str) for text in answer[1])
-        return None if texts else f"its site answers with a {type(answer).__name__}"
-    if not isinstance(answer, Deployed) or answer.client != task.client or answer.module is not None:
-        return "its site does not say what became of its model"
-    return None
-
-
-def _is_version(value: Any) -> bool:
-    return isinstance(value, str) and value.isascii() and value.isalnum() and len(value) <= 64
-
-
-def _is_note(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != {"is_personal", "checkpoints"}:
-        return False
-    kept = value["checkpoints"]
-    return (
-        isinstance(value["is_personal"], bool)
-        and isinstance(kept, dict)
-        and all(
-            isinstance(key, str)
-            and isinstance(entry, dict)
-            and {name: type(part) for name, part in entry.items()} == {"name": str, "stage": str, "round": int}
-            for key, entry in kept.items()
-        )
-    )
+        for name in self._window.clear():
+            self.meeting.forget(name)

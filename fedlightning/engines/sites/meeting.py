@@ -44,6 +44,7 @@ class Meeting:
         names: Name of each site that takes part, by the node that the connection knows it as.
         where: Node of each client.
         clients: Clients of each site, by its name.
+        told: What each site has told of its data, by its name, and the session in which it did.
         refused: Why a node does not take part.
     """
 
@@ -55,9 +56,11 @@ class Meeting:
     names: dict[str, str] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
     clients: dict[str, list[str]] = field(default_factory=dict)
+    told: dict[str, tuple[str, Any]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     _greeted: dict[str, str] = field(default_factory=dict)  # the session that a node knows
     _hellos: dict[str, str] = field(default_factory=dict)  # node by number
+    _offered: dict[str, str] = field(default_factory=dict)  # the session of a hello, by number
     _pings: dict[str, str] = field(default_factory=dict)
     _sent: dict[str, str] = field(default_factory=dict)  # other requests
     _heard: dict[str, float] = field(default_factory=dict)  # when something was last sent to or came from a node
@@ -74,12 +77,13 @@ class Meeting:
             self._greeted.pop(node, None)
         for number, node in list(self._hellos.items()):
             if node not in nodes:
-                del self._hellos[number]
+                del self._hellos[number], self._offered[number]
         for node in sorted(nodes):
             waits = node in self._hellos.values() or self.refused.get(node, "").startswith(session)
             if self._greeted.get(node) != session and not waits:
                 self._greeted.pop(node, None)
-                self._hellos[self._post(node, self.hello())] = node
+                number = self._post(node, self.hello())
+                self._hellos[number], self._offered[number] = node, session
 
     def send(self, node: str, request: Mapping[str, Any]) -> str:
         """Send a request to a node that is ready, and return the name of its reply."""
@@ -106,11 +110,12 @@ class Meeting:
             if node is None:
                 continue
             self._heard[node] = self.clock()
-            content = self._read(data)
+            content = self.read(data)
             if number in self._hellos:
                 del self._hellos[number]
+                session = self._offered.pop(number)
                 if "lost" not in content:
-                    self._welcome(node, content)
+                    self._welcome(node, session, content)
                 continue
             is_ping = self._pings.pop(number, None) is not None
             if "lost" in content:  # this one only, on the way
@@ -140,7 +145,8 @@ class Meeting:
         self._heard[node] = self.clock()
         return self.link.send(node, write(dict(request)))
 
-    def _read(self, data: bytes) -> dict[str, Any]:
+    def read(self, data: bytes) -> dict[str, Any]:
+        """Return what a reply, or the part of one that answers one task, says; of nonsense, a refusal."""
         try:
             found = read(data, self.limits)
         except WireError as error:
@@ -150,7 +156,7 @@ class Meeting:
             return {"refused": "its reply says nothing"}
         return {**found, "refused": found["refused"].rstrip(".")} if "refused" in found else found
 
-    def _welcome(self, node: str, content: dict[str, Any]) -> None:
+    def _welcome(self, node: str, session: str, content: dict[str, Any]) -> None:
         answer = content.get("answer")
         reason = content.get("refused")
         if isinstance(answer, dict) and isinstance(answer.get("name"), str) and _is_names(answer.get("clients")):
@@ -162,11 +168,13 @@ class Meeting:
                 self.names[node] = answer["name"]
                 self.clients[answer["name"]] = answer["clients"]
                 self.where |= dict.fromkeys(answer["clients"], node)
-                self._greeted[node] = self.session()
+                self._greeted[node] = session
+                if answer.get("data") is not None:
+                    self.told[answer["name"]] = session, answer["data"]
                 self.refused.pop(node, None)
                 return
             reason = f"site '{answer['name']}' has a client that site '{min(taken)}' has already"
-        self.refused[node] = f"{self.session()} {reason or 'it does not say who it is'}"
+        self.refused[node] = f"{session} {reason or 'it does not say who it is'}"
         warn(f"A site does not take part: {self.why(node)}")
 
     def why(self, node: str) -> str:

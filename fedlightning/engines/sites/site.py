@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from fedlightning.wire import Limits, read, write
 
 TASKS = (Visit, ScoreClient, ScoreModel, Deploy, CheckThere, TryStep)
 """What a site carries out for the server."""
+REPLY_BYTES = 2**25
+"""Bytes of answers after which a reply is full: tasks that are left wait for the next message."""
 
 
 class RefusedError(ConfigurationError):
@@ -57,10 +61,17 @@ class Site:
         data: Its clients' data.
         folder: Where records and exported models are kept.
         limits: Largest requests that are accepted.
+        clock: Seconds; a test brings its own.
     """
 
     def __init__(
-        self, name: str, blueprint: Blueprint, data: FederatedDataModule, folder: Path, limits: Limits | None = None
+        self,
+        name: str,
+        blueprint: Blueprint,
+        data: FederatedDataModule,
+        folder: Path,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.records = Records(folder / "records")
@@ -68,6 +79,7 @@ class Site:
         self._blueprint = blueprint
         self._data = data
         self._limits = limits
+        self._clock = clock
         self._session: Session | None = None
         self._stages: set[str] = set()
         self._given: dict[
@@ -76,8 +88,11 @@ class Site:
 
     def answer(self, request: bytes) -> bytes:
         """Carry out a request and return the reply. Whatever goes wrong is a reply too, in a sentence."""
+        return self._said(lambda: self._reply(request))
+
+    def _said(self, work: Callable[[], bytes]) -> bytes:
         try:
-            return self._reply(request)
+            return work()
         except Exception as error:
             if not isinstance(error, ValueError):
                 traceback.print_exc()
@@ -92,8 +107,8 @@ class Site:
         session = self._session
         if session is None or session.key != asked["session"]:
             return write({"unknown": asked["session"]})
-        if asked["do"] == "task":
-            return self._task(session, asked)
+        if asked["do"] == "tasks":
+            return self._tasks(session, asked)
         if asked["do"] == "describe":
             return write({"answer": session.runner.describe(_texts(asked, "leave_out"), _texts(asked, "parts"))})
         raise RefusedError(f"it asks to {asked['do']!r:.40}, which no site does.")
@@ -107,7 +122,9 @@ class Site:
         """
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
-        return {"answer": {"name": self.name, "clients": list(self._session.runner.data.client_ids)}}
+        runner, parts = self._session.runner, _texts(asked, "parts")
+        told = runner.describe(parts=parts) if parts else None
+        return {"answer": {"name": self.name, "clients": list(runner.data.client_ids), "data": told}}
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)
@@ -139,8 +156,23 @@ class Site:
         self._given.clear()
         return Session(asked["session"], asked["run"], runner)
 
-    # -- one task ----------------------------------------------------------------------------------------------------
+    # -- tasks -------------------------------------------------------------------------------------------------------
+    def _tasks(self, session: Session, asked: Mapping[str, Any]) -> bytes:
+        """Carry out tasks one after another, each with a reply of its own: `unknown` if there is no time for it."""
+        tasks, budget = asked.get("tasks"), asked.get("budget")
+        if not isinstance(tasks, list) or not isinstance(budget, int | float):
+            raise RefusedError("it does not say what to do.")
+        begun, replies = self._clock(), list[bytes]()
+        for one in tasks:
+            late = self._clock() - begun > budget or sum(map(len, replies)) > REPLY_BYTES
+            done = self._said(partial(self._task, session, one)) if not (replies and late) else write({"unknown": ""})
+            replies.append(done)
+        return write({"answer": replies})
+
     def _task(self, session: Session, asked: Mapping[str, Any]) -> bytes:
+        if not isinstance(asked, dict):
+            raise RefusedError("it does not say what to do.")
+        begun = self._clock()
         task, run = asked.get("task"), session.run
         if not isinstance(task, TASKS):
             raise RefusedError(f"a {type(task).__name__} is no task for a site.")
@@ -153,7 +185,13 @@ class Site:
             return self._given[client, number]
         record = self.records.get(run, client, version)
         answer, after = task.run(session.runner, record)
-        reply: dict[str, Any] = {"answer": answer, "version": None, "loop": session.runner.loop.reason}
+        seconds = self._clock() - begun
+        reply: dict[str, Any] = {
+            "answer": answer,
+            "version": None,
+            "loop": session.runner.loop.reason,
+            "seconds": seconds,
+        }
         if after is not None:
             keep = asked.get("keep")
             reply["version"] = self.records.put(run, client, after)

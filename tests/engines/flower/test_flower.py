@@ -38,7 +38,7 @@ data:
   class_path: fedlightning.datamodules.DigitsDataModule
   init_args: {partitioner: {class_path: fedlightning.datamodules.IIDPartitioner, init_args: {num_clients: 2}}}
 """
-LONG = 300.0
+LONG = 900.0  # of a machine with other work
 
 
 class Machines:

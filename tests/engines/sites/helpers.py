@@ -18,6 +18,7 @@ from fedlightning.engines.sites.link import Loopback, connected
 from fedlightning.engines.sites.site import Site
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.trainer import FederatedTrainer
+from fedlightning.wire import read, write
 
 SHARES = (("site0", "site3"), ("site1", "site2"))
 """Clients of the two sites."""
@@ -75,6 +76,27 @@ class Line(Loopback):
             self.now += timeout
         changed = [(name, self.reply(name, data)) for name, data in found]
         return [(name, data) for name, data in changed if data is not None]
+
+
+def tasks_in(request: bytes) -> list[Any]:
+    """Return the tasks that a request holds."""
+    return [one["task"] for one in read(request).get("tasks", [])]
+
+
+def answers_in(reply: bytes) -> list[Any]:
+    """Return the answers to tasks that a reply holds; `None` in the place of one that was refused or not carried out."""
+    return [read(part).get("answer") for part in _parts(reply)]
+
+
+def changed(reply: bytes, change: Callable[[Any, bytes], bytes]) -> bytes:
+    """Return a reply in which every part is what `change` makes of its answer and its bytes."""
+    parts = _parts(reply)
+    return write({"answer": [change(read(part).get("answer"), part) for part in parts]}) if parts else reply
+
+
+def _parts(reply: bytes) -> list[bytes]:
+    parts = read(reply).get("answer")
+    return parts if isinstance(parts, list) else []
 
 
 @contextmanager

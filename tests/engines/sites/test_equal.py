@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from fedlightning.callbacks import FENDA, SCAFFOLD, Ditto, FedBN, GlobalCheckpoint, LocalCheckpoint
-from fedlightning.messages import tree_bytes
+from fedlightning.federation.engine import Visit
+from fedlightning.messages import Update, tree_bytes
 from fedlightning.testing.runs import same_tree
-from fedlightning.wire import read
 from tests.conformance.case import Case, collect
-from tests.engines.sites.helpers import Line, at_sites, exported, sites, together
+from tests.engines.sites.helpers import Line, answers_in, at_sites, exported, sites, tasks_in, together
 
 KEEP = (LocalCheckpoint(monitor="val_loss", mode="min"), GlobalCheckpoint(monitor="val_loss", mode="min"))
 
@@ -52,11 +52,11 @@ def test_equal_with_every_kind_of_entry(tmp_path):
 def test_what_is_counted_is_what_is_sent(tmp_path):
     """The payloads of visits, taken from the bytes on the line, are the summary's traffic."""
     line, down, up = Line(sites(tmp_path / "sites")), [], []
-    line.watch = lambda node, data: (down.append(read(data)), data)[1]
-    line.reply = lambda name, data: (up.append(read(data)), data)[1]
+    line.watch = lambda node, data: (down.extend(tasks_in(data)), data)[1]
+    line.reply = lambda name, data: (up.extend(answers_in(data)), data)[1]
     trainer = at_sites(line, tmp_path / "server")
-    visits = [asked["task"].message for asked in down if type(asked.get("task")).__name__ == "Visit"]
-    updates = [said["answer"] for said in up if type(said.get("answer")).__name__ == "Update"]
+    visits = [task.message for task in down if isinstance(task, Visit)]
+    updates = [answer for answer in up if isinstance(answer, Update)]
     assert len(visits) == len(updates) == 8
     assert sum(tree_bytes(one.state) + tree_bytes(one.extras) for one in visits) == trainer.summary["bytes_down"]
     assert sum(tree_bytes(one.state) + tree_bytes(one.extras) for one in updates) == trainer.summary["bytes_up"]

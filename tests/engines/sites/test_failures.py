@@ -15,7 +15,7 @@ from fedlightning.messages import Message, Update
 from fedlightning.testing import runs
 from fedlightning.testing.toys import federate
 from fedlightning.wire import read, write
-from tests.engines.sites.helpers import SHARES, Line, a_site, at_sites, sites, together
+from tests.engines.sites.helpers import SHARES, Line, a_site, answers_in, at_sites, changed, sites, tasks_in, together
 from tests.engines.sites.test_equal import rows
 
 METHOD = SCAFFOLD()  # every client keeps a state of its own
@@ -26,8 +26,11 @@ def same(one, other):
 
 
 def visits_of(data, round):
-    task = read(data).get("task")
-    return isinstance(task, Visit) and task.message.round == round
+    return any(isinstance(task, Visit) and task.message.round == round for task in tasks_in(data))
+
+
+def updates_of(data):
+    return {(answer.round, answer.client) for answer in answers_in(data) if isinstance(answer, Update)}
 
 
 def test_a_site_that_is_killed_in_a_visit_and_starts_anew(tmp_path):
@@ -54,8 +57,7 @@ def test_a_site_that_dies_between_its_disk_and_its_reply(tmp_path):
     lost = []
 
     def lose(name, data):
-        answer = read(data).get("answer")
-        if isinstance(answer, Update) and answer.round == 1 and not lost:
+        if (1, "site0") in updates_of(data) and not lost:
             lost.append(name)
             line.sites["0"] = a_site(tmp_path / "sites" / "0", SHARES[0], METHOD, max_rounds=3).answer
             return None
@@ -100,8 +102,7 @@ def test_a_server_that_is_killed_goes_on_where_it_was(tmp_path):
     line = Line(parts)
 
     def stop(name, data):
-        answer = read(data).get("answer")
-        if isinstance(answer, Update) and (answer.round, answer.client) == (3, "site2"):
+        if (3, "site2") in updates_of(data):
             raise runs.Stopped
         return data
 
@@ -154,11 +155,10 @@ def test_too_few_clients_end_the_run(tmp_path):
 def test_nonsense_is_a_failed_client(tmp_path, reply, reason):
     line = Line(sites(tmp_path / "sites"))
 
-    def replaced(name, data):
-        answer = read(data).get("answer")
-        return reply if isinstance(answer, Update) and (answer.round, answer.client) == (1, "site1") else data
+    def replaced(answer, part):
+        return reply if isinstance(answer, Update) and (answer.round, answer.client) == (1, "site1") else part
 
-    line.reply = replaced
+    line.reply = lambda name, data: changed(data, replaced)
     trainer = at_sites(line, tmp_path / "server")
     (failed,) = trainer.summary["failures"]
     assert (failed["round"], failed["client"]) == (2, "site1") and reason in failed["reason"]
@@ -167,15 +167,13 @@ def test_nonsense_is_a_failed_client(tmp_path, reply, reason):
 def test_scores_that_were_not_asked_for_are_refused(tmp_path):
     line = Line(sites(tmp_path / "sites"))
 
-    def renamed(name, data):
-        found = read(data)
-        scores = found.get("answer")
+    def renamed(scores, part):
         if isinstance(scores, list) and scores and scores[0].client == "site1":
             object.__setattr__(scores[0], "client", "site0")
-            return write(found)
-        return data
+            return write({**read(part), "answer": scores})
+        return part
 
-    line.reply = renamed
+    line.reply = lambda name, data: changed(data, renamed)
     trainer = at_sites(line, tmp_path / "server")
     assert any("not asked for" in one["reason"] for one in trainer.summary["failures"])
 
@@ -199,9 +197,9 @@ def test_another_configuration_is_refused_before_round_1(tmp_path, arguments, fu
 
 
 def asked(site, session, task, **more):
-    return read(
-        site.answer(write({"do": "task", "session": session, "task": task, "number": "1", "version": "", **more}))
-    )
+    one = {"task": task, "number": "1", "version": "", **more}
+    said = read(site.answer(write({"do": "tasks", "session": session, "tasks": [one], "budget": 5.0})))
+    return read(said["answer"][0]) if "answer" in said else said
 
 
 def test_what_a_site_does_not_carry_out(tmp_path):

@@ -36,9 +36,7 @@ from fedlightning.clock import (
 )
 from fedlightning.federation.failures import FederationError
 from fedlightning.federation.loops import Asynchronous
-from fedlightning.federation.loops.asynchronous import refuse_synchronous
 from fedlightning.run.persistence import DamagedStateError
-from tests.conformance.case import collect
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -397,53 +395,6 @@ def test_a_damaged_flight_is_refused():
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-RUN = {
-    "APFL",
-    "Ditto",
-    "FENDA",
-    "FFALoRA",
-    "FML",
-    "FedAsync",
-    "FedAvg",
-    "FedAvgM",
-    "FedAdam",
-    "FedYogi",
-    "FedAdagrad",
-    "FedBN",
-    "FedBuff",
-    "FedIT",
-    "FedLP",
-    "FedMultimodal",
-    "FedPer",
-    "FedProx",
-    "FedRep",
-    "FedSGD",
-    "FedType",
-    "GPFL",
-    "LGFedAvg",
-    "Local",
-    "MAPPER",
-    "MOON",
-    "PerFCL",
-    "PerFedAvg",
-    "pFedBayes",
-}
-"""What has nothing at the server that counts on synchronous rounds. A name that comes or goes here was looked at."""
-
-
-def test_every_method_is_run_or_refused_by_name():
-    first = {name.partition(" ")[0]: case.algorithm for name, case in collect("CASES").items()}
-    ran = set()
-    for name, callback in first.items():
-        try:
-            refuse_synchronous(callback)
-            ran.add(name)
-        except ValueError as refusal:
-            assert str(refusal).startswith(f"{callback.key} ")
-        assert not (callback.claims("plan_round") and name in ran)
-    assert ran == RUN
-
-
 @pytest.mark.parametrize("make", [APFL, Ditto, lambda: FENDA(head="net.3"), MOON, FedBN, FedProx])
 def test_methods_of_clients_equal_synchronous_rounds_where_all_are_alike(make):
     """Equal speeds, everybody at work, a round of all: what a method does at the client is what it does there."""

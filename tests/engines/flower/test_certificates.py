@@ -1,0 +1,59 @@
+"""Certificates and keys: each machine's files, and those of a site that comes later."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="Flower is in an environment of its own: make test-flower")
+
+from fedlightning.cli import main
+from fedlightning.engines.flower.certificates import add, make
+from fedlightning.engines.flower.signatures import signer, verified
+from fedlightning.errors import ConfigurationError
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    make(tmp_path / "keys", ["127.0.0.1"], ["a", "b"])
+    return tmp_path / "keys"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_site_that_comes_later_has_what_the_others_have(made: Path) -> None:
+    before = files(made)
+    assert add(made, ["c"]) == [made / "c"]
+    after = files(made)
+    assert before == {name: after[name] for name in before}  # nobody else gets new files
+    assert {*after} - {*before} == {"server/sites/c.pub", "c/ca.pem", "c/sign.pub", "c/site.key"}
+    assert after["c/ca.pem"] == after["a/ca.pem"] and after["c/sign.pub"] == after["a/sign.pub"]
+    assert len({after[f"{site}/site.key"] for site in "abc"}) == 3
+    assert stat.S_IMODE((made / "c" / "site.key").stat().st_mode) == 0o600
+    echoed = verified(lambda request: request, made / "c" / "sign.pub")
+    assert echoed(signer(made / "server" / "sign.key")(b"request")) == b"request"
+
+
+def test_a_name_is_given_once_and_again_after_it_was_removed(made: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"keys/a is there already"):
+        add(made, ["c", "a"])
+    assert not (made / "c").exists()
+    (made / "a").rename(made.parent / "given away")
+    with pytest.raises(ConfigurationError, match=r"a\.pub is there already"):
+        add(made, ["a"])
+    (made / "server" / "sites" / "a.pub").unlink()
+    add(made, ["a"])
+    assert (made / "a" / "site.key").read_bytes() != (made.parent / "given away" / "site.key").read_bytes()
+
+
+def test_what_cannot_be_added(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certificates", "--add", "--sites", "c", "--hosts", "x", "--out", str(made)]) == 2
+    assert "--hosts is in the server's certificate" in capsys.readouterr().err
+    assert main(["certificates", "--add", "--sites", "c", "--out", str(made / "none")]) == 2
+    assert "has no ca.pem" in capsys.readouterr().err
+    assert main(["certificates", "--add", "--sites", "server", "--out", str(made)]) == 2
+    assert "none of them 'server'" in capsys.readouterr().err
