@@ -23,7 +23,7 @@ PYTEST = $(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all test-flower coverage lint format types registry bench clean distclean
+.PHONY: help install quickstart test test-all test-flower test-flower-catalogue coverage lint format types registry bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,13 @@ $(FLOWER_STAMP): pyproject.toml constraints-flower.txt
 test-flower: $(FLOWER_STAMP) ## run the tests of sites over a real SuperLink, in an environment of its own
 	$(FLOWER_VENV)/bin/python -c "import flwr" # without it the tests would be skipped
 	$(ONE_THREAD) $(FLOWER_VENV)/bin/python -m pytest -q -m "slow or not slow" tests/engines/flower $(PYTEST_ARGS)
+
+CATALOGUE ?= .flower-catalogue
+CATALOGUE_SERVERS ?= 4
+
+test-flower-catalogue: $(FLOWER_STAMP) ## every method over a real SuperLink: some 40 minutes; goes on where it was stopped
+	FEDLIGHTNING_CATALOGUE=$(CATALOGUE) FEDLIGHTNING_CATALOGUE_SERVERS=$(CATALOGUE_SERVERS) $(ONE_THREAD) \
+		$(FLOWER_VENV)/bin/python -m pytest -q -m slow tests/engines/flower/test_catalogue.py $(PYTEST_ARGS)
 
 coverage: $(STAMP) ## run the tests and report the lines and branches they miss
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered $(PYTEST_ARGS)

@@ -70,10 +70,10 @@ def main(args: Sequence[str] | None = None) -> int:
             if isinstance(
                 stop.__cause__ or stop.__context__, KeyboardInterrupt
             ):  # what Lightning's Trainer makes of it
-                return _interrupted()
+                return _interrupted(command)
             return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
         except KeyboardInterrupt:
-            return _interrupted()
+            return _interrupted(command)
         except BrokenPipeError:  # the reader of a pipe (head, less) has ended
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -81,8 +81,12 @@ def main(args: Sequence[str] | None = None) -> int:
             return _report(command, error, debug)
 
 
-def _interrupted() -> int:
-    print("\nInterrupted. Go on with: fedlightning fit --config ... --resume last", file=sys.stderr)
+def _interrupted(command: str) -> int:
+    if command == "site":
+        print("\nStopped. Go on with the same command.", file=sys.stderr)
+    else:
+        again = command if command == "serve" else "fit"
+        print(f"\nInterrupted. Go on with: fedlightning {again} --config ... --resume last", file=sys.stderr)
     return 130
 
 
@@ -95,6 +99,10 @@ def _find(command: str) -> Callable[[list[str]], int]:
         from fedlightning.commands.serve import run as run_between_machines
 
         return lambda rest: run_between_machines(command, rest)
+    if command == "sites":
+        from fedlightning.commands.sites import sites
+
+        return sites
     if command == "certificates":
         from fedlightning.commands.serve import certificates
 

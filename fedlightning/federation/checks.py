@@ -125,15 +125,16 @@ def _check_there(
     """
     done: list[tuple[Setup, list[str], CheckThere | None]] = []  # what each has said, or the task that is to say it
     refused: ValueError | None = None
+    missing = engine.no_public if engine.public()[0] is None else ""
     for callback, architecture, setup in checks:
         said: list[str] = []
         there = None
         try:
             callback.check(replace(setup, warn=said.append))
         except BatchElsewhere:
-            there = _there(callback, architecture, setup, asked)
+            there = _there(callback, architecture, setup, asked, has_public=not missing)
         except ValueError as error:  # it counts if none of those before refuses
-            refused = error
+            refused = _without_public(callback.key, str(error), missing) or error
             break
         done.append((setup, said, there))
     wanted = [] if refused is not None else list(beside)
@@ -143,7 +144,7 @@ def _check_there(
         if there is not None:
             refusal, said = next(found)
             if refusal is not None:
-                raise ConfigurationError(refusal)
+                raise _without_public(there.callback, refusal, missing) or ConfigurationError(refusal)
         for text in said:
             setup.warn(text)
     if refused is not None:
@@ -151,7 +152,9 @@ def _check_there(
     return dict(zip(wanted, found, strict=True))
 
 
-def _there(callback: FederatedCallback, architecture: str, setup: Setup, asked: Questions) -> CheckThere:
+def _there(
+    callback: FederatedCallback, architecture: str, setup: Setup, asked: Questions, has_public: bool
+) -> CheckThere:
     shared = {"": tuple(setup.shared_names())}
     shared |= {other.key: tuple(setup.shared_names(without=other)) for other in setup.callbacks}
     return CheckThere(
@@ -164,7 +167,13 @@ def _there(callback: FederatedCallback, architecture: str, setup: Setup, asked: 
         asked.pooled,
         tuple(split for split in SPLITS if asked.has_split(split)),
         is_mixed=bool(setup.modules),
+        has_public=has_public,
     )
+
+
+def _without_public(callback: str, refusal: str, missing: str) -> ConfigurationError | None:
+    """Return the refusal of a callback that misses public data, with the way out of where the clients are elsewhere."""
+    return ConfigurationError(f"{callback} {missing}") if missing and "public data" in refusal else None
 
 
 class Questions:
@@ -273,6 +282,7 @@ class CheckThere:
         pooled: Splits whose union can be had.
         splits: Splits of which any client has samples.
         is_mixed: Whether clients have models of different architectures.
+        has_public: Whether the server has public data; a site's own are no use without.
     """
 
     callback: str
@@ -284,6 +294,7 @@ class CheckThere:
     pooled: tuple[str, ...]
     splits: tuple[str, ...]
     is_mixed: bool
+    has_public: bool
     num_bytes: int = 0
 
     @property
@@ -300,7 +311,8 @@ class CheckThere:
         names = blueprint.architectures if self.is_mixed else (self.architecture,)
         modules = {name: blueprint.build("server", name) for name in names}
         module = modules[self.architecture]
-        public = Public(lambda: (runner.data.public_dataloader(), type(runner.data).__name__), blueprint)
+        loader = runner.data.public_dataloader() if self.has_public else None
+        public = Public(lambda: (loader, type(runner.data).__name__), blueprint)
         said: list[str] = []
         setup = Setup(
             module=module,

@@ -105,6 +105,7 @@ class Federation:
 
     def __post_init__(self) -> None:
         self.engine.attempts.note = self._note_try
+        self.server.sites = dict(self.engine.sites)
         self._left_out: list[str] = []
         if not self.engine.runner.described.together:
             asked = (*self.evaluate_data, *self.test_data)
@@ -363,8 +364,10 @@ class Federation:
         results = self.recorder.choose_results(self.rounds_done, None if every else self.server.evaluated)
         self.recorder.write_summary(
             summary_of(self.server, self.engine, results, self.rounds_done, self.costs.seconds, arguments, self.history)
-            | {"evaluation": evaluation_of(self.server, self._scored)}
-            | {"evaluation_seconds": round(self.costs.evaluation_seconds, 3)}
+            | {
+                "evaluation": evaluation_of(self.server, self._scored),
+                "evaluation_seconds": round(self.costs.evaluation_seconds, 3),
+            }
             | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
             | ({"config_changes": self.changes} if self.changes else {})
             | ({"held_out": self.unseen.summary()} if self.server.held_out else {})

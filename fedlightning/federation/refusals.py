@@ -122,6 +122,6 @@ def refuse_loop(loop: Loop, server: Server, store: ClientStore, evaluate_seconds
     if loop.holds_records and not store.is_here:
         raise ConfigurationError(
             f"The loop {type(loop).__name__} carries out visits before they count, and holds back what clients "
-            "keep until then; here their records are where the clients are. Leave out trainer.loop, or use an engine of "
-            "this machine."
+            "keep until then; here their records are at their sites. Leave out trainer.loop (with a method that runs in "
+            "rounds), or use an engine that has the clients here (engine='sequential')."
         )

@@ -46,6 +46,7 @@ def summary_of(
         "data": describe_data(
             engine.describe(parts=("classes", "splits", "public")), None if listed is server.clients else listed
         ),
+        **({"sites": by_site(server.sites, [*server.clients, *server.held_out])} if server.sites else {}),
         "callbacks": callbacks,
         "model": type(server.blueprint.template).__name__,
         **({"architectures": describe(server)} if server.is_mixed else {}),
@@ -60,6 +61,24 @@ def summary_of(
         "versions": versions(),
         "config_hash": config_hash({**config, "callbacks": callbacks}),
     }
+
+
+def by_site(sites: Mapping[str, str], clients: Sequence[str]) -> dict[str, list[str]]:
+    """Return the clients of each site, both in the order of the clients.
+
+    Args:
+        sites: Name of each client's site.
+        clients: Clients in their order.
+
+    Example:
+        >>> by_site({"b": "x", "a": "y", "c": "y"}, ["a", "b", "c"])
+        {'y': ['a', 'c'], 'x': ['b']}
+    """
+    found: dict[str, list[str]] = {}
+    for client in clients:
+        if client in sites:
+            found.setdefault(sites[client], []).append(client)
+    return found
 
 
 LISTED = 10_000

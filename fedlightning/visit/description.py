@@ -120,7 +120,7 @@ class Description:
             together=False,
             content=None if None in (looks := [site.content for site in sites]) else _hash(looks),
             classes=_joined(site.classes for site in sites),
-            splits={split: _hash([site.splits[split] for site in sites]) for split in first.splits},
+            splits={split: _hash([site.splits[split] for site in sites if site.client_ids]) for split in first.splits},
             loaders=_joined(site.loaders for site in sites),
             batches=_joined(site.batches for site in sites),
             pooled=(),

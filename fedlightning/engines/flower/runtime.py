@@ -7,8 +7,9 @@ themselves, so no process starts for a message. A secret that only the two know 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -26,26 +27,27 @@ from flwr.proto.control_pb2 import (
     StartRunRequest,
     StopRunRequest,
 )
-from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, SendTaskHeartbeatRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
-from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
     SuperExecAuthHttpInterceptor,
 )
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from flwr.supercore.retry import make_simple_http_retry_invoker
+from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from fedlightning.engines.flower.bundle import bundle
-from fedlightning.engines.sites.link import Answer
-from fedlightning.errors import ConfigurationError
+from fedlightning.engines.sites.link import Answer, LostConnectionError
+from fedlightning.errors import ConfigurationError, warn
 from fedlightning.wire import write
 
 ENTRY = "fedlightning"
@@ -54,8 +56,52 @@ POLL = 0.2
 """Seconds between looks for a task or a reply."""
 FOREVER = 10 * 365 * 24 * 3600.0
 COMPLETED = "completed"
+BUSY = (408, 429, 500, 502, 503, 504)
+"""Answers of a program that may do better later."""
+PATIENCE = 600.0
+"""Seconds in which a program is asked again that runs and does not answer."""
+ENDED = "The SuperLink has ended; its log says why. Go on with --resume last."
 
+R = TypeVar("R")
 T = TypeVar("T", RuntimeHttpClient, ControlHttpClient)
+
+
+def patient(lives: Callable[[], bool] = lambda: True) -> RetryInvoker:
+    """Return what calls a program again that is busy, as long as it runs.
+
+    Flower's own sends its process a SIGINT when a token is not good any more, and has no end where a program has ended.
+    """
+
+    def gives_up(error: Exception) -> bool:
+        if isinstance(error, httpx.HTTPStatusError):
+            return error.response.status_code not in BUSY
+        return not lives() or "certificate" in str(error).lower()
+
+    again = (httpx.TransportError, httpx.HTTPStatusError)
+    return RetryInvoker(lambda: exponential(max_delay=5), again, None, PATIENCE, should_giveup=gives_up)
+
+
+def heartbeat(client: RuntimeHttpClient, ended: Callable[[], None]) -> Callable[[], bool]:
+    """Return what tells a program that a task goes on. Flower's own sends its process a SIGINT where the task is over.
+
+    Args:
+        client: A connection to the program.
+        ended: Is called where the program has given the task up.
+    """
+
+    def beat() -> bool:
+        try:
+            if client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success:
+                return True
+        except httpx.TransportError:
+            return False
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in BUSY:
+                return False
+        ended()
+        return True
+
+    return beat
 
 
 @dataclass(frozen=True)
@@ -72,14 +118,14 @@ class Address:
     certificate: str | None = None
     secret: bytes = b""
 
-    def client(self, kind: type[T], *interceptors: Any, name: str, tries: bool = True) -> T:
-        """Return a client of an interface; `tries`: it tries again until it is answered."""
+    def client(self, kind: type[T], *interceptors: Any, name: str, retry: RetryInvoker | None = None) -> T:
+        """Return a client of an interface; `retry`: what calls again where it is not answered."""
         return kind.from_server_address(
             server_address=self.place,
             insecure=self.certificate is None,
             root_certificates=self.certificate,
             interceptors=[RuntimeVersionHttpInterceptor(component_name=name), *interceptors],
-            retry_invoker=make_simple_http_retry_invoker() if tries else None,
+            retry_invoker=retry,
         )
 
 
@@ -115,7 +161,7 @@ class Tasks:
         guard = SuperExecAuthHttpInterceptor(
             master_secret=address.secret, protected_methods=frozenset({"/flwr.proto.Runtime/AcquireTask"})
         )
-        self._client = address.client(RuntimeHttpClient, guard, name="SuperExec", tries=False)
+        self._client = address.client(RuntimeHttpClient, guard, name="SuperExec")
         self._kind = kind
 
     def next(self) -> str | None:
@@ -130,7 +176,7 @@ class FlowerLink:
     Args:
         address: The SuperLink's address.
         expected: Number of sites without which no run begins.
-        allowed: Ids of the nodes that may take part; `None`: all that are connected.
+        allowed: Names of the sites that may take part, by the ids of their nodes; `None`: all that are connected.
         sign: Signs a request.
         lives: Whether the SuperLink runs.
 
@@ -142,29 +188,40 @@ class FlowerLink:
         self,
         address: Address,
         expected: int,
-        allowed: Collection[int] | None = None,
+        allowed: Mapping[int, str] | None = None,
         sign: Callable[[bytes], bytes] = lambda request: request,
         lives: Callable[[], bool] = lambda: True,
     ) -> None:
         self.expected = expected
         self._sign = sign
-        self._allowed = None if allowed is None else set(allowed)
+        self._allowed = None if allowed is None else dict(allowed)
+        self._address, self._lives = address, lives
+        self._nodes: list[str] = []
+        self._connect()
+
+    def _connect(self) -> None:
+        """Begin a run on the SuperLink, and take its task."""
+        address, retry = self._address, patient(self._lives)
+        self._ended, self._sent = False, set[str]()
         content, fab_hash = bundle()
-        self._control = address.client(ControlHttpClient, name="flwr CLI")
+        self._control = address.client(ControlHttpClient, name="flwr CLI", retry=retry)
         started = self._control.StartRun(StartRunRequest(fab=fab_to_proto(Fab(fab_hash, content, {}))))
         if not started.HasField("run_id"):
             raise ConfigurationError(f"The SuperLink at {address.place} starts no run.")
-        self._run_id = started.run_id
         tasks, token = Tasks(address, TaskType.SERVER_APP), None
         while token is None:
+            if not self._lives():
+                raise LostConnectionError(ENDED)
             time.sleep(POLL)
-            token = tasks.next()
+            with suppress(httpx.TransportError):
+                token = tasks.next()
         certificate = None if address.certificate is None else open(address.certificate, "rb").read()  # noqa: SIM115
         self._grid = HttpGrid(address.place, certificate is None, certificate, token=token)
-        client = self._grid._runtime_client  # the interface that Flower's own runner uses
-        self._heart = HeartbeatSender(make_task_heartbeat_fn_http(client))
+        self._grid._retry_invoker = retry
+        self._client = self._grid._runtime_client  # the interface that Flower's own runner uses
+        self._heart = HeartbeatSender(heartbeat(self._client, self._end))
         self._heart.start()
-        found = client.PullTaskInput(PullTaskInputRequest())
+        found = self._client.PullTaskInput(PullTaskInputRequest())
         self._context = context_from_proto(found.context)
         self._grid.set_run(run_from_proto(found.run))
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
@@ -172,28 +229,81 @@ class FlowerLink:
             found.run.run_id,
             self._context.node_id,
         )
-        self._client = client
-        self._lives = lives
+
+    def _end(self) -> None:
+        self._ended = True
+
+    def _ask(self, what: Callable[[], R], otherwise: R) -> R:
+        """Return what the SuperLink answers. If it has given the run up meanwhile, begin another.
+
+        Args:
+            what: Asks it.
+            otherwise: The answer where none came.
+
+        Raises:
+            LostConnectionError: If the SuperLink has ended or refuses.
+        """
+        try:
+            if not self._ended:
+                return what()
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code not in (401, 403):
+                raise LostConnectionError(f"The SuperLink refuses what it is asked: {error}".splitlines()[0]) from error
+        except httpx.TransportError as error:
+            if not self._lives():
+                raise LostConnectionError(ENDED) from None
+            raise LostConnectionError(f"The SuperLink does not answer ({error}). Go on with --resume last.") from error
+        warn(
+            "The SuperLink has not heard of this process for a minute or longer (asleep, or the machine is too busy) and has "
+            "given the connection up. Another is begun, and sites are asked again for what was on the way."
+        )
+        self._close(says=False)
+        self._connect()
+        return otherwise
 
     def nodes(self) -> list[str]:
         if not self._lives():
-            raise ConnectionError("The SuperLink has ended; its log says why. Go on with --resume last.")
-        found = (int(node) for node in self._grid.get_node_ids())
-        return [str(node) for node in found if self._allowed is None or node in self._allowed]
+            raise LostConnectionError(ENDED)
+        found = self._ask(lambda: [int(node) for node in self._grid.get_node_ids()], None)
+        if found is not None:
+            self._nodes = [str(node) for node in found if self._allowed is None or node in self._allowed]
+        return self._nodes
+
+    def missing(self) -> list[str]:
+        connected = self.nodes()
+        return [name for node, name in (self._allowed or {}).items() if str(node) not in connected]
+
+    def owner(self, node: str) -> str | None:
+        return None if self._allowed is None else self._allowed.get(int(node))
 
     def send(self, node: str, request: bytes) -> str:
-        message = Message(
-            records_of(self._sign(request)), dst_node_id=int(node), message_type=MESSAGE_TYPE, ttl=FOREVER
-        )
-        (number,) = self._grid.push_messages([message])
-        if number is None:
-            raise ConnectionError("The SuperLink does not take a message.")
+        content = records_of(self._sign(request))
+
+        def push() -> str | None:
+            message = Message(content, dst_node_id=int(node), message_type=MESSAGE_TYPE, ttl=FOREVER)
+            (number,) = self._grid.push_messages([message]) or [None]
+            return number
+
+        try:
+            number = self._ask(push, None)
+        except ObjectPushError:  # it was too slow
+            number = None
+        if number is None:  # it is lost, and whoever waits for the reply is told so
+            time.sleep(POLL)
+            return f"lost {uuid.uuid4().hex}"
+        self._sent.add(str(number))
         return str(number)
 
     def receive(self, waiting: Collection[str], timeout: float) -> list[tuple[str, bytes]]:
         ends = time.monotonic() + timeout
         while True:
-            found = [self._read(message) for message in self._grid.pull_messages(list(waiting))] if waiting else []
+            lost = [name for name in waiting if name not in self._sent]
+            if lost:
+                return [(name, write({"lost": ""})) for name in lost]
+            pulled: list[Message] = []
+            if waiting:
+                pulled = self._ask(lambda: list(self._grid.pull_messages(list(waiting))), pulled)
+            found = [self._read(message) for message in pulled]
             if found or time.monotonic() > ends:
                 return found
             time.sleep(POLL)
@@ -208,16 +318,21 @@ class FlowerLink:
 
     def close(self) -> None:
         """End the run."""
+        self._close(says=True)
+
+    def _close(self, says: bool) -> None:
         self._grid._retry_invoker.max_tries = 1  # as Flower's own runner does: the SuperLink may be gone
-        push_task_output(self._client, self._context, COMPLETED, "")
-        self._heart.stop()
+        if says:
+            push_task_output(self._client, self._context, COMPLETED, "")
+        if self._heart.is_running:
+            self._heart.stop()
         self._grid.close()
         self._control.close()
 
 
 def stop_runs(address: Address) -> None:
     """Stop what runs on a SuperLink: a server that was killed has left its run there."""
-    control = address.client(ControlHttpClient, name="flwr CLI")
+    control = address.client(ControlHttpClient, name="flwr CLI", retry=patient())
     try:
         for run_id, run in control.ListRuns(ListRunsRequest()).run_dict.items():
             if run.status.status != "finished":
@@ -226,17 +341,17 @@ def stop_runs(address: Address) -> None:
         control.close()
 
 
-def register(address: Address, keys: Sequence[Path]) -> list[int]:
-    """Let sites with these public keys connect; return the ids of their nodes."""
-    control = address.client(ControlHttpClient, name="flwr CLI")
+def register(address: Address, keys: Sequence[Path]) -> dict[int, str]:
+    """Let sites with these public keys connect; return the names of the sites, which those of the files are, by node."""
+    control = address.client(ControlHttpClient, name="flwr CLI", retry=patient())
     try:
         known = {node.public_key: node.node_id for node in control.ListNodes(ListNodesRequest()).nodes_info}
-        found = []
+        found: dict[int, str] = {}
         for path in keys:
             key = load_ssh_public_key(path.read_bytes())
             content = public_key_to_bytes(cast(EllipticCurvePublicKey, key))
             made = known.get(content) or control.RegisterNode(RegisterNodeRequest(public_key=content)).node_id
-            found.append(int(made))
+            found[int(made)] = path.stem
         return found
     finally:
         control.close()
@@ -254,19 +369,19 @@ def serve_site(address: Address, answer: Answer, lives: Callable[[], bool]) -> N
     while lives():
         try:
             token = tasks.next()
-        except httpx.TransportError:  # it is about to end
+        except httpx.HTTPError:  # it is about to end, or busy
             token = None
         if token is None:
             time.sleep(POLL)
             continue
         try:
             _answer_one(address, token, answer)
-        except (httpx.HTTPError, RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever Flower raises: a site goes on with the next
             print(f"A message was lost: {' '.join(str(error).split())}", flush=True)
 
 
 def _answer_one(address: Address, token: str, answer: Answer) -> None:
-    client = address.client(RuntimeHttpClient, RuntimeTokenHttpInterceptor(token), name="flwr-clientapp", tries=False)
+    client = address.client(RuntimeHttpClient, RuntimeTokenHttpInterceptor(token), name="flwr-clientapp")
     with _beating(client):
         message, context, _, fab = pull_task_input(client)
         try:
@@ -283,7 +398,7 @@ def _answer_one(address: Address, token: str, answer: Answer) -> None:
 
 @contextmanager
 def _beating(client: RuntimeHttpClient) -> Iterator[None]:
-    heart = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    heart = HeartbeatSender(heartbeat(client, lambda: None))  # the reply is refused then, and the task comes again
     heart.start()
     try:
         yield

@@ -50,10 +50,10 @@ class Machines:
         self.running: list[subprocess.Popen[bytes]] = []
         (folder / "run.yaml").write_text(CONFIG)
 
-    def start(self, name: str, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *words: str, module: str = "fedlightning") -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.out").open("ab") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "fedlightning", *words],
+                [sys.executable, "-m", module, *words],
                 cwd=self.folder,
                 stdout=out,
                 stderr=subprocess.STDOUT,

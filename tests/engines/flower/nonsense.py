@@ -1,0 +1,33 @@
+"""`fedlightning site` whose answers to the first visits are nonsense: bytes, many of them, answers to other questions."""
+
+from __future__ import annotations
+
+import sys
+
+from fedlightning.cli import main
+from fedlightning.engines.sites.site import Site
+from fedlightning.federation.engine import Visit
+from fedlightning.messages import Update
+from fedlightning.wire import read, write
+
+REPLIES = [
+    b"nonsense",
+    b"\xff" * 8 + bytes(20_000_000),
+    write({"answer": []}),
+    write({"answer": Update(3, "0", num_samples=3)}),
+    write({"answer": Update(4, "1", num_samples=3), "version": "x", "note": {"is_personal": 1}}),
+]
+WHY = ["its header", "its header", "a list", "client=", "no version of its record"]
+"""What the server is to say of each."""
+answer = Site.answer
+
+
+def nonsense(site: Site, request: bytes) -> bytes:
+    task = read(request).get("task")
+    first = isinstance(task, Visit) and task.message.round < len(REPLIES)
+    return REPLIES[task.message.round] if first else answer(site, request)
+
+
+if __name__ == "__main__":
+    Site.answer = nonsense  # type: ignore[method-assign]
+    sys.exit(main())
