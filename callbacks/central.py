@@ -25,8 +25,8 @@ class Central(FederatedCallback):
         """Refuse data that are not in one place, and algorithms that act on clients: there are none.
 
         Raises:
-            ValueError: If there is no union of the data, or another callback decides what is shared or sent, keeps something
-                at a client, deploys a model per client, or works on what several clients send.
+            ValueError: If there is no union of the data, or another callback decides who takes part, what is shared or sent,
+                keeps something at a client, deploys a model per client, or works on what several clients send.
         """
         if not setup.has_pooled("train"):
             raise ValueError(
@@ -35,6 +35,11 @@ class Central(FederatedCallback):
             )
         acts = ("shared_names", "personal_module", "global_module", "on_reduced", "reduce", "server_step")
         for other in setup.callbacks:
+            if other.claims("participants"):
+                raise ValueError(
+                    f"Central trains on all data in every round, and {other.key} says who takes part in a round: that would "
+                    f"have no effect. Leave {other.key} out."
+                )
             if other.merges or other.keeps or other.sends_less or any(map(other.claims, acts)):
                 raise ValueError(
                     f"Central trains one model on pooled data, so {other.key} has no clients to act on. Run them one by one."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
@@ -68,8 +69,8 @@ class GlobalCheckpoint(FederatedCallback):
 
     FENDA-FL paper (Tavakoli et al., 2024): the clients' validation losses are averaged with their training samples as
     weights. A round in which a client's loss is infinite or NaN, or a client could not be scored, is not selected: a model
-    that breaks on one client must not win. An undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients
-    whose value is NaN are left out of the mean.
+    that breaks on one client must not win. With ``stage="L2"`` neither is one in which a client failed in training. An
+    undefined metric (AUROC of one class) is a gap: with ``mode="max"`` clients whose value is NaN are left out of the mean.
 
     Args:
         monitor: Metric that the module logs in validation. Default ``"val_loss"``.
@@ -175,8 +176,7 @@ class GlobalCheckpoint(FederatedCallback):
             client: {"train": server.num_samples.get(client, 0), "val": size, "uniform": 1}[self.mean]
             for client, (_, size) in found.items()
         }
-        here = [one for one in server.failures if one["client"] in server.num_samples]  # held-out clients do not choose
-        missed = any(one["round"] == server.round + 1 and one["where"] == self.stage for one in here)
+        missed = any(map(partial(self._missed, server), server.failures))
         values = {client: value for client, (value, _) in found.items() if weights[client]}
         broken = [value for value in values.values() if math.isinf(value) or (self.mode == "min" and math.isnan(value))]
         defined = {client: value for client, value in values.items() if math.isfinite(value)}
@@ -187,6 +187,17 @@ class GlobalCheckpoint(FederatedCallback):
             _keep_best(self, server, score, module, f"{self.key} {model}", name="best_global", stage="G", of=model)
         else:
             _keep_best(self, server, score, module, name="best_global", stage="G")
+
+    def _missed(self, server: Server, failure: Mapping[str, Any]) -> bool:
+        """Whether a client lacks a score of this round that it has in others, because it failed.
+
+        Held-out clients do not choose; a client without training samples has no trained model in any round; and what was
+        tried again has a failure of its own if the last try failed.
+        """
+        trains = server.num_samples.get(failure["client"])
+        places = {self.stage: trains is not None} | ({"training": bool(trains)} if self.stage == "L2" else {})
+        again = failure.get("decision", "").startswith("tried again")
+        return not again and failure["round"] == server.round + 1 and places.get(failure["where"], False)
 
 
 def monitored(callback: Any, metrics: Mapping[str, float]) -> float:

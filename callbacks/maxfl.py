@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import math
-import os
 from collections.abc import Generator, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -21,6 +18,7 @@ from fedlightning.algorithm import (
     State,
     Update,
     Wire,
+    add_round,
     clone,
     interpolate,
     module_state,
@@ -201,16 +199,8 @@ class MaxFL(FederatedCallback):
         """Add the round to `appeal.csv`; rows of this round and later ones, left by a run that was resumed, go."""
         if server.run_dir is None:
             return
-        path = server.run_dir / FILE
-        rows: list[Sequence[Any]] = []
-        if path.exists():
-            with path.open(newline="") as file:
-                rows = [row for row in list(csv.reader(file))[1:] if int(row[0]) <= server.round]
-        rows += [(server.round + 1, c, f"{weight:.6g}", int(ok)) for c, weight, ok in server.state[self.key]["rows"]]
-        beside = path.with_name(path.name + ".tmp")
-        with beside.open("w", newline="") as file:
-            csv.writer(file).writerows([COLUMNS, *rows])
-        os.replace(beside, path)
+        rows = [(server.round + 1, c, f"{weight:.6g}", int(ok)) for c, weight, ok in server.state[self.key]["rows"]]
+        add_round(server.run_dir / FILE, COLUMNS, server.round + 1, rows)
 
     # -- client --------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:

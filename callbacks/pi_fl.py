@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf, nan
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -168,6 +168,9 @@ class PIFL(PIFLRound):
     tokens: float | None
     init: float | Literal["random"]
 
+    elsewhere: ClassVar[str] = "utility='local' and pretrain_rounds=0"
+    """What runs where the clients' data are not in one place, for a message."""
+
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on one global model, and accuracies without validation data.
 
@@ -184,11 +187,11 @@ class PIFL(PIFLRound):
                 f"{self.key} pays by what validation data say, and there are none. Give the data module a val_fraction, "
                 "or use ledger=False and incentive=False."
             )
-        in_one_place = self.utility == "pooled" or self.pretrain_rounds > 0
+        in_one_place = self._in_one_place or self.pretrain_rounds > 0
         if scores and in_one_place and not setup.has_pooled("val"):
             raise ValueError(
-                f"{self.key} scores models on the union of all clients' validation data (utility='pooled', pretrain_rounds), "
-                "which cannot be had in one place here. Use utility='local' and pretrain_rounds=0."
+                f"{self.key} scores models on the union of all clients' validation data, which cannot be had in one place "
+                f"here. Use {self.elsewhere}."
             )
         if 0 < setup.max_rounds <= self.pretrain_rounds:
             raise ValueError(

@@ -88,6 +88,8 @@ class TIFF(PIFL):
             weighting=weighting,
         )
 
+    elsewhere = "PIFL with utility='local', or an engine that has all data in one process (engine='sequential')"
+
     def on_federation_start(self, server: Server) -> None:
         """Open the accounts.
 

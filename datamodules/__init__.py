@@ -14,6 +14,7 @@ In order of importance:
   `SpokenDigitsDataModule` (images with recordings). `ModalityDataset`: their samples.
 * `LazyClients`: a hundred thousand clients and more, each made or read when it is visited. `SyntheticDataModule`: such
   clients, drawn (needs no files).
+* `PublicDataModule`: public data alone, for a server whose clients are at sites.
 * `describe` and `plot_partition`: the samples of each client as a table and as a picture.
 * Bases for your own: `ArrayFederatedDataModule`, `ImageFederatedDataModule`, `IndexedFederatedDataModule`,
   `Partitioner`, `Plan`.
@@ -41,6 +42,7 @@ from fedlightning.datamodules.paired_digits import PairedDigitsDataModule
 from fedlightning.datamodules.partition import Partitioner, Plan, SharePlan
 from fedlightning.datamodules.partitioned import Partitioned
 from fedlightning.datamodules.partitioners import GroupPlan, IIDPartitioner, NaturalPartitioner, PathologicalPartitioner
+from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.datamodules.report import PartitionReport, describe, plot_partition
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.datamodules.skew import (
@@ -85,6 +87,7 @@ __all__ = [
     "Partitioner",
     "PathologicalPartitioner",
     "Plan",
+    "PublicDataModule",
     "QuantitySkewPartitioner",
     "SharePlan",
     "Split",

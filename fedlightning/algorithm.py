@@ -41,6 +41,7 @@ from fedlightning.layers import (
     state_names,
 )
 from fedlightning.messages import GLOBAL, Message, Update, Wire
+from fedlightning.run.round_table import add_round
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import (
     State,
@@ -97,6 +98,7 @@ __all__ = [
     "State",
     "WeightedMean",
     "add",
+    "add_round",
     "clone",
     "distance",
     "entry_kinds",

@@ -99,6 +99,10 @@ def _find(command: str) -> Callable[[list[str]], int]:
         from fedlightning.commands.serve import run as run_between_machines
 
         return lambda rest: run_between_machines(command, rest)
+    if command == "sites":
+        from fedlightning.commands.sites import sites
+
+        return sites
     if command == "certificates":
         from fedlightning.commands.serve import certificates
 

@@ -36,6 +36,23 @@ def test_the_page_has_the_runs_and_the_reasons_of_what_is_below_local(tmp_path: 
     assert "FedProx (no run yet)" in text
 
 
+def test_a_method_that_was_not_run_keeps_its_line(tmp_path: Path) -> None:
+    for method, accuracy in {"Local": 0.5, "FedAvg": 0.7, "Ditto": 0.2, "FedProto": 0.49999}.items():
+        write(tmp_path, method, 0, accuracy)
+    every, notes = settings("h", "m"), {"Ditto": {"all": "a reason"}, "FedProto": {"all": "nearly"}}
+    first = page(every, read(tmp_path), notes)
+    (tmp_path / "digits" / "Local-0.json").unlink()
+    (tmp_path / "digits" / "Ditto-0.json").unlink()
+    assert page(every, read(tmp_path), notes, before=first) == first
+    write(tmp_path, "FedAvg", 0, 0.1)
+    again = page(every, read(tmp_path), notes, before=first)
+    methods = [
+        line.split(" | ")[0][2:] for line in again.splitlines() if line.startswith("| ") and "accuracy" not in line
+    ]
+    assert methods == ["Local", "FedProto", "Ditto", "FedAvg"]
+    assert "| Ditto | a model for each client | 0.200 | 0.100 | 1.00 | 2.0 | 1 | a reason |" in again
+
+
 def test_notes_are_of_methods_and_data_sets_that_exist() -> None:
     notes = yaml.safe_load(NOTES.read_text())
     assert set(notes) <= {row.name for row in ALGORITHMS}

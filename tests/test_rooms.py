@@ -20,6 +20,7 @@ ORDER = (
     ("wire",),
     ("engines", "arguments", "algorithm"),
     ("fitted",),
+    ("assembly",),
     ("trainer", "callbacks"),
     ("catalogue",),
     ("study", "config", "testing"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import GLOBAL, FederatedCallback, Server
+from fedlightning.algorithm import GLOBAL, FederatedCallback, Server, add_round
 
 COLUMNS = ("round", "client", "cluster", "share")
 """Columns of `clusters.csv`."""
 FILE = "clusters.csv"
-TAIL = 4096
-"""Bytes at the end of the file in which its last line is looked for."""
 T = TypeVar("T")
 
 
@@ -70,36 +67,13 @@ def note_memberships(server: Server, clusters: Mapping[str, Mapping[str, float]]
     """
     if server.run_dir is None or not clusters:
         return
-    path = server.run_dir / FILE
     rows = [
         (server.round + 1, client, cluster, round(share, 6))
         for client, found in clusters.items()
         for cluster, share in found.items()
         if share > 0
     ]
-    if _ends_before(path, server.round + 1):
-        with path.open("a", newline="") as file:
-            csv.writer(file).writerows(rows)
-        return
-    kept = [row for row in read_memberships(path) if row["round"] <= server.round]
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        writer.writerows([*([row[name] for name in COLUMNS] for row in kept), *rows])
-    os.replace(beside, path)
-
-
-def _ends_before(path: Path, number: int) -> bool:
-    """Return True if the file is there, its last line is whole, and of a round before this one (counted from 1)."""
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        last = file.read().decode(errors="replace").splitlines(keepends=True)[-1:]
-    start = last[0].partition(",")[0] if last and last[0].endswith("\n") else ""
-    return start.isdecimal() and int(start) < number
+    add_round(server.run_dir / FILE, COLUMNS, server.round + 1, rows)
 
 
 def read_memberships(path: Path) -> list[dict[str, Any]]:

@@ -58,6 +58,8 @@ class Algorithm:
         up: What travels from a client to the server.
         client_state: What a client keeps from round to round.
         server_state: What the server keeps from round to round.
+        of_clients: What of each single client the server keeps from round to round, which says something about that client
+            alone; empty: nothing but numbers about who took part. With sites, it is what stays at the server's machine.
         deployed: The model that a client uses in the end, and which checkpoints fit.
         weights: How clients are weighted in the mean.
         composes: What it can be combined with, and what not.
@@ -81,6 +83,7 @@ class Algorithm:
     up: str = "w_i"
     client_state: str = "none"
     server_state: str = "none"
+    of_clients: str = ""
     deployed: str = "the global model; GlobalCheckpoint or LocalCheckpoint"
     weights: str = "samples (default), uniform or log"
     composes: str = "all that leaves the mean to the core"

@@ -43,6 +43,7 @@ ROWS = (
         'He, Annavaram, Avestimehr, "Group knowledge transfer: federated learning of large CNNs at the edge", NeurIPS 2020',
         down="the server's logits of each training sample", up="features, logits and label of each training sample",
         client_state="its small network", server_state="the head, and its newest logits by client",
+        of_clients="the server's logits of its training samples",
         deployed="the client's extractor below the server's head; LocalCheckpoint (there is no global model)",
         weights="none: the head trains on all features that come",
         composes="LocalCheckpoint; no method that shares weights; features and labels leave the client",

@@ -30,6 +30,7 @@ ROWS = (
         down="the networks of its modalities; then its cluster's fusion", up="the same; biases d",
         client_state="encoders at the start of stage 2",
         server_state="who has which modalities, the fusion and the biases of each client",
+        of_clients="its fusion network, its biases",
         deployed=OWN_MODEL,
         weights="uniform (default), samples or log",
         composes="FedProx, FedBN; not with server optimizers or other plans",

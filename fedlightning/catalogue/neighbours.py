@@ -11,6 +11,7 @@ _DFEDAVG = Algorithm(
     'Sun, Li, Wang, "Decentralized federated averaging", IEEE TPAMI 2022',
     down="nothing", up="y_i to each neighbour",
     client_state="x_i (its own model)",
+    of_clients="in a simulation, and between sites, its model: this process plays the network",
     deployed="each node's own model x_i; LocalCheckpoint (the consensus average is also scored: GlobalCheckpoint)",
     weights="mixing weights W: Metropolis (default), uniform, SWIFT's or given",
     composes="FedPer, FedBN, Ditto, APFL, FENDA, FedProx; nothing that needs a server",

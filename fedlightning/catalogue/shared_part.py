@@ -127,6 +127,7 @@ ROWS = (
         'non-IID private data", 2018',
         down="the others' mean prediction per class", up="a mean prediction per class of the client's",
         client_state="its whole model", server_state="what each client sent last",
+        of_clients="its mean predictions per class",
         deployed=OWN_MODEL,
         weights="uniform over the clients that have a class (default) or samples",
         composes="FedProx has nothing to hold here; LocalCheckpoint; no method that shares weights",

@@ -8,6 +8,7 @@ COMMANDS = {
     "onboard": "Let new clients join a finished run: score them, fine-tune each, score them again.",
     "serve": "Train a federation whose clients are at sites: other machines that keep their data.",
     "site": "Take part in a federation with data that stay here.",
+    "sites": "Show who is connected to a server, at which round and since when; or what a site does.",
     "certificates": "Make certificates and keys for a server and its sites.",
     "compare": "Train several methods over several seeds, add baselines, write a report.",
     "sweep": "Search for the best values of options on validation data.",

@@ -78,6 +78,7 @@ def show_algorithm(console: Console, row: Algorithm) -> None:
         ("up", row.up),
         ("client keeps", row.client_state),
         ("server keeps", row.server_state),
+        ("... of each client", row.of_clients),
         ("deployed", row.deployed),
         ("weights", row.weights),
         ("composes with", row.composes),

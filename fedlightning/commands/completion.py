@@ -12,7 +12,7 @@ _SCRIPT = """# fedlightning completion for {shell}; use it with: {use}
     words="{commands}"
   else
     case "$previous" in
-      -c|--config|--override|--run|--resume|--out) COMPREPLY=($(compgen -f -- "$word")); return ;;
+      -c|--config|--override|--run|--resume|--out|--folder) COMPREPLY=($(compgen -f -- "$word")); return ;;
     esac
     case "${{COMP_WORDS[1]}}" in
 {cases}
@@ -43,7 +43,7 @@ def completion(words: Sequence[str]) -> int:
 def script(shell: str) -> str:
     """Return the completion script of `shell`, with the options of all parsers."""
     from fedlightning.catalogue import list_algorithms
-    from fedlightning.commands import COMMANDS, compare, configs, report, serve, sweep
+    from fedlightning.commands import COMMANDS, compare, configs, report, serve, sites, sweep
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
     from fedlightning.config.names import class_names
@@ -57,6 +57,7 @@ def script(shell: str) -> str:
         "compare": [*compare.parser().option_strings(), *passed_on, *class_names()],
         "sweep": [*sweep.parser().option_strings(), *passed_on, *class_names()],
         "report": report.parser().option_strings(),
+        "sites": sites.parser().option_strings(),
         "certificates": serve.parser().option_strings(),
     }
     for command in COMMANDS:

@@ -105,7 +105,8 @@ class Commands(FederatedCLI):
         """Print the results of a fit."""
         splits = {row["split"] for row in results}
         print_results(results, "test" if "test" in splits else "val", screen)
-        line = failures_line(self.trainer.summary.get("failures", []), len(self.datamodule.client_ids))
+        summary = self.trainer.summary
+        line = failures_line(summary.get("failures", []), len(self.datamodule.client_ids), sites=summary.get("sites"))
         for text in (line, evaluation_line(self.trainer.summary)):
             if text is not None:
                 screen.print(f"\n{text}", soft_wrap=True, highlight=False, markup=False)

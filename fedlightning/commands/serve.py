@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedlightning.commands.folders import leave_nothing, to_resume
 from fedlightning.commands.run import Commands
 from fedlightning.commands.study import Parser
 from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
+from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.engines.flower import certificates as files
-from fedlightning.engines.flower import programs
+from fedlightning.engines.flower import programs, reach
+from fedlightning.engines.sites.board import Board, Run, showing
+from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.elsewhere import DataElsewhere
-from fedlightning.engines.sites.link import connected
+from fedlightning.engines.sites.link import Answer, connected
+from fedlightning.engines.sites.site import Site
+from fedlightning.engines.sites.status import NAME, printable
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.files import is_writer
-from fedlightning.run.lock import only_writer
+from fedlightning.run.lock import holder_of, only_writer
 from fedlightning.trainer import FederatedTrainer
 
 AGAIN = 3.0
 """Seconds until a site tries again to be let in."""
+LET_IN, FAILED = "SuperNode ID", "Connection attempt failed"
+"""What a SuperNode says when it is let in, and when it reaches nobody."""
 DESCRIPTION = (
     "Make certificates and keys for a server and its sites, in a folder for each machine. Give each its own only."
 )
@@ -46,8 +54,9 @@ class Serve(Commands):
     needs_data = False
 
     def instantiate_classes(self) -> None:
-        """Make model and trainer: the clients' data are elsewhere, so a `data` section is for the sites."""
-        self.config.data = None
+        """Make model and trainer: the clients' data are elsewhere, so only public data are looked at."""
+        if not _is_public(self.config.get("data")):
+            self.config.data = None
         if self.config.trainer.engine not in ("sequential", "flower"):
             raise InputError(
                 f"trainer.engine={self.config.trainer.engine!r}: clients at sites train there. Leave it out, or 'flower'."
@@ -63,13 +72,16 @@ class Serve(Commands):
         folder: str = "serve",
         certificates: str = "certificates/server",
         insecure: bool = False,
+        export: Literal["sites", "server"] = "sites",
         resume: str | None = None,
         allow_config_change: bool = False,
+        allow_new_clients: bool = False,
     ) -> None:
         """Train a federation whose clients are at sites: other machines, started with `fedlightning site`.
 
         It starts Flower's SuperLink, waits for the sites and trains with them. Data, personal models and records stay
-        there. A data section of the configuration is not looked at. trainer.client_timeout has to be set.
+        there. A data section of the configuration is not looked at, but for a PublicDataModule: the public data that some
+        methods need, which every site has too. trainer.client_timeout has to be set.
 
         Args:
             sites: Number of sites to wait for before the run begins.
@@ -78,20 +90,47 @@ class Serve(Commands):
             folder: Folder for what Flower keeps.
             certificates: The server's folder that `fedlightning certificates` has made.
             insecure: No TLS and no authentication, for a machine of your own only.
+            export: Where the clients' models are when the run ends: at their "sites", or at the "server", if every site
+                allows it by the same option.
             resume: Resume an interrupted run: "last", "auto", or the folder of a run.
             allow_config_change: Resume although the configuration has changed, at the sites too.
+            allow_new_clients: Resume although there are more sites or clients than before, which join the run.
         """
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
         home = Path(folder).resolve()
         own = Path(certificates).resolve()
+        known: list[str] = []
         if not insecure:
             files.needed(own, (files.CA, files.SERVER, files.KEY, files.SIGN, "sites"))
+            known = sorted(path.stem for path in (own / "sites").glob("*.pub"))
+            if sites > len(known):
+                raise InputError(
+                    f"sites={sites}, but {own / 'sites'} has keys of {len(known)}: no other can connect. Give fewer, or "
+                    "make certificates for all sites."
+                )
+        if self.trainer.arguments["client_timeout"] is None:
+            raise InputError(
+                "trainer.client_timeout is not set: set it to the seconds that a visit of a client may take at most, with "
+                "the way there and back. A site that is gone would be waited for for ever."
+            )
+        _free(home, "the server")
+        reach.check_port(host, port)
         programs.prepare(home / "flower")
-        with only_writer(home), superlink(home, host, port, None if insecure else own, sites) as link, connected(link):
+        with (
+            only_writer(home),
+            _told(Board(home, sites, self._shown, known)) as board,
+            superlink(home, host, port, None if insecure else own, sites) as link,
+            connected(link, export == "server"),
+            showing(board),
+        ):
             try:
                 self.trainer.fit(
-                    self.model, DataElsewhere(), resume=to_resume(resume), allow_config_change=allow_config_change
+                    self.model,
+                    self.datamodule or DataElsewhere(),
+                    resume=to_resume(resume),
+                    allow_config_change=allow_config_change,
+                    allow_new_clients=allow_new_clients,
                 )
                 if self.trainer.stopped_by is None and self._has_tests():
                     self.trainer.test(checkpoint="all", verbose=False)
@@ -99,10 +138,19 @@ class Serve(Commands):
                 if explain(error) is not None:
                     leave_nothing(self.trainer)
                 raise self._with_path(error) from error.__cause__
+            if self.trainer.stopped_by is not None:
+                board.outcome = "stopped by a signal; it goes on with --resume last"
         if is_writer():
             self._report()
         if self.trainer.stopped_by is not None:
             raise SystemExit(self.trainer.stopped_by.code)
+
+    def _shown(self) -> Run:
+        trainer, federation = self.trainer, self.trainer.federation
+        folder = "" if trainer.run is None else str(trainer.run.path)
+        if federation is None:
+            return Run(folder, 0, trainer.max_rounds)
+        return Run(folder, federation.rounds_done, trainer.max_rounds, federation.server.failures)
 
     def _has_tests(self) -> bool:
         federation = self.trainer.federation
@@ -114,6 +162,13 @@ class Serve(Commands):
 
         self.datamodule = self.trainer.federation.engine.runner.described  # type: ignore[union-attr]
         self._show(self.trainer.results, console())
+
+
+def _is_public(section: Any) -> bool:
+    """Whether a data section has public data and nothing else."""
+    module, _, name = str(getattr(section, "class_path", "")).rpartition(".")
+    kind = getattr(sys.modules.get(module), name, None)  # the parser has imported it
+    return isinstance(kind, type) and issubclass(kind, PublicDataModule)
 
 
 class AtSite(FederatedCLI):
@@ -129,6 +184,7 @@ class AtSite(FederatedCLI):
         folder: str = "site",
         certificates: str | None = None,
         insecure: bool = False,
+        export: Literal["sites", "server"] = "sites",
     ) -> None:
         """Take part in a federation with data that stay here.
 
@@ -143,15 +199,22 @@ class AtSite(FederatedCLI):
             folder: Folder for records and models.
             certificates: The site's folder that `fedlightning certificates` has made; default: certificates/NAME.
             insecure: No TLS and no authentication, for a server on a machine of your own only.
+            export: Whether the clients' models stay at the "sites", or the "server" is given them when a run ends, if it
+                asks for them.
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import without
-        from fedlightning.engines.sites.site import Site
 
+        reach.host_and_port(superlink)
+        if not files.is_name(name) or name != printable(name, NAME):
+            raise InputError(f"name={name!r} is no name of a site: it is one of a folder, of 1 to {NAME} characters.")
+        if clients == []:
+            raise InputError("clients=[]: a site has one client at least. Leave it out for all of its data's clients.")
         home = Path(folder).resolve()
         own = Path(certificates or f"certificates/{name}").resolve()
         if not insecure:
             files.needed(own, (files.CA, files.SITE, files.SIGNED))
+        _free(home, "a site")
         data = federated_data(self.datamodule, None, None, None)
         if clients is not None:
             data.prepare_data()
@@ -161,18 +224,90 @@ class AtSite(FederatedCLI):
             if missing is not None:
                 raise InputError(f"clients: there is no client '{missing}'. The data have {', '.join(known[:20])}.")
             data = without(data, [client for client in known if client not in here])
-        site = Site(name, self.trainer.blueprint(self.model), data, home)
+        site = Site(name, self.trainer.blueprint(self.model), data, home, export=export == "server")
         programs.prepare(home / "flower")
+        stopped = False
         with only_writer(home):
             print(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C.", flush=True)
-            while True:  # a SuperNode ends where the SuperLink does not know it yet, or no more
-                with supernode(home, superlink, None if insecure else own) as take_part:
-                    take_part(site.answer)
-                print(
-                    f"{superlink} does not let this site in, or is gone (see {home / 'supernode.log'}). Trying again.",
-                    flush=True,
-                )
-                time.sleep(AGAIN)
+            site.diary = Diary(home, name, superlink, data.client_ids if clients is None else here)
+            try:
+                take_part(site, home, superlink, None if insecure else own)
+            except KeyboardInterrupt:
+                stopped = True
+            finally:
+                site.diary.end()
+        if stopped:
+            print("Stopped. Start it again with the same folder.", flush=True)
+            raise SystemExit(130)
+
+
+def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
+    """Take part for ever: a SuperNode ends where the SuperLink does not know it yet, or no more.
+
+    Args:
+        site: The site.
+        home: Folder for what Flower keeps.
+        server: Address of the SuperLink.
+        own: The site's certificates and keys; `None`: without.
+    """
+    diary, authority = site.diary, None if own is None else own / files.CA
+    assert diary is not None
+    log = programs.Log(home / "supernode.log")
+
+    def lives() -> bool:
+        """Look at what the SuperNode says, beside the work."""
+        for line in log.new_lines():
+            if LET_IN in line:
+                diary.connection(None)
+            elif FAILED in line:
+                diary.connection(reach.unreachable(server, authority))
+        return True
+
+    while True:
+        reason = reach.unreachable(server, authority)
+        if reason is not None:
+            diary.connection(reason)
+        else:
+            with supernode(home, server, own) as answer_all:
+                answer_all(site.answer, lives)
+            lives()
+            reason = reach.unreachable(server, authority)
+            key = "" if own is None else f"{own / files.SITE}, or another process is connected with it"
+            diary.connection(
+                reason
+                or f"{server} does not let this site in: {log.reason()}"
+                + (f" It does not know the key {key}." if key else "")
+            )
+        time.sleep(AGAIN)
+
+
+def _free(home: Path, who: str) -> None:
+    """Refuse a folder that another process works with.
+
+    Raises:
+        InputError: Naming that process.
+    """
+    holder = holder_of(home)
+    if holder is not None:
+        raise InputError(
+            f"folder={home} is that of process {holder.get('pid', '?')} on {holder.get('host', '?')} since "
+            f"{holder.get('since', '?')}: {who} needs a --folder of its own."
+        )
+
+
+@contextmanager
+def _told(board: Board) -> Iterator[Board]:
+    """Let a board say how the block has ended."""
+    try:
+        yield board
+    except BaseException as error:
+        board.end(
+            f"ended by an error: {explain(error) or type(error).__name__}"
+            if isinstance(error, Exception)
+            else "stopped"
+        )
+        raise
+    board.end(board.outcome)
 
 
 @contextmanager
@@ -234,11 +369,11 @@ def supernode(home: Path, server: str, own: Path | None) -> Iterator[Any]:
 
         address = runtime.Address(f"127.0.0.1:{port}", None, secret)
 
-        def take_part(answer: Any) -> None:
+        def answer_all(answer: Answer, beside: Callable[[], bool]) -> None:
             known = answer if own is None else signatures.verified(answer, own / files.SIGNED)
-            runtime.serve_site(address, known, lives)
+            runtime.serve_site(address, known, lambda: beside() and lives())
 
-        yield take_part
+        yield answer_all
 
 
 CLASSES: dict[str, type[FederatedCLI]] = {"serve": Serve, "site": AtSite}

@@ -50,6 +50,7 @@ THIS_COMMAND = (
     "folder",
     "certificates",
     "insecure",
+    "export",
     "superlink",
     "name",
     "clients",

@@ -46,7 +46,7 @@ def make_engine(
         from fedlightning.engines.sites.link import current
         from fedlightning.engines.sites.store import SiteStore
 
-        return SitesEngine(runner, SiteStore(), current())
+        return SitesEngine(runner, SiteStore(), *current())
     from fedlightning.engines.sequential import SequentialEngine
 
     return SequentialEngine(runner, store)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedlightning.blueprint.blueprint import Blueprint
-from fedlightning.errors import warn
+from fedlightning.datamodules.held_out import draw_clients
+from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.server import Server
 from fedlightning.models.client_models import ClientModels
 from fedlightning.run.environment import plain
@@ -152,6 +153,66 @@ def check_scored(saved: Mapping[str, Any], server: Server, place: object) -> Non
         raise ValueError(
             f"The run in {place} trained {_named(outside)}, so held_out cannot have them scored as unseen clients. Score it "
             "with its own held_out (its config.yaml says which)."
+        )
+
+
+def scored_before(saved: Mapping[str, Any], server: Server, seed: int) -> list[str]:
+    """Return the clients that a run has scored up to its saved state.
+
+    Args:
+        saved: As in :func:`changes_since`.
+        server: The present server.
+        seed: Seed of the data, which draws them.
+    """
+    clients: list[str] = list(saved.get("clients", server.clients))
+    given = saved.get("lasting", {}).get("evaluate_clients")
+    return clients if given is None else draw_clients(clients, given, seed, "evaluated")
+
+
+def check_rescored(before: Sequence[str], server: Server, place: object, go_on: bool) -> None:
+    """Refuse to compare scores of different clients across rounds, and warn where a run gets scores of others.
+
+    Args:
+        before: Clients that the run has scored.
+        server: The present server; nobody has joined it.
+        place: The run's folder, for messages.
+        go_on: The run will be trained further.
+
+    Raises:
+        ConfigurationError: If a callback goes by scores of all rounds.
+    """
+    if list(before) == server.evaluated:
+        return
+    counts = f"{len(before)} of {len(server.clients)} clients", f"{len(server.evaluated)}"
+    for callback in server.callbacks if go_on else ():
+        if callback.chooses_by_scores:
+            raise ConfigurationError(
+                f"{callback.key} compares the scores of all rounds, and the run in {place} has scored {counts[0]} and would "
+                f"score {counts[1]} now. Resume it with its own evaluate_clients (its config.yaml says which), or start a "
+                "new run."
+            )
+    if not go_on:
+        warn(
+            f"The run in {place} scored {counts[0]} in training, and {counts[1]} are scored now (evaluate_clients): its "
+            "results on validation data and at stage L2 are of the former. summary.json says so (evaluation, in_training)."
+        )
+
+
+def refuse_mixed_validation(before: Sequence[str], server: Server) -> None:
+    """Refuse validation of a run at clients that it has not scored in training: its curve would mix two sets of clients.
+
+    Args:
+        before: Clients that it has scored in training.
+        server: The present server.
+
+    Raises:
+        ConfigurationError: Naming both numbers.
+    """
+    if not set(server.evaluated) <= set(before):
+        raise ConfigurationError(
+            f"The run has validation scores of {len(before)} of {len(server.clients)} clients for every round, and validate "
+            f"would add those of others to its last one: {len(server.evaluated)} are scored now. Validate it with its own "
+            "evaluate_clients (its config.yaml says which), or score other clients by test."
         )
 
 

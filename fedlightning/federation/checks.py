@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,31 +30,6 @@ PLAIN = (
     *("evaluate_every", "participation", "loop", "absent"),
 )
 """What a check that runs elsewhere is sent of its :class:`~fedlightning.hooks.Setup`, beside answers to what it may ask."""
-
-
-def refuse_unscored(server: Server, engine: Engine, splits: Iterable[str]) -> None:
-    """Refuse `evaluate_clients` where it drew only clients that have nothing to be scored on, and others have.
-
-    Args:
-        server: Knows who was drawn.
-        engine: Knows what they hold.
-        splits: Splits on which clients' models are scored.
-
-    Raises:
-        ConfigurationError: Naming the split.
-    """
-    known = engine.runner.described
-    for split in splits:
-        drawn, having = (
-            [client for client in clients if known.num_samples(client, split)]
-            for clients in (server.evaluated, server.clients)
-        )
-        if having and not drawn:
-            raise ConfigurationError(
-                f"evaluate_clients drew {', '.join(server.evaluated[:5])}{', ...' if len(server.evaluated) > 5 else ''}, and "
-                f"none of them has {split} samples, so that nobody would be scored on them; {len(having)} of the "
-                f"{len(server.clients)} clients have some. Raise evaluate_clients, or give every client a {split} split."
-            )
 
 
 class BatchElsewhere(BaseException):
@@ -150,15 +125,16 @@ def _check_there(
     """
     done: list[tuple[Setup, list[str], CheckThere | None]] = []  # what each has said, or the task that is to say it
     refused: ValueError | None = None
+    missing = engine.no_public if engine.public()[0] is None else ""
     for callback, architecture, setup in checks:
         said: list[str] = []
         there = None
         try:
             callback.check(replace(setup, warn=said.append))
         except BatchElsewhere:
-            there = _there(callback, architecture, setup, asked)
+            there = _there(callback, architecture, setup, asked, has_public=not missing)
         except ValueError as error:  # it counts if none of those before refuses
-            refused = error
+            refused = _without_public(callback.key, str(error), missing) or error
             break
         done.append((setup, said, there))
     wanted = [] if refused is not None else list(beside)
@@ -168,7 +144,7 @@ def _check_there(
         if there is not None:
             refusal, said = next(found)
             if refusal is not None:
-                raise ConfigurationError(refusal)
+                raise _without_public(there.callback, refusal, missing) or ConfigurationError(refusal)
         for text in said:
             setup.warn(text)
     if refused is not None:
@@ -176,7 +152,9 @@ def _check_there(
     return dict(zip(wanted, found, strict=True))
 
 
-def _there(callback: FederatedCallback, architecture: str, setup: Setup, asked: Questions) -> CheckThere:
+def _there(
+    callback: FederatedCallback, architecture: str, setup: Setup, asked: Questions, has_public: bool
+) -> CheckThere:
     shared = {"": tuple(setup.shared_names())}
     shared |= {other.key: tuple(setup.shared_names(without=other)) for other in setup.callbacks}
     return CheckThere(
@@ -189,7 +167,13 @@ def _there(callback: FederatedCallback, architecture: str, setup: Setup, asked: 
         asked.pooled,
         tuple(split for split in SPLITS if asked.has_split(split)),
         is_mixed=bool(setup.modules),
+        has_public=has_public,
     )
+
+
+def _without_public(callback: str, refusal: str, missing: str) -> ConfigurationError | None:
+    """Return the refusal of a callback that misses public data, with the way out of where the clients are elsewhere."""
+    return ConfigurationError(f"{callback} {missing}") if missing and "public data" in refusal else None
 
 
 class Questions:
@@ -298,6 +282,7 @@ class CheckThere:
         pooled: Splits whose union can be had.
         splits: Splits of which any client has samples.
         is_mixed: Whether clients have models of different architectures.
+        has_public: Whether the server has public data; a site's own are no use without.
     """
 
     callback: str
@@ -309,6 +294,7 @@ class CheckThere:
     pooled: tuple[str, ...]
     splits: tuple[str, ...]
     is_mixed: bool
+    has_public: bool
     num_bytes: int = 0
 
     @property
@@ -325,7 +311,8 @@ class CheckThere:
         names = blueprint.architectures if self.is_mixed else (self.architecture,)
         modules = {name: blueprint.build("server", name) for name in names}
         module = modules[self.architecture]
-        public = Public(lambda: (runner.data.public_dataloader(), type(runner.data).__name__), blueprint)
+        loader = runner.data.public_dataloader() if self.has_public else None
+        public = Public(lambda: (loader, type(runner.data).__name__), blueprint)
         said: list[str] = []
         setup = Setup(
             module=module,

@@ -16,7 +16,8 @@ from fedlightning.compat.quiet import quiet
 from fedlightning.hooks import Stage
 from fedlightning.messages import Message
 from fedlightning.run.checkpoints import Exporter
-from fedlightning.run.files import writing
+from fedlightning.run.files import read_tensors, writing
+from fedlightning.run.packed import packed
 from fedlightning.scoring.server_model import ServerModel
 from fedlightning.tensors import equal, load_state, module_state
 from fedlightning.visit.failing import client_failure, in_words
@@ -34,6 +35,7 @@ class Deployed:
         path: The file that was written, as the client's machine names it.
         is_shared: Whether it is the global model, so that nothing was written.
         reason: Why there is none; `None`: there is.
+        content: What the file holds (:func:`~fedlightning.run.packed.packed`), where that was to be brought.
     """
 
     client: str
@@ -41,6 +43,7 @@ class Deployed:
     path: str | None = None
     is_shared: bool = False
     reason: str | None = None
+    content: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Deploy:
         folder: Folder of the file; `None`: the one that the client's own machine has for such.
         about: Plain values to keep in the file.
         shared: The global model: a client that deploys just that writes nothing. `None`: it writes in any case.
+        bring: Answer with what the file holds, beside writing it.
     """
 
     message: Message
@@ -66,6 +70,7 @@ class Deploy:
     folder: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     shared: ServerModel | None = None
+    bring: bool = False
 
     @property
     def client(self) -> str:
@@ -102,7 +107,7 @@ class Deploy:
             folder.mkdir(parents=True, exist_ok=True)
         about = {"client": self.client, **self.about}
         exporter_of(runner.blueprint).save(path, module, about, runner.blueprint.architecture_of(self.client))
-        return Deployed(self.client, path=str(path)), None
+        return Deployed(self.client, path=str(path), content=packed(read_tensors(path)) if self.bring else None), None
 
     def module(self, runner: LocalRunner, record: ClientRecord) -> LightningModule:
         """Return the module.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning.pytorch import LightningModule
 
+from fedlightning.federation.brought import Brought
 from fedlightning.federation.deploy import Deploy, exporter_of, file_of, no_checkpoint
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
@@ -75,7 +76,8 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
     The file of a client that deploys the global model is a link to the global one: no disk full of copies. Of more clients
     than :data:`LINKED`, only those that were visited and have a model of their own have a file. A client whose model
     cannot be made has no file, and is told as a client that could not be scored is. Where the clients' machines do
-    not have the run's folder, each writes into one of its own, and `checkpoints/clients.json` says where.
+    not have the run's folder, each writes into one of its own, and `checkpoints/clients.json` says where; or
+    (`engine.brings_models`) they are sent, and lie where they always do.
 
     Args:
         run: The run's folder.
@@ -104,7 +106,8 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
     unsent: dict[str, str] = {}
     clients = _with_files(server, engine)
     tasks = _tasks(server, engine, clients, folder / "clients", shared, unsent)
-    found = {one.client: one for one in engine.map(tasks)}
+    answers = map(Brought(server, folder).keep, engine.map(tasks)) if engine.brings_models else engine.map(tasks)
+    found = {one.client: one for one in answers}
     for client in clients:
         path, answer = folder / "clients" / file_of(client), found.get(client)
         if answer is None or answer.reason is not None:
@@ -118,7 +121,7 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
                 path.unlink(missing_ok=True)
         elif answer.is_shared:
             checkpoints.link(path, folder / "global.ckpt")
-        elif not engine.shares_disk:
+        elif not engine.shares_disk and not engine.brings_models:
             where[client] = answer.path
     if where:
         with writing(folder):
@@ -156,4 +159,6 @@ def _tasks(
         except Exception as error:  # of an algorithm
             unsent[client] = in_words(client_failure(error))
             continue
-        yield Deploy(message, kept=name, write=True, folder=place, about=about, shared=shared)
+        yield Deploy(
+            message, kept=name, write=True, folder=place, about=about, shared=shared, bring=engine.brings_models
+        )

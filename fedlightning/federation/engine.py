@@ -121,17 +121,26 @@ class Engine(ABC):
     Attributes:
         data_here: Whether the clients' data are in this process. Else nothing here may ask the data module for a client.
         shares_disk: Whether tasks can write into the run's folder.
+        brings_models: Whether clients' models are sent here when a run ends, where tasks cannot write into its folder.
+        no_public: What is said, after its name, of a method that needs public data and has none; empty: it says so itself.
         attempts: What becomes of tasks that fail. An engine carries out each task by way of them: it leaves out what
             they say is left out, and settles every answer with them before it keeps the record.
     """
 
     data_here: ClassVar[bool] = True
     shares_disk: ClassVar[bool] = True
+    no_public: ClassVar[str] = ""
+    brings_models: bool = False
 
     def __init__(self, runner: LocalRunner, store: ClientStore) -> None:
         self.runner = runner
         self.store = store
         self.attempts = Attempts()
+
+    @property
+    def sites(self) -> dict[str, str]:
+        """Name of each client's site, where clients are at sites."""
+        return {}
 
     @property
     def width(self) -> int:

@@ -92,6 +92,23 @@ class FailurePolicy:
             )
 
 
+def at_site(reason: str, client: str, site: str | None) -> str:
+    """Return a reason that names the client's site too, where that is called otherwise than the client.
+
+    Args:
+        reason: A sentence that names the client.
+        client: The client's id.
+        site: Name of its site; `None`: it has none.
+
+    Example:
+        >>> at_site("client 'a' failed: KeyError: 'x'", "a", "cleveland")
+        "client 'a' at site 'cleveland' failed: KeyError: 'x'"
+    """
+    if site in (None, client) or f"at site '{site}'" in reason:
+        return reason
+    return reason.replace(f"client '{client}'", f"client '{client}' at site '{site}'", 1)
+
+
 def in_order(failures: Iterable[Mapping[str, Any]], clients: Sequence[str]) -> list[Mapping[str, Any]]:
     """Return failures by round and client, so that the order does not tell how fast which worker was.
 

@@ -8,19 +8,35 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation import stages as stage_scores
 from fedlightning.federation.architectures import refuse_mixed, refuse_uncommon
-from fedlightning.federation.changes import Changes, Fingerprint, changes_since, check_scored, keep_assigned
-from fedlightning.federation.checks import check_callbacks, refuse_unscored
+from fedlightning.federation.changes import (
+    Changes,
+    Fingerprint,
+    changes_since,
+    check_rescored,
+    check_scored,
+    keep_assigned,
+    refuse_mixed_validation,
+    scored_before,
+)
+from fedlightning.federation.checks import check_callbacks
+from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
-from fedlightning.federation.failures import Decisions, FailurePolicy, FederationError, in_order
+from fedlightning.federation.failures import Decisions, FederationError, in_order
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.synchronous import messages
+from fedlightning.federation.misses import tell_of_misses
+from fedlightning.federation.refusals import (
+    refuse_data_elsewhere,
+    refuse_loop,
+    refuse_participation,
+    refuse_scores_of_some,
+)
 from fedlightning.federation.sanity import check_steps, first_tries
-from fedlightning.federation.server import Scores, Server
+from fedlightning.federation.server import Server
 from fedlightning.federation.state import restore_state, save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
@@ -30,14 +46,13 @@ from fedlightning.hooks import POOLED
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
-from fedlightning.run.persistence import set_aside
+from fedlightning.run.persistence import FLUSHED, UNDONE, set_aside
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.timeline import draw_timeline, note_trips
-from fedlightning.scoring.rows import Row, not_scored
+from fedlightning.scoring.rows import Row, of_clients
 from fedlightning.scoring.tasks import LOCAL
 from fedlightning.visit.requests import Evaluate
 
-WORDS = {POOLED: "pooled data", "clients": "other clients' data"}
 MARKS = ("metrics", "loggers")
 """What a saved state knows of the recorder."""
 
@@ -64,10 +79,7 @@ class Federation:
         rounds_done: Finished rounds.
         rounds_saved: Rounds of the newest saved state.
         final_done: Whether the visits after the last round have happened.
-        seconds: Time spent, over interruptions.
-        evaluation_seconds: The part of it that scoring has taken, stages G and L1 and held-out clients.
-        history: Cost of each round: `round`, `bytes_up`, `bytes_down`, `steps`, `seconds`; where the loop has a clock, also
-            `time`, the virtual seconds from the run's begin to the round's end.
+        costs: What the run has cost so far.
     """
 
     server: Server
@@ -87,16 +99,13 @@ class Federation:
     rounds_done: int = 0
     rounds_saved: int = 0
     final_done: bool = False
-    seconds: float = 0.0
-    evaluation_seconds: float = 0.0
-    history: list[dict[str, float]] = field(default_factory=list)
+    costs: Costs = field(default_factory=Costs)
+    _scored: list[str] | None = None  # clients that the newest scored round has scored, if it is of a restored run
     _of_rounds: dict[str, Any] | None = None  # the recorder's mark before the visits after the last round
-    _spent_of_rounds: dict[str, int] = field(default_factory=dict)  # the server's `spent` before those
-    _clock: float = field(default_factory=time.monotonic)
-    _counted: dict[str, float] = field(default_factory=dict)  # what the whole of the history adds up to
 
     def __post_init__(self) -> None:
         self.engine.attempts.note = self._note_try
+        self.server.sites = dict(self.engine.sites)
         self._left_out: list[str] = []
         if not self.engine.runner.described.together:
             asked = (*self.evaluate_data, *self.test_data)
@@ -115,15 +124,14 @@ class Federation:
         return self.engine.attempts.decisions
 
     @property
+    def history(self) -> list[dict[str, float]]:
+        """Cost of each round: see :class:`~fedlightning.federation.costs.Costs`."""
+        return self.costs.history
+
+    @property
     def last_round(self) -> int:
         """Round number of the newest scores, from 0; visits after the last round count as one more."""
         return max(self.rounds_done - 1 + self.final_done, 0)
-
-    def tick(self) -> None:
-        """Add the time since the last tick."""
-        now = time.monotonic()
-        self.seconds += now - self._clock
-        self._clock = now
 
     @cached_property
     def lasting(self) -> dict[str, Any]:
@@ -147,7 +155,7 @@ class Federation:
         """
         run = self.recorder.run
         assert run is not None
-        self.rounds_done, extra, in_flight = restore_state(run.last, self.server, self.store, trust_old)
+        self.rounds_done, extra, in_flight = restore_state(run.last, self.server, self.store, trust_old, go_on)
         if go_on:
             self.loop.load(in_flight)
         self.rounds_saved = self.rounds_done
@@ -165,14 +173,15 @@ class Federation:
                 allow_changes=allow_changes,
                 allow_new_clients=allow_new_clients,
             )
+        self._scored = scored_before(extra, self.server, self.engine.runner.described.seed)
+        if not changes.joined:
+            check_rescored(self._scored, self.server, run.path, go_on)
         self.changes = [*extra.get("changes", []), *changes.told(self.rounds_done + 1)]
         if changes.joined:
             self.server.round = self.rounds_done
             self.server.callbacks.event("on_clients_join", self.server, changes.joined)
-        self.seconds = float(extra.get("seconds", 0.0))
-        self.evaluation_seconds = float(extra.get("evaluation_seconds", 0.0))
-        self.history = list(extra.get("history", []))
-        self.server.spent, self._spent_of_rounds = (spent_of(extra.get(key)) for key in ("spent", "spent_of_rounds"))
+        self.costs.load(extra)
+        self.server.spent = spent_of(extra.get("spent"))
         self.server.failures = list(extra.get("failures", []))
         self.server.explosions = Explosions.of(extra.get("explosions", {}))
         loop = self.engine.runner.loop
@@ -181,14 +190,14 @@ class Federation:
         )  # a run that is over trains no more, and tells all the same
         self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
         if go_on and extra.get("final", False) and not self.final_done:
-            self._forget_final_visits(extra)
+            self.costs.forget_final_visits(self.server, self.rounds_done)
         scored = self.rounds_done + self.final_done
         marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra.get(name)) for name in MARKS}
         mark = marks.get("metrics")
         if go_on:
             rows = run.keep_rounds(scored, mark)
             self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
-            more = bool(extra.get("final", False)) and not self.final_done
+            more = (bool(extra.get("final", False)) and not self.final_done) or UNDONE in extra
             self.recorder.reopen_logs(marks, scored, differs=more or changes != Changes())
         else:
             self.recorder.start_with(run.read_rows(scored, mark))
@@ -197,17 +206,6 @@ class Federation:
             self.remember_decisions()
         if changes.joined:
             self.check()
-
-    def _forget_final_visits(self, extra: Mapping[str, Any]) -> None:
-        """Take the visits after what was the last round out of the costs: a longer run does not make them there."""
-        server, final = self.server, [entry for entry in self.history if entry["round"] > self.rounds_done]
-        self.history = [entry for entry in self.history if entry["round"] <= self.rounds_done]
-        for entry in final:
-            server.bytes_up -= int(entry["bytes_up"])
-            server.bytes_down -= int(entry["bytes_down"])
-            server.steps -= int(entry["steps"])
-            self.seconds -= entry["seconds"]
-        server.spent = spent_of(extra.get("spent_of_rounds"))
 
     def remember_decisions(self) -> None:
         """Keep decisions that the machine forces on the run in its folder, and read those that are there."""
@@ -222,67 +220,23 @@ class Federation:
         Raises:
             ValueError: With a sentence.
         """
-        server = self.server
-        needed, visited = self.engine.attempts.policy.min_clients, len(server.participants())
-        chooser = server.callbacks.role("participants")
-        if chooser is not None and server.participation != 1.0:
-            raise ConfigurationError(
-                f"participation={server.participation} and {chooser.key} both say who takes part in a round. Remove one of "
-                "them."
-            )
-        reducer, divisor = server.callbacks.role("reduce"), server.callbacks.role("denominator")
-        if reducer is not None and divisor is not None:
-            raise ConfigurationError(
-                f"{divisor.key} names the number that a sum of updates is divided by, and {reducer.key} combines updates in "
-                "a way of its own. Remove one of them."
-            )
-        if chooser is None and isinstance(needed, int) and needed > visited:
-            raise ConfigurationError(
-                f"min_clients={needed}, but a round visits {visited} of the {len(server.clients)} clients: no round could "
-                "be finished. Lower it, or raise participation."
-            )
-        if sum(server.num_samples.values()) == 0:
-            raise ValueError(f"None of the {len(server.clients)} clients has a training sample. Check the partition.")
-        if server.evaluated is not server.clients:
-            for callback in server.callbacks:
-                if callback.needs_every_score:
-                    raise ConfigurationError(
-                        f"{callback.key} goes by the scores of every client, and evaluate_clients scores "
-                        f"{len(server.evaluated)} of {len(server.clients)}. Leave evaluate_clients out, or {callback.key}."
-                    )
-            due = {"val": self.evaluate_data if self.evaluate_every > 0 and self.stages else (), "test": self.test_data}
-            refuse_unscored(server, self.engine, [split for split, data in due.items() if "local" in data])
-        if self._left_out:
-            words = " and ".join(WORDS[data] for data in self._left_out)
-            if not self.evaluate_data:
-                raise ConfigurationError(
-                    f"Models are to be scored on {words} only, and the clients' data are not in one place. Add 'local' to "
-                    "evaluate_data."
-                )
-            warn(f"Scores on {words} are left out: the clients' data are not in one place.")
+        server, engine = self.server, self.engine
+        refuse_participation(server, engine.attempts.policy.min_clients)
+        due = {"val": self.evaluate_data if self.evaluate_every > 0 and self.stages else (), "test": self.test_data}
+        refuse_scores_of_some(server, engine, [split for split, data in due.items() if "local" in data])
+        refuse_data_elsewhere(self._left_out, self.evaluate_data)
         refuse_mixed(server)
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
-        tries = first_tries(self.engine, splits) if self.sanity_check else []
+        tries = first_tries(engine, splits) if self.sanity_check else []
         tried = check_callbacks(
-            server, self.engine, self.evaluate_every, type(self.loop).__name__, self.loop.absent(), tries
+            server, engine, self.evaluate_every, type(self.loop).__name__, self.loop.absent(), tries
         )
         refuse_uncommon(server)
-        if self.evaluate_seconds is not None and self.loop.clock is None:
-            raise ConfigurationError(
-                f"evaluate_seconds={self.evaluate_seconds} counts virtual seconds, and the loop {self.loop!r} has no clock. "
-                "Give it one (docs/time.md), or use evaluate_every, which counts rounds."
-            )
-        self.loop.check(server)
-        if self.loop.holds_records and not self.store.is_here:
-            raise ConfigurationError(
-                f"The loop {type(self.loop).__name__} carries out visits before they count, and holds back what clients "
-                "keep until then; here their records are where the clients are. Leave out trainer.loop, or use an engine of "
-                "this machine."
-            )
-        self.engine.check()
+        refuse_loop(self.loop, server, self.store, self.evaluate_seconds)
+        engine.check()
         self.unseen.check()
         if self.sanity_check:
-            check_steps(self.engine, splits, tried)
+            check_steps(engine, splits, tried)
 
     def round(self, client_done: Callable[[Update], None]) -> list[Row]:
         """Carry out one round: train, score, tell the callbacks, save. Return its scores.
@@ -306,43 +260,29 @@ class Federation:
         scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
         updates = self.loop.round(server, self.engine, inside, client_done)
-        _explain(server, updates, self.engine.attempts.policy)
+        tell_of_misses(server, updates, self.engine.attempts.policy)
         server.explosions.end_round(server.round + 1)
         rows = stage_scores.update_rows(updates, server.model_of, server.round)
         started = time.monotonic()
         if due:
+            self._scored = None
             evaluate = Evaluate(("val",), self.evaluate_data)
             global_rows = stage_scores.stage_g(server, self.engine, evaluate) if "G" in self.stages else []
             rows += global_rows
             if "L1" in self.stages:
                 rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
-        server.scores = _by_client(rows)
+        server.scores = stage_scores.by_client(rows)
         self.recorder.record(rows + (self.unseen.rows(("val",), self.stages) if due else []))
-        self.evaluation_seconds += time.monotonic() - started if due else 0.0
+        self.costs.evaluation_seconds += time.monotonic() - started if due else 0.0
         self.recorder.log_clients(updates)
         if server.run_dir is not None and self.recorder.writes:
             note_trips(server.run_dir, self.loop.trips)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
-        self.tick()
-        self._count()
+        self.costs.tick()
+        self.costs.count(self.server, self.loop.clock is not None)
         self.save()
         return rows
-
-    def _count(self) -> None:
-        """Add the cost of the round just finished (or of the visits after the last one) to the history."""
-        totals = {
-            "bytes_up": self.server.bytes_up,
-            "bytes_down": self.server.bytes_down,
-            "steps": self.server.steps,
-            "seconds": self.seconds,
-        }
-        before = self._counted or {name: sum(entry[name] for entry in self.history) for name in totals}  # a resumed run
-        clock = {} if self.loop.clock is None else {"time": self.server.time}
-        self.history.append(
-            {"round": self.server.round + 1} | {name: totals[name] - before[name] for name in totals} | clock
-        )
-        self._counted = totals
 
     @cached_property
     def _who(self) -> dict[str, Any]:
@@ -359,20 +299,18 @@ class Federation:
         server = self.server
         if self.rounds_done % self.save_every == 0 or self.rounds_done == server.max_rounds:
             extra = {
-                "seconds": self.seconds,
-                "evaluation_seconds": self.evaluation_seconds,
+                **self.costs.state(),
                 "final": self.final_done,
-                "history": self.history,
                 "lasting": self.lasting,
                 **self._who,
                 **self.recorder.mark(),
                 **{f"{name}_of_rounds": mark for name, mark in (self._of_rounds or {}).items()},
                 "spent": self.server.spent,
-                "spent_of_rounds": self._spent_of_rounds,
                 "failures": self.server.failures,
                 "explosions": self.server.explosions.plain(),
                 "local_loop": self.engine.runner.loop.reason,
             } | ({"changes": self.changes} if self.changes else {})
+            extra |= {FLUSHED: True} if self.loop.flushes and self.rounds_done == server.max_rounds else {}
             save_state(self.recorder.run.last, self.server, self.store, self.rounds_done, extra, self.loop.state())
             self.rounds_saved = self.rounds_done
             self.recorder.logs.begun()
@@ -387,7 +325,7 @@ class Federation:
         server.callbacks.event("on_federation_end", server)
         if server.run_dir is not None and self.recorder.writes and self.loop.clock is not None:
             draw_timeline(server.run_dir, {int(entry["round"]): entry["time"] for entry in self.history})
-        self.tick()
+        self.costs.tick()
 
     def _final_jobs(self) -> None:
         """Visit clients after the last round; what that changes is scored once more, as one round later."""
@@ -396,7 +334,7 @@ class Federation:
         if owner is None:
             return
         server.round = self.rounds_done
-        self._spent_of_rounds = dict(server.spent)
+        self.costs.spent_of_rounds = dict(server.spent)
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
         for update in self.engine.run(messages(server, jobs), Evaluate()):
             server.steps += update.steps
@@ -410,8 +348,8 @@ class Federation:
             rows = stage_scores.stage_l1(server, self.engine, Evaluate(("val",), self.evaluate_data))
             self.recorder.record(rows + self.unseen.rows(("val",), ("L1",)))
         self.final_done = True
-        self.tick()
-        self._count()
+        self.costs.tick()
+        self.costs.count(self.server, self.loop.clock is not None)
         self.save()
 
     def summarise(self, arguments: Mapping[str, Any]) -> None:
@@ -420,10 +358,14 @@ class Federation:
         Args:
             arguments: The trainer's arguments.
         """
-        results = self.recorder.choose_results(self.rounds_done)
+        every = self.server.evaluated is self.server.clients
+        results = self.recorder.choose_results(self.rounds_done, None if every else self.server.evaluated)
         self.recorder.write_summary(
-            summary_of(self.server, self.engine, results, self.rounds_done, self.seconds, arguments, self.history)
-            | {"evaluation": evaluation_of(self.server), "evaluation_seconds": round(self.evaluation_seconds, 3)}
+            summary_of(self.server, self.engine, results, self.rounds_done, self.costs.seconds, arguments, self.history)
+            | {
+                "evaluation": evaluation_of(self.server, self._scored),
+                "evaluation_seconds": round(self.costs.evaluation_seconds, 3),
+            }
             | {"terms": terms_of(self.server, sorted(self._kept()), self._validations())}
             | ({"config_changes": self.changes} if self.changes else {})
             | ({"held_out": self.unseen.summary()} if self.server.held_out else {})
@@ -473,6 +415,8 @@ class Federation:
                 f"There is no checkpoint '{checkpoint}' in this run; it has {sorted({'latest', *kept})}. "
                 "Add LocalCheckpoint() or GlobalCheckpoint() to the callbacks to get one."
             )
+        if split == "val" and self._scored is not None:
+            refuse_mixed_validation(self._scored, server)
         evaluate = Evaluate((split,), self.test_data)
         rows: list[Row] = []
         if checkpoint in ("latest", "all"):
@@ -482,7 +426,7 @@ class Federation:
                 lambda model, stage, checkpoint, data, its_split, metric: (stage, its_split) == ("L2", split),
                 since=self.rounds_done,
             )
-            rows += [row for row in trained if row.round == self.rounds_done]
+            rows += of_clients((row for row in trained if row.round == self.rounds_done), server.evaluated)
             rows += self.unseen.rows((split,), ("G", "L1"))
         if checkpoint != "latest":
             found = stage_scores.checkpoint_rows(server, self.engine, evaluate)
@@ -490,39 +434,3 @@ class Federation:
             rows += self.unseen.checkpoint_rows((split,), checkpoint)
         self.recorder.record(rows)
         return rows
-
-
-def _explain(server: Server, updates: list[Update], policy: FailurePolicy) -> None:
-    """Warn of clients that contributed nothing, or could not be evaluated, with the reason.
-
-    Raises:
-        ClientFailedError: If one failure is to end the run.
-        ScoringError: If no trained model could be scored.
-    """
-    for update in updates:
-        if update.left_out:
-            continue
-        if update.error is not None:
-            server.note_failure(update.client, update.error)
-        elif update.steps == 0 and update.skipped:
-            warn(
-                f"Round {server.round + 1}: client '{update.client}' took no real step, so its weight is 0: "
-                f"{update.skipped} had no gradient, or were skipped by the gradient scaler."
-            )
-        for stage, data, split, reason in update.gaps:
-            missed = not_scored(update.client, stage, data, split, reason)
-            policy.stop_at(update.client, missed, f"Round {server.round + 1}")
-            server.note_failure(update.client, missed, stage)
-    gaps = [(update.client, gap) for update in updates for gap in update.gaps]
-    if gaps and not any(update.evaluations for update in updates):
-        client, (stage, _, _, reason) = gaps[0]
-        raise stage_scores.ScoringError(f"No model could be scored at stage {stage}; client '{client}': {reason}")
-
-
-def _by_client(rows: list[Row]) -> Scores:
-    scores: Scores = {}
-    for row in rows:
-        model = None if row.model in ("global", "personal") else row.model
-        key = (model, row.stage, row.data, row.split, row.metric)
-        scores.setdefault(key, {})[row.client] = (row.value, row.num_samples)
-    return scores

@@ -15,6 +15,7 @@ from fedlightning.datamodules.base import in_order
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.architectures import Architecture, architectures_of, refuse_other_choice, refuse_unlike
 from fedlightning.federation.explosions import Explosions
+from fedlightning.federation.failures import at_site
 from fedlightning.federation.models import KeepsModels
 from fedlightning.hooks import POOLED, CallbackList, Job
 from fedlightning.messages import GLOBAL, Message, Update, check_extras
@@ -56,6 +57,7 @@ class Server(KeepsModels):
         spent: What the clients have done besides: see :mod:`fedlightning.federation.terms`.
         failures: Clients that failed so far: round (from 1), client, where (`"training"` or a stage), reason,
             decision.
+        sites: Name of each client's site, where clients are at sites.
         explosions: Watches for updates and losses that explode.
         scores: This round's scores; see :meth:`score`.
         time: Virtual seconds since the run began, where the loop has a clock.
@@ -103,6 +105,7 @@ class Server(KeepsModels):
         self.steps = 0
         self.spent: dict[str, int] = {}
         self.failures: list[dict[str, Any]] = []
+        self.sites: dict[str, str] = {}
         self.explosions = Explosions()
         self.scores: Scores = {}
         self.time = 0.0
@@ -191,6 +194,7 @@ class Server(KeepsModels):
             when: Start of the warning; default: the round.
             decision: What became of it; default: `"left out"`, or `"not scored"` in an evaluation.
         """
+        reason = at_site(reason, client, self.sites.get(client))
         usual = "left out" if where == "training" else "not scored"
         failure = {
             "round": self.round + 1,

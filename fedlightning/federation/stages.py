@@ -16,13 +16,14 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.server import Scores as ScoresOfRound
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import POOLED
 from fedlightning.messages import GLOBAL, Update
-from fedlightning.scoring.rows import LATEST, Gap, Row
+from fedlightning.scoring.rows import EVERYBODY, LATEST, Gap, Row
 from fedlightning.scoring.server_model import ServerModel
-from fedlightning.scoring.tasks import EVERYBODY, LOCAL, Lost, Place, ScoreClient, ScoredModel, ScoreModel
+from fedlightning.scoring.tasks import LOCAL, Lost, Place, ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import State, equal, module_state
 from fedlightning.visit.requests import Evaluate, Scores
 
@@ -61,6 +62,16 @@ def update_rows(
             for stage, data, split, metric, value, size in update.evaluations
         ]
     return rows
+
+
+def by_client(rows: Iterable[Row]) -> ScoresOfRound:
+    """Return the scores of a round as callbacks read them (`server.scores`): what was scored -> client -> value, samples."""
+    scores: ScoresOfRound = {}
+    for row in rows:
+        model = None if row.model in ("global", "personal") else row.model
+        key = (model, row.stage, row.data, row.split, row.metric)
+        scores.setdefault(key, {})[row.client] = (row.value, row.num_samples)
+    return scores
 
 
 def stage_g(server: Server, engine: Engine, evaluate: Evaluate) -> list[Row]:

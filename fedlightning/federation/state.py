@@ -63,7 +63,7 @@ def save_state(
 
 
 def restore_state(
-    folder: Path, server: Server, store: ClientStore, trust_old: bool = False
+    folder: Path, server: Server, store: ClientStore, trust_old: bool = False, go_on: bool = False
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Put back what :func:`save_state` wrote.
 
@@ -72,6 +72,7 @@ def restore_state(
         server: Takes the server's state.
         store: Takes the clients' records. Those of an earlier version count as changed: they are written anew.
         trust_old: As in :func:`fedlightning.run.persistence.load`.
+        go_on: The run will be trained further.
 
     Returns:
         Finished rounds, the extra values, and what the loop kept.
@@ -81,7 +82,7 @@ def restore_state(
         DamagedStateError: If every state in it is damaged.
         ValueError: If the state belongs to other clients or another model; the sentence says which.
     """
-    saved = persistence.load(folder, trust_old)
+    saved = persistence.load(folder, trust_old, server.max_rounds if go_on else 0)
     found = NEW | saved.server()
     _check(saved, "the server's state", found, SERVER_TYPES)
     for model, state in found["models"].items():

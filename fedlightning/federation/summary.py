@@ -46,6 +46,7 @@ def summary_of(
         "data": describe_data(
             engine.describe(parts=("classes", "splits", "public")), None if listed is server.clients else listed
         ),
+        **({"sites": by_site(server.sites, [*server.clients, *server.held_out])} if server.sites else {}),
         "callbacks": callbacks,
         "model": type(server.blueprint.template).__name__,
         **({"architectures": describe(server)} if server.is_mixed else {}),
@@ -62,16 +63,46 @@ def summary_of(
     }
 
 
+def by_site(sites: Mapping[str, str], clients: Sequence[str]) -> dict[str, list[str]]:
+    """Return the clients of each site, both in the order of the clients.
+
+    Args:
+        sites: Name of each client's site.
+        clients: Clients in their order.
+
+    Example:
+        >>> by_site({"b": "x", "a": "y", "c": "y"}, ["a", "b", "c"])
+        {'y': ['a', 'c'], 'x': ['b']}
+    """
+    found: dict[str, list[str]] = {}
+    for client in clients:
+        if client in sites:
+            found.setdefault(sites[client], []).append(client)
+    return found
+
+
 LISTED = 10_000
 """Clients up to which a summary tells of each what it holds. Of more, it tells of those that took part or were scored."""
 
 
-def evaluation_of(server: Server) -> dict[str, Any]:
-    """Return how many clients are scored, of how many; if not all, with a short hash of who."""
-    found = {"clients": len(server.evaluated), "of": len(server.clients)}
-    if server.evaluated is server.clients:
+def evaluation_of(server: Server, in_training: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return how many clients are scored, of how many; if not all, with a short hash of who.
+
+    Args:
+        server: The server.
+        in_training: Clients that were scored in the rounds, where those are others than are scored now.
+    """
+    found = _scored(server.evaluated, server.clients)
+    if in_training is None or list(in_training) == server.evaluated:
         return found
-    return found | {"who": hashlib.sha256(json.dumps(server.evaluated).encode()).hexdigest()[:12]}
+    return found | {"in_training": _scored(in_training, server.clients)}
+
+
+def _scored(some: Sequence[str], of: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"clients": len(some), "of": len(of)}
+    if len(some) == len(of):
+        return found
+    return found | {"who": hashlib.sha256(json.dumps(list(some)).encode()).hexdigest()[:12]}
 
 
 def listed_clients(server: Server, engine: Engine) -> list[str]:

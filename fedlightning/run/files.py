@@ -103,17 +103,25 @@ def _replacing(path: Path) -> Iterator[Path]:
             raise
 
 
-def write_text_atomically(path: Path, text: str) -> None:
+def write_text_atomically(path: Path, text: str, lasting: bool = True) -> None:
     """Write a text file so that it is the old one or the new one.
+
+    Args:
+        path: The file.
+        text: What it is to hold.
+        lasting: Wait until it is on the disk. Without, whoever reads it still sees the old one or the new one, but after
+            a loss of power it may be empty: for what is of use only while its writer runs, and is written often.
 
     Raises:
         UnwritableError: If it cannot be written.
     """
     with _replacing(path) as temporary, temporary.open("w") as file:
         file.write(text)
-        file.flush()
-        sync(file.fileno())
-    sync_folder(path.parent)
+        if lasting:
+            file.flush()
+            sync(file.fileno())
+    if lasting:
+        sync_folder(path.parent)
 
 
 def readable_json(value: Any, levels: int = 3, default: Callable[[Any], Any] | None = None) -> str:

@@ -13,13 +13,14 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedlightning.messages import tree_bytes
 from fedlightning.run.files import (
     UnreadableError,
+    is_writer,
     read_json,
     read_tensors,
     readable_json,
@@ -245,7 +246,7 @@ class SavedState:
         return found
 
 
-def load(folder: Path, trust_old: bool = False) -> SavedState:
+def load(folder: Path, trust_old: bool = False, max_rounds: int = 0) -> SavedState:
     """Read the newest undamaged state in a folder.
 
     A newest state that is damaged is set aside with a warning, and the one before it is read.
@@ -253,11 +254,72 @@ def load(folder: Path, trust_old: bool = False) -> SavedState:
     Args:
         folder: `checkpoints/last`.
         trust_old: Read a state of an earlier version even if only pickle can open it, which runs the code that it holds.
+        max_rounds: Rounds that the run is to have. If these are more than it has, what it did because it was over (visits
+            after the last round, a last round that waited for all jobs in flight) is no part of it: see :func:`_not_over`.
 
     Raises:
         FileNotFoundError: If there is no state in `folder`.
         DamagedStateError: If every state in it is damaged.
+        ValueError: If the run was over, and cannot go on as if it had not been.
     """
+    newest = _newest(folder, trust_old)
+    return _not_over(newest) if max_rounds > newest.rounds_done and _is_over(newest) else newest
+
+
+FINAL, FLUSHED = "final", "flushed"
+"""Entries of the extra values of a run that is over: the visits after its last round were made; that round waited for all
+jobs in flight."""
+
+
+def _is_over(saved: SavedState) -> bool:
+    return bool(saved.extra.get(FINAL) or saved.extra.get(FLUSHED))
+
+
+def _not_over(newest: SavedState) -> SavedState:
+    """Return the state before what a run did because it was over, to go on from there; it is the newest one from now on.
+
+    Where it is lost, a run goes on from its end, with a warning: what clients keep was changed by the visits after that.
+
+    Raises:
+        ValueError: If the last round waited for all jobs in flight, and the state before it is lost.
+    """
+    folder, trusted, kept = newest.folder, newest.trusted, newest.rounds_done
+    try:
+        before = _checked(folder, BEFORE, trusted)
+    except DamagedStateError:
+        before = _checked(folder, MANIFEST, trusted)  # another rank of this run may have put it there by now
+    if _is_over(before):
+        if newest.extra.get(FLUSHED):
+            raise ValueError(
+                f"Round {kept} of the run in {folder} was its last, and waited for all jobs in flight (at_end='flush'). "
+                "More rounds would not be those of a longer run, and there is no state from before that round. Start a new "
+                "run with more rounds."
+            )
+        warnings.warn(
+            f"The run in {folder} was over after round {kept}, and the state before the visits after that is lost: "
+            "it goes on with what these visits left at clients, so it differs from a run with more rounds from the start.",
+            UserWarning,
+            stacklevel=4,
+        )
+        return newest
+    if is_writer() and (folder / BEFORE).exists():
+        with writing(folder):
+            (folder / BEFORE).replace(folder / MANIFEST)
+    if before.rounds_done < kept:
+        warnings.warn(
+            f"Round {before.rounds_done + 1} is the next one: the run in {folder} was over after round {kept}, which waited "
+            "for all jobs in flight (at_end='flush'), and in a longer run it does not.",
+            UserWarning,
+            stacklevel=4,
+        )
+    return replace(before, extra=before.extra | {UNDONE: True})
+
+
+UNDONE = "undone"
+"""Entry of the extra values of a state that was over, and is no longer: loggers may have seen more than it says."""
+
+
+def _newest(folder: Path, trust_old: bool) -> SavedState:
     if not (folder / MANIFEST).exists() and not (folder / BEFORE).exists():
         raise FileNotFoundError(f"There is nothing to resume in {folder}: no {MANIFEST}. Start without resume.")
     try:
@@ -270,7 +332,7 @@ def load(folder: Path, trust_old: bool = False) -> SavedState:
         with writing(folder):
             (folder / BEFORE).replace(folder / MANIFEST)  # its files' names are free to be written again
         warnings.warn(
-            f"{damage} The state before it, after round {before.rounds_done}, is used.", UserWarning, stacklevel=3
+            f"{damage} The state before it, after round {before.rounds_done}, is used.", UserWarning, stacklevel=4
         )
         return before
 

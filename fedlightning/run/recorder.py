@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from fedlightning.run.logs import Logs
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.row_files import read_part
 from fedlightning.scoring.row_table import RowTable
-from fedlightning.scoring.rows import ADDRESS, LATEST, UNSEEN, Row
+from fedlightning.scoring.rows import ADDRESS, LATEST, UNSEEN, Row, of_clients
 
 HELD = 50_000
 """Scores above which older ones are left to `metrics.csv`: a megabyte and a half."""
@@ -107,11 +107,12 @@ class Recorder:
             self.rows.spill(old, partial(read_part, self.run.metrics.path))
             self._written = self._written[-KEPT:]
 
-    def choose_results(self, rounds: int) -> list[dict[str, Any]]:
+    def choose_results(self, rounds: int, clients: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Summarise the newest scores of every stage, and all scores of selected models.
 
         Args:
             rounds: Finished rounds.
+            clients: Clients that are scored, where it is not all: a run can have scores of more, if it was scored twice.
         """
         latest = self.rows.where(lambda model, stage, checkpoint, *rest: checkpoint == LATEST, since=rounds)
         newest: dict[tuple[str, bool], int] = {}
@@ -120,6 +121,8 @@ class Recorder:
             newest[kind] = max(row.round, newest.get(kind, row.round))
         chosen = [row for row in latest if row.round == newest[row.stage, row.model == UNSEEN]]
         chosen += self.rows.where(lambda model, stage, checkpoint, *rest: checkpoint != LATEST)
+        if clients is not None:
+            chosen = of_clients(chosen, clients)
         self.results = summarise(row for row in chosen if row.split != "train")
         return self.results
 

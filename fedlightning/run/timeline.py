@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedlightning.run.files import writing
+from fedlightning.run.round_table import add_round
 
 Outcome = Literal["taken", "late", "stale", "failed"]
 FILE = "timeline.csv"
-TAIL = 4096
-"""Bytes in which the last line of the file lies."""
 MOST = 40
 """Clients that a picture shows."""
 
@@ -65,31 +63,7 @@ def note_trips(folder: Path, trips: Sequence[Trip]) -> None:
     """
     if not trips:
         return
-    path, rows = folder / FILE, [astuple(trip) for trip in trips]
-    with writing(path):
-        if _ends_before(path, trips[0].round):
-            with path.open("a", newline="") as file:
-                csv.writer(file).writerows(rows)
-            return
-        kept = [row for row in read_trips(folder) if row["round"] < trips[0].round]
-        beside = path.with_name(path.name + ".tmp")
-        with beside.open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows([*([row[name] for name in COLUMNS] for row in kept), *rows])
-        os.replace(beside, path)
-
-
-def _ends_before(path: Path, number: int) -> bool:
-    """Return True if the file is there, its last line is whole, and of a round before this one."""
-    if not path.exists():
-        return False
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL))
-        last = file.read().decode(errors="replace").splitlines(keepends=True)[-1:]
-    start = last[0].partition(",")[0] if last and last[0].endswith("\n") else ""
-    return start.isdecimal() and int(start) < number
+    add_round(folder / FILE, COLUMNS, trips[0].round, [astuple(trip) for trip in trips])
 
 
 def read_trips(folder: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -52,6 +52,10 @@ ADDRESS: Callable[[Row], tuple[Any, ...]] = attrgetter(*COLUMNS[:-2])
 CELLS: Callable[[Row], tuple[Any, ...]] = attrgetter(*COLUMNS)
 KIND: Callable[[Row], tuple[Any, ...]] = attrgetter("model", "stage", "checkpoint", "data", "split", "metric")
 """What the rows of all clients have in common."""
+EVERYBODY = "all"
+"""Client of a row of the global model on the union of all clients' data."""
+OTHERS = "client:"
+"""Beginning of the data of a row of the cross-client matrix; the other client's id follows."""
 UNSEEN = "unseen"
 """Model of a row of a client that takes no part in training: at stage G the global model, at L1 what it would deploy."""
 LATEST = "latest"
@@ -72,6 +76,22 @@ class Gap(Row):
     def sentence(self) -> str:
         """What is missing and why."""
         return not_scored(self.client, self.stage, self.data, self.split, self.reason)
+
+
+def of_clients(rows: Iterable[Row], clients: Collection[str]) -> list[Row]:
+    """Return the scores of some of the clients that train, and all scores of the pooled data and of unseen clients.
+
+    Args:
+        rows: Scores.
+        clients: The clients. Of the cross-client matrix, both the model's owner and the data's must be among them.
+    """
+    known = {*clients, EVERYBODY}
+    return [
+        row
+        for row in rows
+        if row.model == UNSEEN
+        or (row.client in known and (not row.data.startswith(OTHERS) or row.data.removeprefix(OTHERS) in known))
+    ]
 
 
 def not_scored(client: str, stage: str, data: str, split: str, reason: str) -> str:

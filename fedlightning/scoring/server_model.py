@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -134,7 +135,10 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
         (value.shape, value.dtype) != (second[name].shape, second[name].dtype) for name, value in first.items()
     ):
         return False
-    return all(_same(_attributes(part), _attributes(theirs[path])) for path, part in mine.items())
+    known: dict[tuple[int, int], Any] = {
+        (id(part), id(theirs[path])): None for path, part in mine.items()
+    }  # these are compared here, one by one
+    return all(_same(_attributes(part), _attributes(theirs[path]), known) for path, part in mine.items())
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
@@ -145,14 +149,49 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
     return own | {f"buffer {name}": value for name, value in kept.items()}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, as far as they are tensors and plain values; two objects of one class count as equal."""
+def _same(one: Any, other: Any, known: dict[tuple[int, int], Any]) -> bool:
+    """Whether two values are equal: tensors and plain values by themselves, other objects in what they would be pickled as.
+
+    Args:
+        one: A value.
+        other: Another one.
+        known: Pairs that have been looked at, by their ids (they are kept, so that no id is used again); objects that hold
+            one another end there.
+    """
+    if one is other or (id(one), id(other)) in known:
+        return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other) or repr(one) == repr(other) if isinstance(one, PLAIN) else True
+    if isinstance(one, PLAIN):
+        return bool(one == other) or repr(one) == repr(other)
+    known[id(one), id(other)] = one, other
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(_same(value, other[key], known) for key, value in one.items())
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(_same(*pair, known) for pair in zip(one, other, strict=True))
+    if isinstance(one, FunctionType):  # those that a module makes for itself, as metrics do
+        return one.__code__ == other.__code__ and _same(_around(one), _around(other), known)
+    try:
+        return one == other or _same(_inside(one), _inside(other), known)
+    except Exception:  # it cannot be compared: the module travels whole
+        return False
+
+
+def _around(function: FunctionType) -> list[Any]:
+    """Return what a function has besides its code."""
+    cells = function.__closure__ or ()
+    return [function.__defaults__, function.__kwdefaults__, [cell.cell_contents for cell in cells]]
+
+
+def _inside(value: Any) -> Any:
+    """Return what an object is made of.
+
+    Raises:
+        TypeError: If it cannot be pickled, or only by its name (a class; and it is another one).
+    """
+    found = value.__reduce_ex__(4)
+    if isinstance(found, str):
+        raise TypeError(f"{value!r} is known by its name")
+    return [list(part) if place > 2 and part is not None else part for place, part in enumerate(found)]

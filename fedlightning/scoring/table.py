@@ -170,6 +170,8 @@ def evaluation_line(summary: Mapping[str, Any]) -> str | None:
         summary.get("seconds", 0.0),
     )
     count, of = found.get("clients", 0), found.get("of", 0)
+    if (before := found.get("in_training")) is not None:
+        return f"Scored: {count} of {of} clients on test data, {before['clients']} in training and at stage L2."
     if count < of:
         return f"Scored: {count} of {of} clients (evaluate_clients), in {spent:.0f} of the {whole:.0f} s of the run."
     if of >= MANY and 2 * spent > whole:

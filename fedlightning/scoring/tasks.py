@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from fedlightning.hooks import POOLED, Stage
 from fedlightning.messages import Message, tree_bytes
-from fedlightning.scoring.rows import UNSEEN, Gap, Row
+from fedlightning.scoring.rows import EVERYBODY, OTHERS, UNSEEN, Gap, Row
 from fedlightning.scoring.server_model import ServerModel
 from fedlightning.tensors import State, equal, load_state, module_state
 from fedlightning.visit.client import Client
@@ -25,8 +25,6 @@ from fedlightning.visit.runner import LocalRunner
 
 LOCAL = "local"
 """Data of a row: the client's own."""
-EVERYBODY = "all"
-"""Client of a row whose score was computed on the union of all clients' data."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +283,7 @@ def _sources(
         if "clients" in evaluate.data:
             for other in others:
                 if other != client:
-                    yield split, f"client:{other}", partial(data.client_dataloader, other, split)
+                    yield split, f"{OTHERS}{other}", partial(data.client_dataloader, other, split)
 
 
 def _existing(

@@ -15,7 +15,10 @@ def fingerprint(run: Run, split: str) -> str:
     """
     known = run.summary.get("data", {}).get("splits", {}).get(split)
     found = str(known) if known is not None else f"sizes {sorted(run.summary.get('num_samples', {}).items())}"
-    who = run.summary.get("evaluation", {}).get("who")
+    scored = run.summary.get("evaluation", {})
+    if split == "val":  # a run can be tested at other clients than those it was validated at
+        scored = scored.get("in_training", scored)
+    who = scored.get("who")
     return found if who is None or split == "train" else f"{found}, scored at {who}"
 
 

@@ -10,15 +10,33 @@ TELLING = 120
 """Characters of a reason that are shown."""
 
 
-def failure_rows(failures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+Sites = Mapping[str, Sequence[str]]
+"""Clients of each site, by its name, as `sites` of a `summary.json`."""
+
+
+def site_of(sites: Sites) -> dict[str, str]:
+    """Return the name of each client's site, where it is called otherwise than the client.
+
+    Args:
+        sites: `sites` of a `summary.json`.
+
+    Example:
+        >>> site_of({"cleveland": ["a", "b"], "basel": ["basel"]})
+        {'a': 'cleveland', 'b': 'cleveland'}
+    """
+    return {client: site for site, clients in sites.items() for client in clients if client != site}
+
+
+def failure_rows(failures: Iterable[Mapping[str, Any]], sites: Sites | None = None) -> list[dict[str, Any]]:
     """Group the failures of a run: one row for every client, place, reason and decision.
 
     Args:
         failures: `failures` of a `summary.json`.
+        sites: Its `sites`.
 
     Returns:
-        Rows with `client`, `where` (`"training"` or a stage), `reason` (its first sentence), `decision`, `rounds` (such as
-        `"1-3, 7"`) and `count`.
+        Rows with `client`, `site` (if there are some called otherwise), `where` (`"training"` or a stage), `reason` (its
+        first sentence), `decision`, `rounds` (such as `"1-3, 7"`) and `count`.
 
     Example:
         >>> reason = "client 'b' failed: ValueError: no scanner. Ask the site"
@@ -26,33 +44,40 @@ def failure_rows(failures: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         >>> [(row["reason"], row["decision"], row["rounds"], row["count"]) for row in failure_rows(seen)]
         [('ValueError: no scanner', 'left out', '1-2, 5', 3)]
     """
+    places = site_of(sites or {})
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for one in failures:
         usual = "left out" if one["where"] == "training" else "not scored"  # of runs of earlier versions
         key = (one["client"], one["where"], first_sentence(one["reason"]), one.get("decision", usual))
         groups.setdefault(key, []).append(one["round"])
     return [
-        {"client": client, "where": where, "reason": reason, "decision": decision}
+        {"client": client, **({"site": places.get(client, client)} if places else {})}
+        | {"where": where, "reason": reason, "decision": decision}
         | {"rounds": ranges(rounds), "count": len(rounds)}
         for (client, where, reason, decision), rounds in groups.items()
     ]
 
 
-def failures_line(failures: Sequence[Mapping[str, Any]], clients: int, file: str = "summary.json") -> str | None:
+def failures_line(
+    failures: Sequence[Mapping[str, Any]], clients: int, file: str = "summary.json", sites: Sites | None = None
+) -> str | None:
     """Say in a line which clients failed; `None` if none did.
 
     Args:
         failures: `failures` of a `summary.json`.
         clients: Number of all clients.
         file: Name of the file that lists them.
+        sites: `sites` of the summary.
     """
     rows = sorted(failure_rows(failures), key=lambda row: -row["count"])
     if not rows:
         return None
     failed = len({row["client"] for row in rows})
     worst = rows[0]
+    site = site_of(sites or {}).get(worst["client"])
+    at = "" if site is None else f" at site '{site}'"
     return (
-        f"Failures: {failed} of {clients} clients, {len(failures)} in all; most often client '{worst['client']}' "
+        f"Failures: {failed} of {clients} clients, {len(failures)} in all; most often client '{worst['client']}'{at} "
         f"({worst['where']}, {worst['count']}x, {worst['decision']}): {worst['reason']}. All are in {file}."
     )
 

@@ -117,7 +117,7 @@ class Description:
             planted_groups=_joined(group or {} for group in groups) if known else None,
             together=False,
             classes=_joined(site.classes for site in sites),
-            splits={split: _hash([site.splits[split] for site in sites]) for split in first.splits},
+            splits={split: _hash([site.splits[split] for site in sites if site.client_ids]) for split in first.splits},
             loaders=_joined(site.loaders for site in sites),
             batches=_joined(site.batches for site in sites),
             pooled=(),

@@ -190,6 +190,7 @@ KINDS: dict[str, Kind] = {
                 "folder": _either(_nothing, _text),
                 "about": _by(_text, _anything),
                 "shared": _either(_nothing, _a(ServerModel)),
+                "bring": _a(bool),
             },
         ),
         Kind(
@@ -204,6 +205,7 @@ KINDS: dict[str, Kind] = {
                 "pooled": _TEXTS,
                 "splits": _TEXTS,
                 "is_mixed": _a(bool),
+                "has_public": _a(bool),
             },
             left=frozenset({"num_bytes"}),
         ),
@@ -228,6 +230,7 @@ KINDS: dict[str, Kind] = {
                 "path": _either(_nothing, _text),
                 "is_shared": _a(bool),
                 "reason": _either(_nothing, _text),
+                "content": _either(_nothing, _by(_text, _anything)),
             },
             left=frozenset({"module"}),  # it stays where it is
         ),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from fedlightning.callbacks import FLIU, MOON, SCAFFOLD, Central, FedAdam, FedLP, FedPer, FedProx, pFedLA
+from fedlightning.callbacks import (
+    FLIU,
+    MOON,
+    SCAFFOLD,
+    Central,
+    FedAdam,
+    FedLP,
+    FedPer,
+    FedProx,
+    PoissonSampling,
+    pFedLA,
+)
 from fedlightning.tensors import module_state
 from tests.conformance.case import Case, Kept
 from tests.helpers import Toy, federate, global_state, same, spied, toy_data
@@ -43,6 +54,11 @@ def test_one_visit_a_round_on_all_samples():
 def test_company_that_needs_clients_is_refused(other):
     with pytest.raises(ValueError, match=f"Central trains one model on pooled data, so {other.key} has no clients"):
         federate(Toy(), toy_data(), [Central(), other])
+
+
+def test_sampling_of_participants_is_refused_before_a_round_that_has_some():
+    with pytest.raises(ValueError, match="PoissonSampling says who takes part in a round: that would have no effect"):
+        federate(Toy(), toy_data(), [Central(), PoissonSampling(1e-9)], max_rounds=1)
 
 
 def test_a_proximal_term_acts_on_the_pooled_fit():

@@ -12,6 +12,7 @@ from fedlightning.federation.stages import ScoringError
 from fedlightning.hooks.callback_list import CallbackList
 from fedlightning.run.checkpoints import load
 from fedlightning.tensors import module_state
+from tests.federation.faulty import FailingHook, Fault
 from tests.helpers import NormNet, Toy, differs, federate, global_state, same, spied, toy_data
 
 SIZES = {"0": 24, "1": 40, "2": 16}
@@ -273,6 +274,28 @@ def test_a_held_out_client_that_could_not_be_scored_does_not_choose():
     server.failures.append({"round": 1, "client": "unseen", "where": "G", "reason": "it broke"})
     checkpoint.on_round_end(server)
     assert server.checkpoints["GlobalCheckpoint"]["round"] == 1
+
+
+def test_a_round_in_which_scoring_succeeded_at_a_further_try_can_be_selected():
+    server, checkpoint = FakeServer(), GlobalCheckpoint()
+    server.next_round({"a": 0.8, "b": 0.9, "c": 1.0})
+    server.failures.append(
+        {"round": 1, "client": "b", "where": "G", "reason": "it broke", "decision": "tried again (2 of 2)"}
+    )
+    checkpoint.on_round_end(server)
+    assert server.checkpoints["GlobalCheckpoint"]["round"] == 1
+
+
+@pytest.mark.parametrize(("retry", "best"), [(False, 3), (True, 2)])
+def test_a_client_that_failed_in_training_is_no_reason_to_select_a_round(tmp_path, retry, best):
+    """Client 1, whose losses are the largest, fails in round 2: the mean over the two others must not win."""
+    script = {"0": [0, 4.0, 1.0, 2.0], "1": [0, 9.0, 2.0 if retry else 8.0, 5.0], "2": [0, 4.0, 1.0, 2.0]}
+    Scripted.script, Scripted.data = script, toy_data(SIZES, batch_size=16)
+    callbacks = [GlobalCheckpoint(stage="L2"), FailingHook(Fault(tmp_path, "ValueError", 1, round=1), "on_visit_start")]
+    options = {"on_client_error": "retry"} if retry else {}
+    with pytest.warns(UserWarning, match="client '1' failed"):
+        trainer = federate(Scripted(), Scripted.data, callbacks, max_rounds=3, evaluate_every=1, **options)
+    assert trainer.server.checkpoints["GlobalCheckpoint"]["round"] == best
 
 
 def test_losses_of_different_clients_are_not_compared():

@@ -183,6 +183,31 @@ def test_heads_of_the_end_survive_restoring(tmp_path):
         same(deployed(again, client), deployed(trainer, client))
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_finished_run_that_goes_on_is_the_longer_run(tmp_path, lost):
+    """Heads that were trained after round 2 are no part of rounds 3 and 4, unless the state before them is lost."""
+    module, data = NormNet("adam"), toy_data(SIZES)
+    options = {"participation": 1, "optimizer_state": "keep"}
+    whole = federate(module, data, [FedRep(head_epochs=2)], tmp_path / "a", max_rounds=4, **options)
+    short = federate(module, data, [FedRep(head_epochs=2)], tmp_path / "b", max_rounds=2, **options)
+    longer = make_trainer(tmp_path / "b", [FedRep(head_epochs=2)], max_rounds=4, **options)
+    if lost:
+        (short.run.path / "checkpoints" / "last" / "manifest-before.json").unlink()
+        with pytest.warns(UserWarning, match="the state before the visits after that is lost"):
+            longer.fit(module, datamodule=data, resume="last")
+        return
+    longer.fit(module, datamodule=data, resume="last")
+    same(global_state(longer), global_state(whole))
+    for client in SIZES:
+        same(deployed(longer, client), deployed(whole, client))
+    assert longer.summary["terms"] == whole.summary["terms"]
+    assert [row for row in longer.rows if row.round > 2] == [row for row in whole.rows if row.round > 2]
+    again = make_trainer(tmp_path / "b", [FedRep(head_epochs=2)], max_rounds=4, **options)
+    again.restore(module, data, longer.run.path)
+    for client in SIZES:
+        same(deployed(again, client), deployed(whole, client))
+
+
 def test_absent_clients_keep_their_heads():
     _, spy = spied(Toy("adam"), toy_data(SIZES), [FedRep(**QUICK)], max_rounds=3, participation=1)
     absent_clients_rest(spy)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+import threading
 
 import pytest
+import yaml
 
 from fedlightning.cli import main
+from fedlightning.commands.serve import Serve
+from fedlightning.engines.flower import reach
+from fedlightning.engines.flower.programs import Log, free_port
+from fedlightning.errors import ConfigurationError
+from fedlightning.run.lock import RunLock
 
 CONFIG = "configs/quickstart.yaml"
+SERVE = ("serve", "--config", CONFIG, "--sites=2", "--insecure=true", "--trainer.client_timeout=60")
 
 
 def said(capsys, *words):
@@ -29,7 +38,19 @@ def no_flower(monkeypatch, tmp_path):
         (("serve", "--config", CONFIG, "--sites=2"), "has no ca.pem. Make certificates with"),
         (("serve", "--config", CONFIG, "--sites=0"), "sites=0 must be at least 1"),
         (("serve", "--config", CONFIG, "--sites=2", "--trainer.engine=processes"), "clients at sites train there"),
-        (("serve", "--config", CONFIG, "--sites=2", "--insecure=true"), "pip install 'fedlightning[flower]'"),
+        (("serve", "--config", CONFIG, "--sites=2", "--insecure=true"), "trainer.client_timeout is not set"),
+        ((*SERVE, "--port=0"), "port=0 must be from 1 to 65535"),
+        ((*SERVE, "--host=203.0.113.1"), "host='203.0.113.1' is no address of this machine"),
+        ((*SERVE, "--host=no.such.host.invalid"), "host='no.such.host.invalid' is no address of this machine"),
+        ((*SERVE, "--port={free}"), "pip install 'fedlightning[flower]'"),
+        (("site", "--config", CONFIG, "--superlink=fl.example.org", "--name=a"), "is no address of a server"),
+        (("site", "--config", CONFIG, "--superlink=https://x:1", "--name=a"), "is no address of a server"),
+        (("site", "--config", CONFIG, "--superlink=x:99999", "--name=a"), "a port from 1 to 65535"),
+        (("site", "--config", CONFIG, "--superlink=x:1", "--name=../a"), "is no name of a site"),
+        (
+            ("site", "--config", CONFIG, "--superlink=x:1", "--name=a", "--clients=[]"),
+            "clients=[]: a site has one client",
+        ),
         (("site", "--config", CONFIG, "--superlink=127.0.0.1:1", "--name=a"), "certificates/a has no ca.pem"),
         (
             ("site", "--config", CONFIG, "--superlink=x:1", "--name=a", "--insecure=true", "--clients=[z]"),
@@ -40,10 +61,95 @@ def no_flower(monkeypatch, tmp_path):
         (("certificates",), "--sites"),
         (("fit", "--config", CONFIG, "--trainer.engine=flower", "--trainer.name=x"), "fedlightning serve"),
     ],
-    ids=["keys", "sites", "engine", "flower", "site keys", "client", "site flower", "certificates", "names", "fit"],
+    ids=[
+        *(
+            "keys",
+            "sites",
+            "engine",
+            "timeout",
+            "port 0",
+            "host elsewhere",
+            "host",
+            "flower",
+            "no port",
+            "scheme",
+            "port",
+        ),
+        *("name", "no client", "site keys", "client", "site flower", "certificates", "names", "fit"),
+    ],
 )
 def test_what_cannot_start_is_said_in_a_sentence(tmp_path, capsys, words, reason):
     folder = [f"--folder={tmp_path / 'place'}"] if words[0] in ("serve", "site") else []
     root = [f"--trainer.default_root_dir={tmp_path}"] if words[0] in ("serve", "fit") else []
-    error = said(capsys, *words, *folder, *root)
+    error = said(capsys, *(word.replace("{free}", str(free_port())) for word in words), *folder, *root)
     assert reason in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", ["PublicDataModule", "DigitsDataModule"])
+def test_a_server_looks_at_public_data_only(tmp_path, name):
+    inner = {"public": {"class_path": "fedlightning.datamodules.DigitsDataModule"}}
+    section = {"class_path": f"fedlightning.datamodules.{name}", "init_args": inner | {"public_labels": False}}
+    path = tmp_path / "data.yaml"
+    path.write_text(yaml.safe_dump({"data": section}))
+    cli = Serve("serve", ["--config", CONFIG, "--config", str(path), "--sites=2"])
+    assert type(cli.datamodule).__name__ == (name if name == "PublicDataModule" else "NoneType")
+
+
+def test_a_folder_that_another_process_works_with(tmp_path, capsys):
+    site = ("site", "--config", CONFIG, "--superlink=127.0.0.1:1", "--name=a", "--insecure=true")
+    with RunLock(tmp_path):
+        assert "a site needs a --folder of its own" in said(capsys, *site, f"--folder={tmp_path}")
+
+
+def test_more_sites_than_keys(tmp_path, capsys):
+    (tmp_path / "sites").mkdir()
+    for name in ("ca.pem", "server.pem", "server.key", "sign.key", "sites/a.pub"):
+        (tmp_path / name).touch()
+    words = ("serve", "--config", CONFIG, "--sites=2", "--trainer.client_timeout=60", f"--certificates={tmp_path}")
+    assert "has keys of 1: no other can connect" in said(capsys, *words, f"--trainer.default_root_dir={tmp_path}")
+
+
+def test_a_port_that_is_taken_is_said_and_a_server_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(reach, "FREED", 0.0)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port={port} is taken by another program"):
+            reach.check_port("127.0.0.1", port)
+    assert "Nobody listens at" in reach.unreachable(f"127.0.0.1:{port}", None)
+    assert "is not known" in reach.unreachable("no.such.host.invalid:1", None)
+    reach.check_port("127.0.0.1", port)
+
+
+def test_a_server_without_tls_and_a_damaged_authority(tmp_path):
+    """One that closes every connection speaks no TLS, which suits a site without and no other."""
+    (tmp_path / "ca.pem").write_text("nothing")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+
+        def close():
+            for _ in range(2):
+                connection, _ = server.accept()
+                connection.recv(1)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                connection.close()
+
+        thread = threading.Thread(target=close, daemon=True)
+        thread.start()
+        assert reach.unreachable(place, None) is None
+        assert "is no certificate" in reach.unreachable(place, tmp_path / "ca.pem")
+
+
+def test_the_log_of_a_program_is_read_as_it_grows(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("[code: 1] Of an earlier start.\n")
+    log = Log(path)
+    with path.open("a") as file:
+        file.write("\x1b[92mINFO\x1b[0m: a\n[code: 2004] Failed to activate.\nhal")
+    assert log.new_lines() == ["INFO: a", "[code: 2004] Failed to activate."]
+    with path.open("a") as file:
+        file.write("f\n")
+    assert log.new_lines() == ["half"] and log.reason() == "Failed to activate."

@@ -36,7 +36,7 @@ def test_small_models_are_stacked():
 )
 def test_else_one_after_another_with_the_same_bits(options, why, monkeypatch):
     said = []
-    monkeypatch.setattr("fedlightning.trainer.rank_zero_info", said.append)
+    monkeypatch.setattr("fedlightning.assembly.rank_zero_info", said.append)
     found = fit(**options)
     assert type(found.federation.engine) is SequentialEngine
     assert len(said) == 1 and said[0].startswith("engine='auto' takes 'sequential': ") and why in said[0]

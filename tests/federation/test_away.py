@@ -58,7 +58,7 @@ RUNS: dict[str, Any] = {
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    monkeypatch.setattr("fedlightning.trainer.make_engine", away_engine)
+    monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
 
 
 def away_engine(name: str, runner: Any, store: Any, *options: Any) -> AwayEngine:
@@ -89,7 +89,7 @@ def test_a_run_is_that_of_sequential(name, tmp_path, monkeypatch):
     here, away = [], []
     for rounds in (1, 2):
         here.append(fitted(name, tmp_path / "here", toy_data(SIZES), max_rounds=rounds))
-    monkeypatch.setattr("fedlightning.trainer.make_engine", away_engine)
+    monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
     for rounds in (1, 2):
         away.append(fitted(name, tmp_path / "away", Sealed(toy_data(SIZES)), max_rounds=rounds))
     compare(here[-1], away[-1])
@@ -117,7 +117,7 @@ def compare(here: FederatedTrainer, away: FederatedTrainer) -> None:
 
 def test_the_summary_tells_of_data_what_sequential_tells(tmp_path, monkeypatch):
     here = fitted("player_fl", tmp_path / "here", toy_data(SIZES), max_rounds=1, evaluate_every=0, test_data=[])
-    monkeypatch.setattr("fedlightning.trainer.make_engine", away_engine)
+    monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
     away = fitted("player_fl", tmp_path / "away", Sealed(toy_data(SIZES)), max_rounds=1, evaluate_every=0, test_data=[])
     assert away.summary["data"] == here.summary["data"]
     assert away.federation.lasting == here.federation.lasting | {"engine": "one client at a time"}
@@ -161,7 +161,7 @@ def test_new_clients_join_where_their_data_are(tmp_path, monkeypatch):
     found = []
     for place, data in (("here", toy_data(SIZES)), ("away", Sealed(toy_data(SIZES)))):
         if place == "away":
-            monkeypatch.setattr("fedlightning.trainer.make_engine", away_engine)
+            monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
         trainer = make_trainer(tmp_path / place, [FedAvg()], max_rounds=1, held_out=["2"], test_data=["local"])
         trainer.fit(seeded(Toy, 0), data)
         results = trainer.onboard(verbose=False)

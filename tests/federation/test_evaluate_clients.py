@@ -127,3 +127,66 @@ def test_a_resumed_run_scores_the_same_clients(tmp_path):
 def test_refused(wrong):
     with pytest.raises(ConfigurationError, match="evaluate_clients="):
         make_trainer(None, evaluate_clients=wrong)
+
+
+def means(trainer, **where):
+    """Clients behind each mean of `summary.json`."""
+    rows = [row for row in trainer.summary["results"] if all(row[name] == value for name, value in where.items())]
+    assert rows
+    return {frozenset(row["per_client"]) for row in rows}
+
+
+def scored_again(folder, given, score="test", **options):
+    trainer = make_trainer(folder.parent.parent, [FedAvg()], participation=4, evaluate_clients=given, **options)
+    getattr(trainer, score)(Toy(), toy_data((12,) * 8), run=folder, verbose=False)
+    return trainer
+
+
+def test_a_run_tested_at_other_clients_has_means_over_one_set(tmp_path):
+    folder = fit(evaluate_clients=3, root=tmp_path).run.path
+    drawn = {given: frozenset(fit(evaluate_clients=given, max_rounds=1).server.evaluated) for given in (2, 3, 5)}
+    everybody = frozenset(map(str, range(8)))
+    scored_again(folder, 3)
+    for given, clients in ((5, drawn[5]), (2, drawn[2]), (None, everybody)):
+        with pytest.warns(UserWarning, match="scored 3 of 8 clients in training, and . are scored now"):
+            trainer = scored_again(folder, given)
+        for stage in ("G", "L1"):
+            assert means(trainer, split="test", stage=stage, data="local") == {clients}, (given, stage)
+        assert all(some <= clients & drawn[3] for some in means(trainer, stage="L2"))
+        assert means(trainer, split="val", stage="L1") == {clients & drawn[3]}
+        found = json.loads((folder / "summary.json").read_text())["evaluation"]
+        assert found["clients"] == len(clients) and found["in_training"]["clients"] == 3
+    trainer = scored_again(folder, 3)
+    assert means(trainer, split="test", stage="L1", data="local") == {drawn[3]}
+    assert "in_training" not in trainer.summary["evaluation"]
+
+
+def test_validation_at_others_than_in_training_is_refused(tmp_path):
+    folder = fit(evaluate_clients=3, root=tmp_path).run.path
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ConfigurationError, match=r"scores of 3 of 8 clients .* 5 are scored now"),
+    ):
+        scored_again(folder, 5, "validate")
+    with pytest.warns(UserWarning):
+        trainer = scored_again(folder, 2, "validate")
+    assert means(trainer, split="val", stage="L1") == {frozenset(trainer.server.evaluated)}
+
+
+def test_selection_does_not_compare_scores_of_different_clients(tmp_path):
+    data = toy_data((12,) * 8)
+    folder = fit(GlobalCheckpoint(), evaluate_clients=3, root=tmp_path).run.path
+    options = {"max_rounds": 3, "participation": 4, "evaluate_every": 1}
+    for given, name in ((5, "GlobalCheckpoint"), (None, "GlobalCheckpoint")):
+        other = make_trainer(tmp_path, [GlobalCheckpoint()], evaluate_clients=given, **options)
+        with pytest.raises(ConfigurationError, match=f"{name} compares .* has scored 3 of 8 clients and would score"):
+            other.fit(Toy(), data, resume=folder, allow_config_change=True)
+    plain = fit(evaluate_clients=3, root=tmp_path / "plain").run.path
+    other = make_trainer(plain.parent.parent, [FedAvg()], evaluate_clients=5, **options)
+    with pytest.warns(UserWarning, match="evaluate_clients was 3 and is 5"):
+        other.fit(Toy(), data, resume=plain, allow_config_change=True)
+    assert {len(clients) for clients in means(other, split="val", stage="L1")} == {5}
+    assert (
+        other.summary["evaluation"] == {**other.summary["evaluation"], "clients": 5}
+        and "in_training" not in other.summary["evaluation"]
+    )

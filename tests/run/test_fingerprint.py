@@ -165,7 +165,7 @@ def test_a_run_from_before_an_option_goes_on(tmp_path, monkeypatch):
         return {name: value for name, value in fingerprint(*args).items() if name not in later}
 
     with monkeypatch.context() as earlier:
-        earlier.setattr("fedlightning.trainer.fingerprint", noted)
+        earlier.setattr("fedlightning.assembly.fingerprint", noted)
         start(tmp_path, module=Classifier(MLP(6, [], 3), num_classes=3))
     trainer = go_on(tmp_path, Classifier(MLP(6, [], 3), num_classes=3))
     assert trainer.rounds_done == 2 and "config_changes" not in trainer.summary

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import random
 
 import pytest
 import torch
+from torchmetrics.classification import BinaryAccuracy
 
 import fedlightning  # noqa: F401  before lightning
 
@@ -23,6 +25,29 @@ from tests.helpers import NormNet, Toy, same
 
 def blueprint(template=None, callback=None):
     return Blueprint(template or NormNet(), CallbackList([callback or FedAvg()]), LocalSettings(seed=0, max_rounds=1))
+
+
+class Scale:
+    def __init__(self):
+        self.scale, self.of = 1.0, self
+
+
+def plus_one(value):
+    return value + 1
+
+
+def made_by(number):
+    return plus_one if number == 1 else lambda value: value + number
+
+
+class Holding(NormNet):
+    """Has attributes of all kinds that are no entries of its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.act = torch.tanh
+        self.held = [Scale(), torch.nn.Linear(1, 1, bias=False), random.Random(0), made_by(1)]
+        self.metric = BinaryAccuracy(threshold=0.5)
 
 
 def changed(module):
@@ -61,17 +86,24 @@ def test_state_and_owner_make_the_model(made, part, owner):
         lambda module: setattr(module.net[2][1], "p", 0.9),
         lambda module: setattr(module, "mask", torch.ones(2)),
         lambda module: module.register_buffer("kept", torch.ones(2), persistent=False),
-        lambda module: setattr(module, "__class__", type("Other", (NormNet,), {})) or None,
+        lambda module: setattr(module, "__class__", type("Other", (Holding,), {})) or None,
         lambda module: module.net.append(torch.nn.Identity()),
+        lambda module: setattr(module.held[0], "scale", 2.0),
+        lambda module: setattr(module.held[1].weight, "data", torch.ones(1, 1)),
+        lambda module: module.held[2].random(),
+        lambda module: setattr(module, "act", torch.relu),
+        lambda module: module.held.__setitem__(3, made_by(2)),
+        lambda module: setattr(module.metric, "threshold", 0.9),
     ],
-    ids=["number", "dropout", "tensor", "buffer", "class", "layer"],
+    ids=lambda change: change.__code__.co_firstlineno,
 )
 def test_what_no_architecture_gives_travels_whole(change):
-    made = blueprint()
+    made = blueprint(Holding())
     module = changed(made.build("server"))
+    assert ServerModel(module, made).owner == ("", "")
     change(module)
     assert ServerModel(module, made).owner is None
-    if type(module) is NormNet:
+    if type(module) is Holding and module.held[3](1) == 2:  # a function of a function cannot be pickled
         found = there(ServerModel(module, made), made)
         assert found.net[2][1].p == module.net[2][1].p and len(found.net) == len(module.net)
         same(module_state(found), module_state(module))

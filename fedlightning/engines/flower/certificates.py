@@ -14,6 +14,8 @@ from fedlightning.errors import ConfigurationError
 CA, SERVER, KEY, SITE, SIGN, SIGNED = "ca.pem", "server.pem", "server.key", "site.key", "sign.key", "sign.pub"
 """Files: certificates of the authority and the server, keys of server and site, the key that signs and its public part."""
 DAYS = 825
+HERE = ("127.0.0.1", "localhost")
+"""Names under which `fedlightning serve` reaches its own SuperLink: they are in every server's certificate."""
 
 
 def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]:
@@ -63,7 +65,8 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
     signing = ed25519.Ed25519PrivateKey.generate()
     plain, pem = serialization.NoEncryption(), serialization.Encoding.PEM
     ca = signed("FedLightning", authority, "FedLightning", authority).public_bytes(pem)
-    certificate = signed(hosts[0], server, "FedLightning", authority, [_host(host) for host in hosts]).public_bytes(pem)
+    names = [_host(host) for host in dict.fromkeys((*hosts, *HERE))]
+    certificate = signed(hosts[0], server, "FedLightning", authority, names).public_bytes(pem)
     own = folder / "server"
     _write(own / CA, ca)
     _write(own / SERVER, certificate)
@@ -96,7 +99,7 @@ def add(folder: Path, sites: Sequence[str]) -> list[Path]:
 
 
 def _check(sites: Sequence[str]) -> None:
-    bad = next((name for name in sites if not name or name in (".", "..", "server") or set(name) & set("/\\\0")), None)
+    bad = next((name for name in sites if not is_name(name)), None)
     if bad is not None or len(set(sites)) < len(sites):
         raise ConfigurationError(f"sites={list(sites)} must be different names of folders, and none of them 'server'.")
 
@@ -116,6 +119,16 @@ def _site(folder: Path, site: str, ca: bytes, signing: Any) -> Path:
     )
     _write(folder / site / SITE, private, private=True)
     return folder / site
+
+
+def is_name(name: str) -> bool:
+    """Return whether a text can be the name of a site, and of its folder.
+
+    Example:
+        >>> is_name("cleveland"), is_name("../etc"), is_name("server")
+        (True, False, False)
+    """
+    return bool(name.strip()) and name not in (".", "..", "server") and not set(name) & set("/\\\0")
 
 
 def _name(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import socket
@@ -107,6 +108,37 @@ def running(
         yield lambda: process.poll() is None
     finally:
         end(process)
+
+
+class Log:
+    """The lines that a program adds to its log.
+
+    Args:
+        path: The log. What is in it already is not looked at.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = path.stat().st_size if path.exists() else 0
+        self._rest = b""
+        self._codes: list[str] = []
+
+    def new_lines(self) -> list[str]:
+        """Return the lines that were added since the last call, without colours."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            found = self._rest + file.read()
+            self._read = file.tell()
+        *lines, self._rest = found.split(b"\n")
+        texts = [re.sub(r"\x1b\[[0-9;]*m", "", line.decode(errors="replace")) for line in lines]
+        self._codes += [text.strip() for text in texts if text.startswith("[code: ")]
+        return texts
+
+    def reason(self) -> str:
+        """Return the reason that Flower gave last, in its words."""
+        return f"{self._codes[-1].partition('] ')[2]}" if self._codes else f"{self._path} says why."
 
 
 def _environment() -> Mapping[str, str]:

@@ -176,7 +176,7 @@ class FlowerLink:
     Args:
         address: The SuperLink's address.
         expected: Number of sites without which no run begins.
-        allowed: Nodes that may take part, and the names of their sites; `None`: all that are connected.
+        allowed: Names of the sites that may take part, by the ids of their nodes; `None`: all that are connected.
         sign: Signs a request.
         lives: Whether the SuperLink runs.
 
@@ -273,6 +273,9 @@ class FlowerLink:
         connected = self.nodes()
         return [name for node, name in (self._allowed or {}).items() if str(node) not in connected]
 
+    def owner(self, node: str) -> str | None:
+        return None if self._allowed is None else self._allowed.get(int(node))
+
     def send(self, node: str, request: bytes) -> str:
         content = records_of(self._sign(request))
 
@@ -343,7 +346,7 @@ def register(address: Address, keys: Sequence[Path]) -> dict[int, str]:
     control = address.client(ControlHttpClient, name="flwr CLI", retry=patient())
     try:
         known = {node.public_key: node.node_id for node in control.ListNodes(ListNodesRequest()).nodes_info}
-        found = {}
+        found: dict[int, str] = {}
         for path in keys:
             key = load_ssh_public_key(path.read_bytes())
             content = public_key_to_bytes(cast(EllipticCurvePublicKey, key))

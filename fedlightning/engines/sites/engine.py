@@ -12,15 +12,21 @@ from typing import Any, TypeVar, get_args
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.datamodules.base import in_order
+from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.answers import fault, is_note, is_version
+from fedlightning.engines.sites.board import Doing, board_of
 from fedlightning.engines.sites.link import Link
-from fedlightning.engines.sites.meeting import Meeting, Reply
+from fedlightning.engines.sites.meeting import SENTENCE, Meeting, Reply
+from fedlightning.engines.sites.status import printable
 from fedlightning.engines.sites.store import SiteStore
 from fedlightning.engines.sites.window import BUDGET, Entry, Window
+from fedlightning.engines.sites.words import in_words
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine, Task
+from fedlightning.federation.failures import at_site
 from fedlightning.federation.store import Note
+from fedlightning.messages import Update
 from fedlightning.tensors import module_state
 from fedlightning.visit.description import Description, Part
 from fedlightning.visit.runner import LocalRunner
@@ -42,22 +48,36 @@ class SitesEngine(Engine):
         runner: The server's half of the federation: it builds the server's modules. Its data are not looked at.
         store: The versions of the clients' records.
         link: The connection.
+        export: Whether the clients' models are sent to the server when the run ends.
     """
 
     data_here = False
     shares_disk = False
+    no_public = (
+        "trains on public data, and the server has none. Give `fedlightning serve` a data section with them (class_path: "
+        "PublicDataModule, init_args: public: a data set), and each site the same as public: of its own data module; a "
+        "share of the clients' samples (public=0.1) cannot be everybody's where data do not leave their sites."
+    )
 
-    def __init__(self, runner: LocalRunner, store: SiteStore, link: Link) -> None:
+    def __init__(self, runner: LocalRunner, store: SiteStore, link: Link, export: bool = False) -> None:
         super().__init__(runner, store)
+        self.brings_models = export
         self.versions = store
         self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
+        self.board = board_of(link.expected)
         self._wanted = link.expected
+        self._waits_for = ""  # what keeps the run from its beginning, for the board
         self._stage = "fit"
+        self._public: dict[str, Any] | None = None
         self._left_out: list[str] = []
         self._weights: tuple[Any, str] | None = None
         self._window = Window()
         self._members: list[str] = []
         self._merged: tuple[str, Description] | None = None
+
+    @property
+    def sites(self) -> dict[str, str]:
+        return {client: name for name, clients in self.meeting.clients.items() for client in clients}
 
     @property
     def width(self) -> int:
@@ -72,6 +92,8 @@ class SitesEngine(Engine):
             "assigned": dict(blueprint.assigned),
             "stage": self._stage,
             "left_out": list(self._left_out),
+            "public": self._public,
+            "export": self.brings_models,
         }
 
     def _session(self) -> str:
@@ -93,11 +115,15 @@ class SitesEngine(Engine):
     # -- the data ----------------------------------------------------------------------------------------------------
     def set_up(self, stage: str) -> None:
         self._stage = stage
+        self.runner.set_up(stage)  # public data, if there are any
+        self._public = public_facts(self.runner.data)
         said = ""
         while len(self.meeting.names) < self._wanted:
             if (waits := self.meeting.waits(self._wanted)) != said:
                 rank_zero_info(said := waits)
+            self._waits_for = f"waits for sites: {len(self.meeting.names)} of {self._wanted} are here"
             self._listen()
+        self._waits_for = ""
 
     def leave_out(self, clients: Collection[str]) -> None:
         if clients:
@@ -135,9 +161,6 @@ class SitesEngine(Engine):
         own.sort(key=lambda one: min((place[client] for client in one.client_ids), default=len(place)))
         return Description.merged(own)
 
-    def public(self) -> tuple[Any, str]:
-        return None, type(self.runner.data).__name__
-
     def _listen(self) -> list[Reply]:
         """Greet who has come, and return replies.
 
@@ -146,6 +169,7 @@ class SitesEngine(Engine):
         """
         self.meeting.greet()
         found = self.meeting.receive(POLL)
+        self.board.look(self.meeting, self._doing, self._waits_for)
         for node in self.meeting.refused:
             raise ConfigurationError(f"A site refuses the run: {self.meeting.why(node)}")
         return found
@@ -193,7 +217,10 @@ class SitesEngine(Engine):
             )
 
     def beside(self, runner: LocalRunner) -> Engine:
-        raise ConfigurationError("engine='flower' does not onboard new clients: let them join the run as sites.")
+        raise ConfigurationError(
+            "engine='flower' does not onboard new clients. Start a site that has them, and resume the run with "
+            "`fedlightning serve --resume last --allow_new_clients true`: they join it."
+        )
 
     def ask(self, task: Task[Answer]) -> Answer:
         found = list(self.map([task]))
@@ -252,12 +279,22 @@ class SitesEngine(Engine):
             ):  # else it has started anew, and is sent them again
                 self._take(reply, entries)
         meeting.ping()
+        self.board.look(meeting, self._doing)
         for entry in window.astray(meeting.names):  # the connection is gone: wait for another
             self._unsend(entry)
         timeout, now = self.attempts.policy.timeout, self.attempts.clock()
         for entry in [] if timeout is None else window.late(meeting.where, now, timeout):
             self._unsend(entry)
             self._give_up(entry, self.attempts.too_slow, lasts=True)
+
+    def _doing(self) -> Doing:
+        """Return what each site is at, for people: the first of what it was sent."""
+        found: dict[str, tuple[str, int | None]] = {}
+        for entry in self._window:
+            name = self.meeting.names.get(self.meeting.where.get(entry.client, ""))
+            if entry.sent is not None and name is not None and name not in found:
+                found[name] = in_words(entry.task), entry.task.address[0]
+        return found
 
     def _unsend(self, entry: Entry) -> None:
         for name in self._window.unsend(entry):
@@ -296,7 +333,7 @@ class SitesEngine(Engine):
         loop = self.runner.loop
         if loop.reason is None and isinstance(content.get("loop"), str):
             loop.reason = content["loop"]
-        settled = entry.attempt.settle(answer, None if version is None else (version, note))
+        settled = self._settle(entry, answer, None if version is None else (version, note))
         if settled is None:
             entry.since = None
             return
@@ -305,9 +342,18 @@ class SitesEngine(Engine):
             kept, about = settled[1]
             self.versions.keep(entry.task.client, kept, Note(**(about or {})))
 
+    def _settle(self, entry: Entry, answer: Any, record: Any) -> tuple[Any, Any] | None:
+        """Settle an answer; where its client has failed, the reason names the site."""
+        if isinstance(answer, Update) and answer.error is not None:
+            answer.error = printable(answer.error, SENTENCE)
+        settled = entry.attempt.settle(answer, record)
+        if settled is not None and isinstance(settled[0], Update) and settled[0].error is not None:
+            settled[0].error = at_site(settled[0].error, entry.client, self.sites.get(entry.client))
+        return settled
+
     def _give_up(self, entry: Entry, reason: str, lasts: bool) -> None:
         """Answer in the place of a site; `lasts`: another run would not meet the reason, so it is noted on disk."""
-        settled = entry.attempt.settle(entry.task.lost(reason), None)
+        settled = self._settle(entry, entry.task.lost(reason), None)
         entry.since = None
         if settled is not None:
             entry.answer, entry.done = settled[0], True

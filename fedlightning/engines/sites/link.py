@@ -29,6 +29,9 @@ class Link(Protocol):
     def nodes(self) -> Collection[str]:
         """Return the sites that are connected now, by a name that the connection gives them."""
 
+    def owner(self, node: str) -> str | None:
+        """Return the name of the site whose key a node has proved; `None`: the connection knows no keys."""
+
     def missing(self) -> Collection[str]:
         """Return names of sites that would be let in and are not connected, as far as the connection knows them."""
 
@@ -68,6 +71,9 @@ class Loopback:
     def nodes(self) -> list[str]:
         return list(self.sites)
 
+    def owner(self, node: str) -> str | None:
+        return None
+
     def missing(self) -> list[str]:
         return []
 
@@ -87,21 +93,26 @@ class Loopback:
         return []
 
 
-_current: list[Link] = []
+_current: list[tuple[Link, bool]] = []
 
 
 @contextmanager
-def connected(link: Link) -> Iterator[Link]:
-    """Let trainers with `engine="flower"` that are fitted inside the block reach their sites over a connection."""
-    _current.append(link)
+def connected(link: Link, export: bool = False) -> Iterator[Link]:
+    """Let trainers with `engine="flower"` that are fitted inside the block reach their sites over a connection.
+
+    Args:
+        link: The connection.
+        export: Ask for the clients' models when the run ends; every site must allow it.
+    """
+    _current.append((link, export))
     try:
         yield link
     finally:
-        _current.remove(link)
+        _current.remove((link, export))
 
 
-def current() -> Link:
-    """Return the connection of this process.
+def current() -> tuple[Link, bool]:
+    """Return the connection of this process, and whether clients' models are asked for.
 
     Raises:
         ConfigurationError: If there is none.
@@ -109,6 +120,7 @@ def current() -> Link:
     if not _current:
         raise ConfigurationError(
             "engine='flower' trains at sites, to which this process has no connection. Start it with `fedlightning serve`, "
-            "and each site with `fedlightning site`."
+            "and each site with `fedlightning site`. A client's model is a file at its site (fedlightning.load opens it), "
+            "and new sites join when the run is resumed (docs/deploy.md)."
         )
     return _current[-1]

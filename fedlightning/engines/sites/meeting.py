@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedlightning.engines.sites.link import Link
+from fedlightning.engines.sites.status import NAME, printable
 from fedlightning.errors import warn
 from fedlightning.wire import Limits, WireError, read, write
 
 PING = 10.0
 """Seconds after which a site that is at work is asked whether it still knows the run."""
+SENTENCE = 2000
+"""Characters of what a site says that are kept."""
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Meeting:
         clients: Clients of each site, by its name.
         told: What each site has told of its data, by its name, and the session in which it did.
         refused: Why a node does not take part.
+        since: When each site that is here came, or came anew, by its name; seconds since 1970.
+        heard: When each site last answered, by its name.
     """
 
     link: Link
@@ -58,6 +64,10 @@ class Meeting:
     clients: dict[str, list[str]] = field(default_factory=dict)
     told: dict[str, tuple[str, Any]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    since: dict[str, float] = field(default_factory=dict)
+    heard: dict[str, float] = field(default_factory=dict)
+    _replaced: dict[str, str] = field(default_factory=dict)  # by node: a site that is here by another node now
+    _lost: list[Reply] = field(default_factory=list)  # to return with the next ones
     _greeted: dict[str, str] = field(default_factory=dict)  # the session that a node knows
     _hellos: dict[str, str] = field(default_factory=dict)  # node by number
     _offered: dict[str, str] = field(default_factory=dict)  # the session of a hello, by number
@@ -86,12 +96,14 @@ class Meeting:
         """Send a hello to every connected node that does not know the run as it is now; forget those that are gone."""
         session, nodes = self.session(), set(self.link.nodes())
         for node in [node for node in self.names if node not in nodes]:
-            del self.names[node]
+            self._leave(self.names.pop(node))
             self._greeted.pop(node, None)
+        here = set(self.names.values())
+        self._replaced = {node: name for node, name in self._replaced.items() if name in here}
         for number, node in list(self._hellos.items()):
             if node not in nodes:
                 del self._hellos[number], self._offered[number]
-        for node in sorted(nodes):
+        for node in sorted(nodes - set(self._replaced)):
             waits = node in self._hellos.values() or self.refused.get(node, "").startswith(session)
             if self._greeted.get(node) != session and not waits:
                 self._greeted.pop(node, None)
@@ -124,6 +136,8 @@ class Meeting:
                 continue
             self._heard[node] = self.clock()
             content = self.read(data)
+            if node in self.names and "lost" not in content:
+                self.heard[self.names[node]] = time.time()
             if number in self._hellos:
                 del self._hellos[number]
                 session = self._offered.pop(number)
@@ -137,10 +151,12 @@ class Meeting:
                     found.append(Reply(node, number, {"unknown": ""}))
             elif "unknown" in content:
                 self._greeted.pop(node, None)
+                self.since.pop(self.names.get(node, ""), None)
                 found += self.lose(node)
             elif not is_ping:
                 del self._sent[number]
                 found.append(Reply(node, number, content))
+        found, self._lost = [*found, *self._lost], []
         return found
 
     def lose(self, node: str) -> list[Reply]:
@@ -164,6 +180,8 @@ class Meeting:
             found = read(data, self.limits)
         except WireError as error:
             return {"refused": f"{error}".rstrip(".")}
+        if isinstance(found, dict) and isinstance(found.get("refused"), str):
+            found["refused"] = printable(found["refused"], SENTENCE)
         known = isinstance(found, dict) and any(name in found for name in ("answer", "refused", "unknown", "lost"))
         if not known or not isinstance(found.get("refused", ""), str):
             return {"refused": "its reply says nothing"}
@@ -173,12 +191,9 @@ class Meeting:
         answer = content.get("answer")
         reason = content.get("refused")
         if isinstance(answer, dict) and isinstance(answer.get("name"), str) and _is_names(answer.get("clients")):
-            others = {
-                self.names[of] for client, of in self.where.items() if client in answer["clients"] and of in self.names
-            }
-            taken = others - {answer["name"]}
-            if not taken:
-                self.names[node] = answer["name"]
+            reason = self._objection(node, answer["name"], answer["clients"])
+            if reason is None:
+                self._enter(node, answer["name"])
                 self.clients[answer["name"]] = answer["clients"]
                 self.where |= dict.fromkeys(answer["clients"], node)
                 self._greeted[node] = session
@@ -186,9 +201,47 @@ class Meeting:
                     self.told[answer["name"]] = session, answer["data"]
                 self.refused.pop(node, None)
                 return
-            reason = f"site '{answer['name']}' has a client that site '{min(taken)}' has already"
         self.refused[node] = f"{session} {reason or 'it does not say who it is'}"
         warn(f"A site does not take part: {self.why(node)}")
+
+    def _objection(self, node: str, name: str, clients: list[str]) -> str | None:
+        """Return why a site cannot take part under this name with these clients."""
+        if not name.strip() or name != printable(name, NAME):
+            return f"'{printable(name, NAME)}' is no name of a site: it is a printable text of 1 to {NAME} characters"
+        owner = self.link.owner(node)
+        if owner not in (None, name):
+            return (
+                f"site '{owner}', by its key, says that it is '{name}': start it with --name {owner}, or with the key of "
+                f"'{name}'"
+            )
+        others = {self.names[of] for client, of in self.where.items() if client in clients and of in self.names}
+        if others - {name}:
+            return f"site '{name}' has a client that site '{min(others - {name})}' has already"
+        same = any(of != node and known == name for of, known in self.names.items())
+        if same and set(clients) != set(self.clients[name]):
+            return f"another site is here under the name '{name}', with other clients: give each site a name of its own"
+        return None
+
+    def _enter(self, node: str, name: str) -> None:
+        """Let a site in. One that has started anew may be connected by its old node for a while: that one is let go."""
+        for old in [of for of, known in self.names.items() if known == name and of != node]:
+            del self.names[old]
+            self._greeted.pop(old, None)
+            self._replaced[old] = name
+            self._lost += self.lose(old)
+            self.since.pop(name, None)
+        self._replaced.pop(node, None)
+        self.names[node] = name
+        self.heard[name] = time.time()
+        self.since.setdefault(name, self.heard[name])
+
+    def owner(self, node: str) -> str | None:
+        """Return the name of the site whose key a node has proved, where the connection knows keys."""
+        return self.link.owner(node)
+
+    def _leave(self, name: str) -> None:
+        if name not in self.names.values():
+            self.since.pop(name, None)
 
     def why(self, node: str) -> str:
         """Return why a node does not take part."""

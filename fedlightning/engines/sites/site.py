@@ -13,7 +13,9 @@ from typing import Any
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
+from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement
+from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.records import Records
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.checks import CheckThere
@@ -61,8 +63,14 @@ class Site:
         data: Its clients' data.
         folder: Where records and exported models are kept.
         limits: Largest requests that are accepted.
+        export: Whether clients' models may be sent to the server when a run ends.
         clock: Seconds; a test brings its own.
+
+    Attributes:
+        diary: Is told what happens here, for people.
     """
+
+    diary: Diary | None = None
 
     def __init__(
         self,
@@ -71,6 +79,7 @@ class Site:
         data: FederatedDataModule,
         folder: Path,
         limits: Limits | None = None,
+        export: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -79,9 +88,11 @@ class Site:
         self._blueprint = blueprint
         self._data = data
         self._limits = limits
+        self._export = export
         self._clock = clock
         self._session: Session | None = None
         self._stages: set[str] = set()
+        self._public: dict[str, Any] | None = None
         self._given: dict[
             tuple[str, str], bytes
         ] = {}  # the last reply to each client: a task that comes again is known
@@ -96,7 +107,10 @@ class Site:
         except Exception as error:
             if not isinstance(error, ValueError):
                 traceback.print_exc()
-            return write({"refused": " ".join(f"{error}".split()) or type(error).__name__})
+            reason = " ".join(f"{error}".split()) or type(error).__name__
+            if self.diary is not None:
+                self.diary.refused(reason)
+            return write({"refused": reason})
 
     def _reply(self, request: bytes) -> bytes:
         asked = read(request, self._limits)
@@ -110,7 +124,9 @@ class Site:
         if asked["do"] == "tasks":
             return self._tasks(session, asked)
         if asked["do"] == "describe":
-            return write({"answer": session.runner.describe(_texts(asked, "leave_out"), _texts(asked, "parts"))})
+            here = {*session.runner.data.client_ids}  # others are left out where they are
+            leave_out = [client for client in _texts(asked, "leave_out") if client in here]
+            return write({"answer": session.runner.describe(leave_out, _texts(asked, "parts"))})
         raise RefusedError(f"it asks to {asked['do']!r:.40}, which no site does.")
 
     # -- a run -------------------------------------------------------------------------------------------------------
@@ -122,6 +138,8 @@ class Site:
         """
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
+            if self.diary is not None:
+                self.diary.joined(self._session.run)
         runner, parts = self._session.runner, _texts(asked, "parts")
         told = runner.describe(parts=parts) if parts else None
         return {"answer": {"name": self.name, "clients": list(runner.data.client_ids), "data": told}}
@@ -137,6 +155,11 @@ class Site:
                 f"{'; '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Give both the same, "
                 "but for the data."
             )
+        if asked.get("export") is not False and not self._export:
+            raise RefusedError(
+                f"the server asks for the models of the clients (export='server'), and site '{self.name}' does not give "
+                "them away. Start the site with --export server to allow it, or the server without."
+            )
         template, stage = asked.get("template"), asked.get("stage")
         if not isinstance(template, dict) or stage not in ("fit", "test") or not isinstance(asked.get("run"), str):
             raise RefusedError("it does not say what the run begins with.")
@@ -151,10 +174,31 @@ class Site:
         if stage not in self._stages:
             runner.set_up(stage)
             self._stages.add(stage)
+        self._compare_public(asked.get("public"))
         known = set(runner.data.client_ids)
         runner.leave_out([client for client in _texts(asked, "left_out") if client in known])
         self._given.clear()
         return Session(asked["session"], asked["run"], runner)
+
+    def _compare_public(self, theirs: Any) -> None:
+        """Refuse public data that are not those of the server.
+
+        Raises:
+            RefusedError: With both in words.
+        """
+        if theirs is None:  # then nobody reads them
+            return
+        if self._public is None:
+            self._public = public_facts(self._data)
+        own = self._public
+        if own == theirs and isinstance(own, dict):
+            return
+        has = "has none" if own is None else f"has {_samples(own)}"
+        raise RefusedError(
+            f"the server's public data are {_samples(theirs)}, and site '{self.name}' {has}. Give the server "
+            "(PublicDataModule) and every site (public: in its own data module) the same data set with the same batch size, "
+            "seed and public_labels, and none of a client's samples: a site leaves those out."
+        )
 
     # -- tasks -------------------------------------------------------------------------------------------------------
     def _tasks(self, session: Session, asked: Mapping[str, Any]) -> bytes:
@@ -184,7 +228,11 @@ class Site:
         if client and (client, number) in self._given:
             return self._given[client, number]
         record = self.records.get(run, client, version)
+        if self.diary is not None:
+            self.diary.began(task)
         answer, after = task.run(session.runner, record)
+        if self.diary is not None:
+            self.diary.ended(task, answer)
         seconds = self._clock() - begun
         reply: dict[str, Any] = {
             "answer": answer,
@@ -214,7 +262,8 @@ class Site:
         for client in [task.client] if task.client is not None else task.clients:
             if client not in own:
                 raise RefusedError(f"site '{self.name}' has no client '{client}'.")
-        if isinstance(task, Deploy) and (not task.write or task.folder is not None or task.shared is not None):
+        leaves = isinstance(task, Deploy) and (not task.write or (task.bring and not self._export))
+        if leaves or (isinstance(task, Deploy) and (task.folder is not None or task.shared is not None)):
             raise RefusedError(f"models of clients do not leave site '{self.name}'.")
 
 
@@ -223,6 +272,12 @@ def _texts(asked: Mapping[str, Any], name: str) -> Collection[Any]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise RefusedError(f"its '{name}' is no list of names.")
     return found
+
+
+def _samples(facts: Any) -> str:
+    if not isinstance(facts, dict) or set(facts) != {"samples", "batch_size", "content"}:
+        raise RefusedError("it does not say which public data it has.")
+    return f"{facts['samples']} samples in batches of {facts['batch_size']} (hash {facts['content']})"
 
 
 def _assigned(found: Any) -> dict[str, str]:

@@ -19,29 +19,15 @@ from fedlightning.federation.failures import FederationError
 from fedlightning.federation.loops.base import Loop, allowed, last_scores, left_behind
 from fedlightning.federation.loops.flights import Flight, HeldRecords, Planned
 from fedlightning.federation.loops.synchronous import refuse_if_all_failed, refuse_if_too_few
+from fedlightning.federation.loops.synchrony import refuse_synchronous
 from fedlightning.federation.server import Server
 from fedlightning.federation.terms import note_work
-from fedlightning.hooks import Arrivals, FederatedCallback
+from fedlightning.hooks import Arrivals
 from fedlightning.messages import Update
 from fedlightning.run.timeline import Outcome
 from fedlightning.seeding import generator
 from fedlightning.tensors import State
 from fedlightning.visit.requests import Evaluate
-
-AT_THE_SERVER = (
-    "participants",
-    "on_broadcast",
-    "on_federation_start",
-    "on_round_start",
-    "on_round_end",
-    "on_update",
-    "reduce",
-    "on_reduced",
-    "denominator",
-    "server_step",
-    "model_of",
-)
-"""Methods by which an algorithm works at the server, where it may count on rounds in which everybody answers one model."""
 
 
 class Asynchronous(Loop):
@@ -165,6 +151,11 @@ class Asynchronous(Loop):
     def absent(self) -> str:
         """Return the loop's name: a round is of those who arrive."""
         return f"the loop {type(self).__name__}"
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the last round waits for the jobs in flight."""
+        return self.at_end == "flush"
 
     def visits(self, server: Server) -> int:
         """Return how many updates make a round."""
@@ -378,27 +369,3 @@ class Asynchronous(Loop):
             super().load(state or {"nothing": "no jobs in flight"})
         self._departures, self._visits = int(state["departures"]), dict(state["visits"])
         self._flights = [Flight.of(flight) for flight in state["flights"]]
-
-
-def refuse_synchronous(callback: FederatedCallback) -> None:
-    """Refuse an algorithm that needs synchronous rounds.
-
-    Raises:
-        ConfigurationError: Naming it, and what it does.
-    """
-    if callback.claims("plan_round"):
-        raise ConfigurationError(
-            f"{callback.key} plans its rounds, and an asynchronous loop has no rounds to plan: its plan would be ignored. "
-            "Leave out trainer.loop, or take an algorithm that runs there (docs/time.md)."
-        )
-    if callback.asynchronous is None and callback.takes_part:
-        work = [name for name in AT_THE_SERVER if callback.claims(name)]
-        runs = not work
-    else:
-        work, runs = [], callback.asynchronous is not False
-    if not runs:
-        reason = f"works at the server ({', '.join(work)})" if work else "is defined for synchronous rounds"
-        raise ConfigurationError(
-            f"{callback.key} {reason}, and nothing says that it is right where updates arrive one by one and late. Leave out "
-            "trainer.loop; or, if it is your own and right there, say so by the class attribute asynchronous = True."
-        )

@@ -58,6 +58,11 @@ class Loop(ABC):
         """Return what keeps clients out of rounds, for a sentence; empty: nothing."""
         return ""
 
+    @property
+    def flushes(self) -> bool:
+        """Whether the last round is none that a longer run would have: it waits for what is in flight."""
+        return False
+
     def visits(self, server: Server) -> int:
         """Return how many visits the next round is expected to have: for the progress bar."""
         return len(server.participants())

@@ -38,6 +38,16 @@ def test_a_site_that_comes_later_has_what_the_others_have(made: Path) -> None:
     assert echoed(signer(made / "server" / "sign.key")(b"request")) == b"request"
 
 
+def test_the_server_reaches_itself_whatever_the_sites_call_it(tmp_path: Path) -> None:
+    from cryptography import x509
+
+    make(tmp_path / "keys", ["fl.example.org", "10.0.0.5"], ["a"])
+    certificate = x509.load_pem_x509_certificate((tmp_path / "keys" / "server" / "server.pem").read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]
+    assert [str(one) for one in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.5", "127.0.0.1"]
+
+
 def test_a_name_is_given_once_and_again_after_it_was_removed(made: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"keys/a is there already"):
         add(made, ["c", "a"])

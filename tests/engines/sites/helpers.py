@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fedlightning.datamodules.held_out import without
+from fedlightning.datamodules.public_only import PublicDataModule
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.engine import SitesEngine
 from fedlightning.engines.sites.link import Loopback, connected
@@ -22,10 +23,26 @@ from fedlightning.wire import read, write
 
 SHARES = (("site0", "site3"), ("site1", "site2"))
 """Clients of the two sites."""
+REFUSED = {
+    "Central": "engine='sequential'",
+    "FedAsync": "engine='sequential'",
+    "FedBuff": "engine='sequential'",
+    "PIFL pooled": "utility='local'",
+    "TIFF": "Use PIFL",
+    "TIFF gradient": "Use PIFL",
+}
+"""Cases of the conformance suite that are refused, and the way out; all others run (test_equal.py)."""
 RUN = {"evaluate_every": 1, "save_state": 1, "max_rounds": 2, "local_steps": 2, "test_data": []}
 
 
-def a_site(root: Path, clients: Sequence[str], algorithm: Any = None, full: bool = False, **arguments: Any) -> Site:
+def a_site(
+    root: Path,
+    clients: Sequence[str],
+    algorithm: Any = None,
+    full: bool = False,
+    export: bool = False,
+    **arguments: Any,
+) -> Site:
     """Return a site that has some clients of the toy data, its own module and its own callbacks."""
     torch.manual_seed(7)  # its first weights are not the server's: the server sends them
     others, size, lr = arguments.pop("others", ()), arguments.pop("batch_size", None), arguments.pop("lr", 0.1)
@@ -43,6 +60,7 @@ def a_site(root: Path, clients: Sequence[str], algorithm: Any = None, full: bool
         trainer.blueprint(ToyModule(full=full, lr=lr)),
         without(data, [client for client in data.client_ids if client not in clients]),
         root,
+        export=export,
     )
 
 
@@ -117,19 +135,28 @@ def without_pickle() -> Iterator[None]:
             setattr(pickle, name, value)
 
 
-def at_sites(line: Line, root: Path, algorithm: Any = None, **arguments: Any) -> FederatedTrainer:
-    """Run a federation whose clients are at sites, and return its trainer."""
+def public_data(batch_size: int | None = None) -> PublicDataModule:
+    """Return the public part of the toy data alone, as a server has it."""
+    toy = ToyData()
+    return PublicDataModule(toy.public_dataloader().dataset, batch_size or toy.batch_size)
+
+
+def at_sites(
+    line: Line, root: Path, algorithm: Any = None, public: bool = False, export: bool = False, **arguments: Any
+) -> FederatedTrainer:
+    """Run a federation whose clients are at sites, and return its trainer; `public`: the server has public data."""
     make = SitesEngine.__init__
 
     def on_the_clock(engine: SitesEngine, *parts: Any) -> None:
         make(engine, *parts)
         engine.attempts.clock = lambda: line.now
 
-    with connected(line), without_pickle():
+    with connected(line, export), without_pickle():
         SitesEngine.__init__ = on_the_clock  # type: ignore[method-assign]
         try:
             given = RUN | {"client_timeout": 30.0} | arguments
-            return federate(copy.deepcopy(algorithm), DataElsewhere(), root, engine="flower", **given)
+            data = public_data(given.get("batch_size")) if public else DataElsewhere()
+            return federate(copy.deepcopy(algorithm), data, root, engine="flower", **given)
         finally:
             SitesEngine.__init__ = make  # type: ignore[method-assign]
 

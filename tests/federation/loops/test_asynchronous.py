@@ -36,9 +36,7 @@ from fedlightning.clock import (
 )
 from fedlightning.federation.failures import FederationError
 from fedlightning.federation.loops import Asynchronous
-from fedlightning.federation.loops.asynchronous import refuse_synchronous
 from fedlightning.run.persistence import DamagedStateError
-from tests.conformance.case import collect
 from tests.helpers import (
     NormNet,
     Quadratic,
@@ -234,6 +232,27 @@ def test_at_the_end_jobs_are_dropped_or_waited_for():
     assert [entry[:2] for entry in seen[6:]] == [("2", 10.0)]
 
 
+@pytest.mark.parametrize("save_state", [1, 2])
+def test_a_run_that_waited_at_its_end_and_goes_on_is_the_longer_run(save_state: int, tmp_path: Path):
+    """Its last round is done again, without waiting; where there is no state from before that, it is refused."""
+    module = Toy()
+    given = {"loop": Asynchronous(SLOW, arrivals=2, at_end="flush"), "version": "run", "save_state": save_state}
+    whole, short = (
+        federate(module, toy_data(), [], tmp_path / str(rounds), max_rounds=rounds, **given) for rounds in (5, 3)
+    )
+    longer = make_trainer(tmp_path / "3", [], max_rounds=5, **given)
+    with pytest.warns(UserWarning, match="Round 3 is the next one"):
+        longer.fit(module, toy_data(), resume="last")
+    same(global_state(longer), global_state(whole))
+    assert longer.server.time == whole.server.time
+    assert (longer.run.path / "timeline.csv").read_bytes() == (whole.run.path / "timeline.csv").read_bytes()
+    manifest = short.run.path / "checkpoints" / "last" / "manifest-before.json"
+    manifest.unlink()
+    even_longer = make_trainer(tmp_path / "3", [], max_rounds=6, **given)
+    with pytest.raises(ValueError, match=r"Round 5 of the run .* was its last, and waited for all jobs in flight"):
+        even_longer.fit(module, toy_data(), resume="last")
+
+
 def test_models_that_are_waited_for_at_the_end_are_mixed_in_one_by_one():
     """`alpha` of each: their shares do not add up to more than the whole model."""
     x, ages = torch.zeros(1, dtype=torch.float64), []
@@ -376,53 +395,6 @@ def test_a_damaged_flight_is_refused():
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-RUN = {
-    "APFL",
-    "Ditto",
-    "FENDA",
-    "FFALoRA",
-    "FML",
-    "FedAsync",
-    "FedAvg",
-    "FedAvgM",
-    "FedAdam",
-    "FedYogi",
-    "FedAdagrad",
-    "FedBN",
-    "FedBuff",
-    "FedIT",
-    "FedLP",
-    "FedMultimodal",
-    "FedPer",
-    "FedProx",
-    "FedRep",
-    "FedSGD",
-    "FedType",
-    "GPFL",
-    "LGFedAvg",
-    "Local",
-    "MAPPER",
-    "MOON",
-    "PerFCL",
-    "PerFedAvg",
-    "pFedBayes",
-}
-"""What has nothing at the server that counts on synchronous rounds. A name that comes or goes here was looked at."""
-
-
-def test_every_method_is_run_or_refused_by_name():
-    first = {name.partition(" ")[0]: case.algorithm for name, case in collect("CASES").items()}
-    ran = set()
-    for name, callback in first.items():
-        try:
-            refuse_synchronous(callback)
-            ran.add(name)
-        except ValueError as refusal:
-            assert str(refusal).startswith(f"{callback.key} ")
-        assert not (callback.claims("plan_round") and name in ran)
-    assert ran == RUN
-
-
 @pytest.mark.parametrize("make", [APFL, Ditto, lambda: FENDA(head="net.3"), MOON, FedBN, FedProx])
 def test_methods_of_clients_equal_synchronous_rounds_where_all_are_alike(make):
     """Equal speeds, everybody at work, a round of all: what a method does at the client is what it does there."""

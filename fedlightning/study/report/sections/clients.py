@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedlightning.study.failures import site_of
 from fedlightning.study.report.cells import Column, Kind, is_number, is_ranked, summary
 from fedlightning.study.report.context import Context
 from fedlightning.study.report.figures.clients import MANY, client_bars, heat_map, strips
@@ -83,10 +84,14 @@ def by_client_table(
         kind: Format of the values.
         better: Better end. `None` uses that of the metric.
     """
-    rows = [{"client": c} | {f"@{m}": of.get(c) for m, of in values.items()} for c in clients]
+    sites = {c: site for run in context.study.runs for c, site in site_of(run.summary.get("sites", {})).items()}
+    rows = [
+        {"client": c} | ({"site": sites.get(c, c)} if sites else {}) | {f"@{m}": of.get(c) for m, of in values.items()}
+        for c in clients
+    ]
     ranked = [row["method"] for row in context.overview if row["method"] in values and is_ranked(row)]
     end = better or context.better
-    columns = [Column("client", "client", "text")]
+    columns = [Column("client", "client", "text"), *([Column("site", "site", "text")] if sites else [])]
     columns += [Column(f"@{method}", method, kind, better=end if method in ranked else None) for method in values]
     if len(ranked) > 1:
         caption += "; bold: the best of these methods for that client"

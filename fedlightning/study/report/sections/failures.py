@@ -31,10 +31,11 @@ def failures(context: Context) -> Section | None:
 def _failures(context: Context) -> Table | None:
     rows: list[dict[str, Any]] = []
     for (method, seed), scores in context.study.finished.items():
-        found = failure_rows(scores.run.summary.get("failures", []))
+        found = failure_rows(scores.run.summary.get("failures", []), scores.run.summary.get("sites"))
         rows += [{"method": method, "seed": str(seed)} | row for row in found]
     columns = [
         *RUN,
+        *([Column("site", "site", "text")] if any("site" in row for row in rows) else []),
         Column("where", "where", "text", help="training, or the stage whose model could not be scored"),
         Column("rounds", "rounds", "text"),
         Column("count", "times", "count"),

@@ -1,0 +1,134 @@
+"""Whether a server can be reached, and if not why, in a sentence: Flower's programs try in silence."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+import time
+from pathlib import Path
+
+from fedlightning.errors import ConfigurationError
+
+WAIT = 5.0
+"""Seconds that a server has to answer."""
+FREED = 3.0
+"""Seconds in which a port becomes free again after the program that held it was killed."""
+
+
+def host_and_port(place: str) -> tuple[str, int]:
+    """Return the parts of "host:port".
+
+    Raises:
+        ConfigurationError: If it is something else.
+
+    Example:
+        >>> host_and_port("fl.example.org:8443"), host_and_port("[::1]:80")
+        (('fl.example.org', 8443), ('::1', 80))
+    """
+    host, colon, port = place.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    fits = colon and bare and "/" not in bare and (":" not in bare or bare != host)
+    if not fits or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        raise ConfigurationError(
+            f"superlink={place!r} is no address of a server: it is host:port, such as fl.example.org:8443, with a port from "
+            "1 to 65535 and nothing in front."
+        )
+    return bare, int(port)
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that a server cannot listen on.
+
+    Args:
+        host: Address to listen on.
+        port: The port.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    if not 0 < port < 65536:
+        raise ConfigurationError(f"port={port} must be from 1 to 65535.")
+    try:
+        kind, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, UnicodeError):
+        raise ConfigurationError(
+            f"host={host!r} is no address of this machine; 0.0.0.0 stands for all of them."
+        ) from None
+    ends = time.monotonic() + FREED
+    while True:
+        try:
+            with socket.socket(kind, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+            return
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < ends:
+                time.sleep(0.2)
+                continue
+            why = {
+                errno.EADDRINUSE: f"port={port} is taken by another program: stop that, or choose another --port here and "
+                "in --superlink of the sites.",
+                errno.EACCES: f"port={port} is not for everybody to listen on: choose one from 1024.",
+                errno.EADDRNOTAVAIL: f"host={host!r} is no address of this machine; 0.0.0.0 stands for all of them.",
+            }
+            found = why.get(error.errno or 0, f"host={host!r}, port={port}: {error.strerror}.")
+            raise ConfigurationError(found) from None
+
+
+def unreachable(place: str, authority: Path | None) -> str | None:
+    """Return why no server is reached at an address, in a sentence; `None`: one listens there as it should.
+
+    Args:
+        place: Host and port.
+        authority: Certificate of the authority that has signed the server's; `None`: without TLS.
+    """
+    host, port = host_and_port(place)
+    try:
+        connection = socket.create_connection((host, port), timeout=WAIT)
+    except (socket.gaierror, UnicodeError):
+        return f"The host of {place} is not known: look at --superlink, or at this machine's network."
+    except ConnectionRefusedError:
+        return f"Nobody listens at {place}: the server is not started yet, or has ended."
+    except TimeoutError:
+        return f"{place} does not answer within {WAIT:g} seconds: a firewall may be in the way."
+    except OSError as error:
+        return f"{place} cannot be reached: {error.strerror or error}."
+    with connection:
+        return _without_tls(connection, place) if authority is None else _tls(connection, place, host, authority)
+
+
+def _tls(connection: socket.socket, place: str, host: str, authority: Path) -> str | None:
+    try:
+        context = ssl.create_default_context(cafile=str(authority))
+    except (OSError, ssl.SSLError):
+        return f"{authority} is no certificate: put it back as `fedlightning certificates` has made it."
+    try:
+        context.wrap_socket(connection, server_hostname=host).close()
+    except ssl.SSLCertVerificationError as error:
+        if "IP address mismatch" in str(error) or "ostname mismatch" in str(error):
+            return (
+                f"The certificate of {place} is not for '{host}': use an address that it is for, or make certificates with "
+                f"--hosts {host}."
+            )
+        if "expired" in str(error):
+            return f"The certificate of {place} has ended: make new ones with `fedlightning certificates`."
+        return (
+            f"The certificate of {place} is not of the authority in {authority} ({error.verify_message}): site and server "
+            "need folders of one `fedlightning certificates`."
+        )
+    except ssl.SSLError:
+        return f"{place} does not speak TLS: is the server started with --insecure?"
+    except OSError:
+        return f"{place} does not answer: the server is about to start, or has ended."
+    return None
+
+
+def _without_tls(connection: socket.socket, place: str) -> str | None:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        context.wrap_socket(connection).close()
+    except OSError:  # also of ssl: it does not speak TLS
+        return None
+    return f"{place} wants TLS and a key: leave out --insecure, and give --certificates."

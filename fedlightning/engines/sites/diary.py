@@ -1,0 +1,115 @@
+"""What a site tells of itself: a line where something happens, and the file of `fedlightning sites`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlightning.engines.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable
+from fedlightning.engines.sites.words import in_words
+from fedlightning.federation.engine import Visit
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+class Diary:
+    """Says what happens at a site, each thing when it changes, and keeps its file.
+
+    Args:
+        folder: The site's folder; `None`: there is no file.
+        name: The site's name.
+        server: Address of its server.
+        clients: Its clients.
+        say: Is told a line at a time.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        name: str,
+        server: str = "",
+        clients: Sequence[str] = (),
+        say: Callable[[str], None] = _say,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._file = StatusFile(folder, every=0.0)  # beside what each task costs, a small file is nothing
+        self._say, self._clock = say, clock
+        self._told: str | None = None  # the last refusal
+        self._told_round: int | None = None
+        self._began = clock()
+        self.status = OwnStatus(name, server, clock(), clients=list(clients))
+        self.write()
+
+    def connection(self, reason: str | None) -> None:
+        """Note whether the server is reached.
+
+        Args:
+            reason: Why it is not; `None`: it is.
+        """
+        status, state = self.status, "connected" if reason is None else "not connected"
+        if (state, reason or "") == (status.state, status.reason):
+            return
+        if state != status.state or status.since is None:
+            status.since = self._clock()
+        status.state, status.reason = state, reason or ""
+        self._say(f"Connected to {status.server}." if reason is None else f"{reason} Trying again until it works.")
+        self.write()
+
+    def joined(self, run: str) -> None:
+        """Note that the site takes part in a run."""
+        status = self.status
+        if status.run != run:
+            status.run, status.run_since = run, self._clock()
+            status.tasks = status.failures = 0
+            status.round, self._told_round = None, None
+            self._say(f"Takes part in run {printable(run, 12)} with {of_clients(status.clients)}.")
+        self._told = None
+        self.write()
+
+    def began(self, task: Any) -> None:
+        """Note a task that begins."""
+        self.status.doing, self._began = in_words(task), self._clock()
+        self.write()
+
+    def ended(self, task: Any, answer: Any) -> None:
+        """Note a task that was carried out."""
+        status = self.status
+        status.doing, status.last, status.last_at = "", in_words(task), self._clock()
+        status.round = task.address[0]
+        status.tasks += 1
+        failed = task.failure(answer)
+        if failed is not None:
+            status.failures += 1
+            self._say(f"Round {status.round}: {printable(failed[1])}")
+        elif isinstance(task, Visit) and len(status.clients) <= LISTED:
+            self._say(
+                f"Round {status.round}: trained {of_clients([task.client])} in {self._clock() - self._began:.1f} s."
+            )
+        elif isinstance(task, Visit) and status.round != self._told_round:
+            self._say(f"Round {status.round}: trains its clients.")
+        self._told_round = status.round
+        self.write()
+
+    def refused(self, reason: str) -> None:
+        """Note a request that was refused. The same reason again is not said again."""
+        status = self.status
+        status.doing, status.refused, status.refused_at = "", printable(reason), self._clock()
+        if reason != self._told:
+            self._say(f"Refused a request of {status.server}: {status.refused}")
+        self._told = reason
+        self.write()
+
+    def end(self) -> None:
+        """Note that the site has been stopped."""
+        self.status.state, self.status.since = "ended", self._clock()
+        self.status.doing = self.status.reason = ""
+        self.write(lasting=True)
+
+    def write(self, lasting: bool = False) -> None:
+        """Write the file."""
+        self._file.write(self.status, lasting)

@@ -1,0 +1,79 @@
+"""Arguments that contradict each other are refused before round 1, in a sentence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from fedlightning.errors import ConfigurationError
+from fedlightning.federation.loops import Asynchronous, Synchronous
+from fedlightning.federation.refusals import refuse_data_elsewhere, refuse_loop, refuse_participation
+from fedlightning.hooks import CallbackList, FederatedCallback
+
+
+class Chooses(FederatedCallback):
+    def participants(self, server):
+        return server.clients
+
+
+class Reduces(FederatedCallback):
+    def reduce(self, server, updates):
+        return updates[0].state
+
+
+class Divides(FederatedCallback):
+    def denominator(self, server, updates):
+        return 1.0
+
+
+def server(*callbacks, participation=1.0, samples=5):
+    clients = ["a", "b", "c"]
+    return SimpleNamespace(
+        callbacks=CallbackList(list(callbacks)),
+        participation=participation,
+        clients=clients,
+        num_samples=dict.fromkeys(clients, samples),
+        participants=lambda: clients[: round(participation * 3)],
+    )
+
+
+def test_two_that_say_who_takes_part():
+    with pytest.raises(ConfigurationError, match=r"participation=0\.5 and Chooses both say"):
+        refuse_participation(server(Chooses(), participation=0.5), 1)
+
+
+def test_two_that_say_how_updates_are_combined():
+    with pytest.raises(ConfigurationError, match=r"Divides names the number .* and Reduces combines"):
+        refuse_participation(server(Reduces(), Divides()), 1)
+
+
+def test_rounds_with_fewer_clients_than_needed():
+    with pytest.raises(ConfigurationError, match="min_clients=3, but a round visits 1 of the 3"):
+        refuse_participation(server(participation=0.4), 3)
+    refuse_participation(server(participation=0.4), 1)
+    refuse_participation(server(Chooses()), 3)  # how many it takes is not known before
+
+
+def test_nobody_with_a_training_sample():
+    with pytest.raises(ValueError, match="None of the 3 clients has a training sample"):
+        refuse_participation(server(samples=0), 1)
+
+
+def test_data_that_nobody_has_together():
+    with pytest.warns(UserWarning, match="pooled data and other clients' data are left out"):
+        refuse_data_elsewhere(["pooled", "clients"], ["local"])
+    with pytest.raises(ConfigurationError, match="on pooled data only"):
+        refuse_data_elsewhere(["pooled"], [])
+    refuse_data_elsewhere([], [])
+
+
+def test_a_loop_without_a_clock_counts_no_virtual_seconds():
+    with pytest.raises(ConfigurationError, match="has no clock"):
+        refuse_loop(Synchronous(), server(), SimpleNamespace(is_here=True), 10.0)
+
+
+def test_a_loop_that_holds_records_back_has_them_here():
+    with pytest.raises(ConfigurationError, match="Asynchronous carries out visits before they count"):
+        refuse_loop(Asynchronous(), server(), SimpleNamespace(is_here=False), None)
+    refuse_loop(Asynchronous(), server(), SimpleNamespace(is_here=True), None)
