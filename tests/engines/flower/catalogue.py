@@ -31,7 +31,6 @@ from fedlightning.commands.serve import superlink, supernode
 from fedlightning.config.errors import explain
 from fedlightning.engines.flower import certificates
 from fedlightning.engines.flower.programs import free_port, prepare
-from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.link import Link, connected
 from fedlightning.engines.sites.site import Site
 from fedlightning.federation.engine import Visit
@@ -41,7 +40,7 @@ from fedlightning.testing.toys import federate
 from fedlightning.trainer import FederatedTrainer
 from fedlightning.wire import read
 from tests.conformance.case import Case, collect
-from tests.engines.sites.helpers import RUN, SHARES, a_site, exported, together, without_pickle
+from tests.engines.sites.helpers import RUN, SHARES, a_site, exported, public_data, together, without_pickle
 
 SITES = [f"s{number}" for number in range(len(SHARES))]
 POLL = 0.5
@@ -109,9 +108,8 @@ def tried(link: Link, case: Case, folder: Path) -> tuple[str, str]:
     with connected(line), without_pickle():
         try:
             given = RUN | {"client_timeout": 300.0} | arguments
-            there = federate(
-                copy.deepcopy(case.algorithm), DataElsewhere(), folder / "server", engine="flower", **given
-            )
+            data = public_data(given.get("batch_size"))
+            there = federate(copy.deepcopy(case.algorithm), data, folder / "server", engine="flower", **given)
         except ValueError as error:
             sentence = explain(error)
             if sentence is None:
@@ -122,9 +120,7 @@ def tried(link: Link, case: Case, folder: Path) -> tuple[str, str]:
         for models in (folder / name / "models").glob("*"):
             exports |= exported(models)
     traffic = (there.summary["bytes_down"], there.summary["bytes_up"])
-    links = hasattr(
-        case.algorithm, "topology"
-    )  # their traffic is that of links between clients, by way of the server here
+    links = hasattr(case.algorithm, "topology")  # the summary counts links between clients, here by way of the server
     differing = [
         what
         for what, same in {
@@ -209,7 +205,7 @@ def site(cases: dict[str, Case], home: Path, name: str, port: int) -> None:
         nonlocal now
         wanted = json.loads(told.read_text())
         if now[0] != wanted:
-            now = wanted, made(cases[wanted["case"]], Path(wanted["folder"]), SITES.index(name)).answer
+            now = wanted, made(cases[wanted["case"]], Path(wanted["folder"]), name).answer
         return now[1](request)
 
     prepare(home / name / "flower")
@@ -217,12 +213,14 @@ def site(cases: dict[str, Case], home: Path, name: str, port: int) -> None:
 
     runtime.POLL = POLL
     with supernode(home / name, f"127.0.0.1:{port}", home / "certificates" / name) as take_part, without_pickle():
-        take_part(answer)
+        take_part(answer, lambda: True)
 
 
-def made(case: Case, folder: Path, number: int) -> Site:
-    own = {name: value for name, value in arguments_of(case).items() if name != "evaluate_data"}
-    return a_site(folder, SHARES[number], case.algorithm, **own)
+def made(case: Case, folder: Path, name: str) -> Site:
+    own = {key: value for key, value in arguments_of(case).items() if key != "evaluate_data"}
+    found = a_site(folder, SHARES[SITES.index(name)], case.algorithm, **own)
+    found.name = name  # that of its key
+    return found
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

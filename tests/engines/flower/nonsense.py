@@ -19,13 +19,26 @@ REPLIES = [
 ]
 WHY = ["its header", "its header", "a list", "client=", "no version of its record"]
 """What the server is to say of each."""
+WHOLE = 2
+"""Number of replies, from the first, that stand for all that was asked."""
 answer = Site.answer
 
 
 def nonsense(site: Site, request: bytes) -> bytes:
-    task = read(request).get("task")
-    first = isinstance(task, Visit) and task.message.round < len(REPLIES)
-    return REPLIES[task.message.round] if first else answer(site, request)
+    tasks = [one["task"] for one in read(request).get("tasks", [])]
+    round = next((task.message.round for task in tasks if isinstance(task, Visit)), len(REPLIES))
+    if round >= len(REPLIES):
+        return answer(site, request)
+    if round < WHOLE:
+        return REPLIES[round]
+    parts = read(answer(site, request))["answer"]
+    return write(
+        {
+            "answer": [
+                REPLIES[round] if isinstance(task, Visit) else part for task, part in zip(tasks, parts, strict=True)
+            ]
+        }
+    )
 
 
 if __name__ == "__main__":
