@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -100,6 +101,46 @@ def content_hash(dataset: Any, collate: Callable[[Any], Any], most: int = 64) ->
     positions = np.arange(size) if whole or size <= most else np.linspace(0, size - 1, most).astype(np.int64)
     looks = [_content(dataset, positions, collate) for _ in range(1 if whole else 2)]
     return looks[0] if all(look == looks[0] for look in looks) else None
+
+
+def look(dataset: Any, samples: int = 4, values: int = 16) -> str | None:
+    """Return a short hash of a few samples of data in memory, to tell other data; `None` if they are elsewhere.
+
+    Fractions count to a sixteenth of the largest of them, so that the last bits, which may differ from one machine to
+    another where data are standardised, do not count.
+
+    Args:
+        dataset: A map-style dataset.
+        samples: Samples that are read, spread over the data.
+        values: Values of each tensor of these.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from fedlightning.datamodules.overlap import look
+        >>> x = torch.linspace(0.1, 0.9, 12).reshape(6, 2)
+        >>> one, other, third = (look(TensorDataset(data)) for data in (x, x * (1 + 1e-6), x + 1.0))
+        >>> one == other, one == third
+        (True, False)
+    """
+    if rows_of(dataset) is None or not len(dataset):
+        return None
+    digest, size = hashlib.sha256(), len(dataset)
+    for place in np.linspace(0, size - 1, min(samples, size)).astype(np.int64).tolist():
+        for part in _tensors(dataset[place]):
+            flat = part.detach().cpu().reshape(-1)
+            some = flat[torch.linspace(0, max(len(flat) - 1, 0), min(values, len(flat))).long()]
+            digest.update(repr((str(part.dtype), tuple(part.shape), _coarse(some))).encode())
+    return digest.hexdigest()[:12]
+
+
+def _coarse(some: Tensor) -> list[int]:
+    """Return values as integers: fractions in steps of about a sixteenth of the largest, whose exponent comes first."""
+    if not some.is_floating_point():
+        return [int(value) for value in some.tolist()] if not some.is_complex() else []
+    found = torch.nan_to_num(some.double(), nan=-7.7, posinf=7.7, neginf=-7.7)
+    exponent = math.frexp(1.37 * float(found.abs().max()))[1] if len(found) else 0
+    return [exponent, *torch.round(found * 15.7 / 2.0**exponent).long().tolist()]
 
 
 def _content(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) -> str | None:

@@ -4,18 +4,15 @@ from typing import Any
 
 from fedlightning.arguments.inputs import (
     assigned_models,
-    assigned_newcomers,
     check_clients,
     check_model,
-    check_new_clients,
     check_prediction_data,
     evaluated_clients,
     federated_data,
     held_out_clients,
-    new_clients,
-    new_clients_data,
 )
 from fedlightning.arguments.local import check_keeping, local_trainer, logged_clients, loggers, ordinary_callbacks
+from fedlightning.arguments.newcomers import assigned_newcomers, check_new_clients, new_clients, new_clients_data
 from fedlightning.arguments.values import REPLACED, check, check_folder, failure_policy, loop_of, parse_time
 
 __all__ = [

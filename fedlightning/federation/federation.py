@@ -46,7 +46,7 @@ from fedlightning.hooks import POOLED
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
 from fedlightning.run.files import is_writer
-from fedlightning.run.persistence import FLUSHED, UNDONE, set_aside
+from fedlightning.run.persistence import FLUSHED, UNDONE, go_back, set_aside
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.timeline import draw_timeline, note_trips
 from fedlightning.scoring.rows import Row, of_clients
@@ -195,6 +195,8 @@ class Federation:
         marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra.get(name)) for name in MARKS}
         mark = marks.get("metrics")
         if go_on:
+            if UNDONE in extra:
+                go_back(run.last)
             rows = run.keep_rounds(scored, mark)
             self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
             more = (bool(extra.get("final", False)) and not self.final_done) or UNDONE in extra

@@ -47,6 +47,8 @@ PUBLIC = "data (public)"
 """Entry of the public data."""
 PUBLIC_CONTENT = "data (public content)"
 """Entry of what the public data hold."""
+CONTENT = "data (train samples)"
+"""Entry of a few samples of the clients' training data, where these are in memory."""
 SCORED = "scored rounds and stages"
 """Entry of what callbacks choose models from."""
 PARTS: tuple[Part, ...] = ("splits", "loaders", "public content")
@@ -102,6 +104,8 @@ def fingerprint(
     if held_out:  # else nothing, as in runs of earlier versions
         sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
         found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
+    if data.content is not None:
+        found[CONTENT] = data.content
     found[PUBLIC], found[PUBLIC_CONTENT] = data.public_print, data.public_content
     return found | _of_loader(data) | _of_model(model)
 
@@ -251,9 +255,14 @@ def with_later_options(
         later[PUBLIC] = now[PUBLIC]
     if PUBLIC_CONTENT in now:  # noted since they can be of another data set
         later[PUBLIC_CONTENT] = now[PUBLIC_CONTENT]
+    if CONTENT in now:
+        later[CONTENT] = now[CONTENT]
     if SCORED in now:
         later[SCORED] = now[SCORED]
-    return {name: value for name, value in plain(later).items() if name in now} | dict(before)
+    had = {
+        name: value for name, value in before.items() if name != CONTENT or name in now
+    }  # else they lie elsewhere now
+    return {name: value for name, value in plain(later).items() if name in now} | had
 
 
 def _own_defaults(kind: type) -> dict[str, Any]:

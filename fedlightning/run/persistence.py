@@ -276,7 +276,7 @@ def _is_over(saved: SavedState) -> bool:
 
 
 def _not_over(newest: SavedState) -> SavedState:
-    """Return the state before what a run did because it was over, to go on from there; it is the newest one from now on.
+    """Return the state before what a run did because it was over, to go on from there: see :func:`go_back`.
 
     Where it is lost, a run goes on from its end, with a warning: what clients keep was changed by the visits after that.
 
@@ -302,9 +302,6 @@ def _not_over(newest: SavedState) -> SavedState:
             stacklevel=4,
         )
         return newest
-    if is_writer() and (folder / BEFORE).exists():
-        with writing(folder):
-            (folder / BEFORE).replace(folder / MANIFEST)
     if before.rounds_done < kept:
         warnings.warn(
             f"Round {before.rounds_done + 1} is the next one: the run in {folder} was over after round {kept}, which waited "
@@ -313,6 +310,17 @@ def _not_over(newest: SavedState) -> SavedState:
             stacklevel=4,
         )
     return replace(before, extra=before.extra | {UNDONE: True})
+
+
+def go_back(folder: Path) -> None:
+    """Make the state before what a run did because it was over its newest one, once nothing refuses to go on from it.
+
+    Args:
+        folder: `checkpoints/last`.
+    """
+    if is_writer():
+        with writing(folder):
+            (folder / BEFORE).replace(folder / MANIFEST)  # the names of the others' files are free to be written again
 
 
 UNDONE = "undone"

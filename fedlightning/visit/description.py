@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from fedlightning.datamodules.base import SPLITS, FederatedDataModule
+from fedlightning.datamodules.base import SPLITS, FederatedDataModule, in_order
 from fedlightning.datamodules.held_out import without
-from fedlightning.datamodules.overlap import content_hash
+from fedlightning.datamodules.overlap import content_hash, look
 from fedlightning.datamodules.public import is_iterable
 from fedlightning.visit.limits import limited
 
@@ -45,6 +45,7 @@ class Description:
         public: What is known of public data, for reports; `None`: there are none.
         public_print: Number and batch size of the public samples, and which they are where they are held by index.
         public_content: A hash of what the public data hold; `None` if nothing of it stays the same.
+        content: A hash of a few training samples of some clients, where these are in memory; else `None`.
     """
 
     module: str
@@ -62,6 +63,7 @@ class Description:
     public: dict[str, Any] | None = None
     public_print: str | None = None
     public_content: str | None = None
+    content: str | None = None
 
     def num_samples(self, client: str, split: str = "train") -> int:
         """Return the number of samples that a client holds in a split."""
@@ -116,6 +118,7 @@ class Description:
             sizes=_joined(site.sizes for site in sites),
             planted_groups=_joined(group or {} for group in groups) if known else None,
             together=False,
+            content=None if None in (looks := [site.content for site in sites]) else _hash(looks),
             classes=_joined(site.classes for site in sites),
             splits={split: _hash([site.splits[split] for site in sites if site.client_ids]) for split in first.splits},
             loaders=_joined(site.loaders for site in sites),
@@ -152,7 +155,7 @@ def describe(
     if "splits" in parts:
         found["splits"] = {split: few.fingerprint(split) for split in SPLITS}
     if "loaders" in parts:
-        found["loaders"] = _loaders(few)
+        found["loaders"], found["content"] = _loaders(few)
     if "batches" in parts:
         found["batches"] = {client: limited(count, limit) if count else 0 for client, count in _batches(few, ids)}
     if "pooled" in parts and together:
@@ -187,11 +190,18 @@ def _batches(data: FederatedDataModule, clients: Sequence[str]) -> Iterator[tupl
         yield client, count // size if whole else -(-count // size)
 
 
-def _loaders(data: FederatedDataModule) -> dict[str, Mapping[str, Any]]:
+LOOKED_AT = 16
+"""Clients of whose training data some samples are looked at."""
+
+
+def _loaders(data: FederatedDataModule) -> tuple[dict[str, Mapping[str, Any]], str | None]:
+    """Return what is known of the training loaders, and a hash of a few samples that they give."""
     if data.common_batches is not None:
         alike: Mapping[str, Any] = dict(data.common_batches)
-        return dict(zip(data.client_ids, itertools.repeat(alike), strict=False))
+        return dict(zip(data.client_ids, itertools.repeat(alike), strict=False)), None
     held: dict[str, Mapping[str, Any]] = {}
+    ordered = in_order(data.client_ids)
+    looks: dict[str, str | None] = dict.fromkeys(ordered[:: -(-len(ordered) // LOOKED_AT) or 1])
     for client in data.client_ids:
         loader = data.client_dataloader(client, "train")
         if loader is not None:
@@ -201,7 +211,9 @@ def _loaders(data: FederatedDataModule) -> dict[str, Mapping[str, Any]]:
                 value = getattr(loader, name, None)
                 own[name] = value if value is not None else getattr(has, name, None)
             held[client] = own
-    return held
+            if client in looks:
+                looks[client] = look(getattr(loader, "dataset", None))
+    return held, _hash(looks) if any(looks.values()) else None
 
 
 def _public_print(data: FederatedDataModule) -> str | None:

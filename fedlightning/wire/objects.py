@@ -252,6 +252,7 @@ KINDS: dict[str, Kind] = {
                 "public": _either(_nothing, _by(_text, _anything)),
                 "public_print": _either(_nothing, _text),
                 "public_content": _either(_nothing, _text),
+                "content": _either(_nothing, _text),
             },
         ),
         Kind(Row, _ROW),

@@ -190,6 +190,13 @@ def test_a_finished_run_that_goes_on_is_the_longer_run(tmp_path, lost):
     options = {"participation": 1, "optimizer_state": "keep"}
     whole = federate(module, data, [FedRep(head_epochs=2)], tmp_path / "a", max_rounds=4, **options)
     short = federate(module, data, [FedRep(head_epochs=2)], tmp_path / "b", max_rounds=2, **options)
+    refused = make_trainer(tmp_path / "b", [FedRep(head_epochs=3)], max_rounds=4, **options)
+    with pytest.raises(ValueError, match=r"FedRep\.head_epochs was 2 and is 3"):
+        refused.fit(module, datamodule=data, resume="last")
+    again = make_trainer(tmp_path / "b", [FedRep(head_epochs=2)], max_rounds=2, **options)
+    again.restore(module, data, short.run.path)  # a run that may not go on is over, as it was
+    for client in SIZES:
+        same(deployed(again, client), deployed(short, client))
     longer = make_trainer(tmp_path / "b", [FedRep(head_epochs=2)], max_rounds=4, **options)
     if lost:
         (short.run.path / "checkpoints" / "last" / "manifest-before.json").unlink()

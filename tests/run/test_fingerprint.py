@@ -23,7 +23,7 @@ from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint,
 from fedlightning.models import MLP, Classifier
 from fedlightning.run.environment import plain
 from fedlightning.run.fingerprint import ARGUMENTS as FIXED
-from fedlightning.run.fingerprint import PARTS, differences, fingerprint, with_later_options
+from fedlightning.run.fingerprint import CONTENT, PARTS, differences, fingerprint, with_later_options
 from fedlightning.testing.toys import ToyData, federate
 from fedlightning.visit.description import describe
 from tests.helpers import Toy, make_trainer, toy_data
@@ -119,6 +119,24 @@ def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
     assert differences(before, now) == ["FedProx.mu was 0.1 and is 0.2"]
 
 
+def test_other_features_with_the_same_labels_are_seen_where_they_are_in_memory(tmp_path, monkeypatch):
+    def changed(change):
+        data = toy_data()
+        for splits in data.tensors.values():
+            splits["train"] = (change(splits["train"][0]), splits["train"][1])
+        return data
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr("fedlightning.visit.description.look", lambda dataset: None)
+        start(tmp_path / "earlier")
+    assert go_on(tmp_path / "earlier", data=changed(lambda x: x + 1)).rounds_done == 2  # it did not know
+    start(tmp_path)
+    for change in (lambda x: x + 1, lambda x: 0.5 * x, lambda x: x.flip(1)):
+        with pytest.raises(ValueError, match=r"data \(train samples\) was '\w+' and is '\w+'"):
+            go_on(tmp_path, data=changed(change))
+    assert go_on(tmp_path, data=changed(lambda x: x * (1 + 1e-7))).rounds_done == 2  # another machine's last bits
+
+
 def test_another_public_data_set_is_seen_by_what_it_holds(tmp_path):
     def data(value):
         class Data(ToyData):
@@ -159,7 +177,7 @@ def test_an_option_that_came_later_is_compared_with_its_default():
 
 
 def test_a_run_from_before_an_option_goes_on(tmp_path, monkeypatch):
-    later = ("model.more_metrics", "data (public)", "data (public content)", "scored rounds and stages")
+    later = ("model.more_metrics", "data (public)", "data (public content)", "scored rounds and stages", CONTENT)
 
     def noted(*args):
         return {name: value for name, value in fingerprint(*args).items() if name not in later}

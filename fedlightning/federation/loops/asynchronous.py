@@ -165,16 +165,7 @@ class Asynchronous(Loop):
     def round(
         self, server: Server, engine: Engine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
     ) -> list[Update]:
-        """Take in updates as they arrive until there are enough for a step.
-
-        Args:
-            server: Holds the models before, and after.
-            engine: Carries out the visits.
-            evaluate: What to score at stage L2, while the trained models are there.
-            report: Called with each update as it comes.
-
-        Returns:
-            The updates that arrived, without their model entries.
+        """Take in updates as they arrive until there are enough for a step: see :meth:`Loop.round`.
 
         Raises:
             ClientFailedError: If a client failed and that is to end the run.

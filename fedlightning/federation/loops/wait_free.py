@@ -115,16 +115,7 @@ class WaitFree(Loop):
     def round(
         self, server: Server, engine: Engine, evaluate: Evaluate, report: Callable[[Update], None] = lambda update: None
     ) -> list[Update]:
-        """Let time pass until the round is over.
-
-        Args:
-            server: Holds the models before, and after.
-            engine: Carries out the visits.
-            evaluate: What to score at stage L2, while the trained models are there.
-            report: Called with each update as it comes.
-
-        Returns:
-            The updates of the steps that ended, without their model entries.
+        """Let time pass until the round is over: see :meth:`Loop.round`.
 
         Raises:
             ClientFailedError: If a client failed and that is to end the run.

@@ -78,15 +78,18 @@ def test_a_site_that_goes_and_comes_back_is_said(tmp_path):
     line, said, states = Line(sites(tmp_path / "sites")), [], []
     own = board(tmp_path, said)
 
-    def move(node, data):
+    def go(node, data):
         if "1" in line.sites and node == "1" and visits_of(data, 1):
             del line.sites["1"]
-        elif "1" not in line.sites and "2" not in line.sites and visits_of(data, 1):
+        return data
+
+    def come(name, data):
+        if "1" not in line.sites and "2" not in line.sites:
             states.extend(site.state for site in read(tmp_path).sites)
             line.sites["2"] = a_site(tmp_path / "sites" / "1", SHARES[1]).answer
         return data
 
-    line.watch = move
+    line.watch, line.reply = go, come
     with showing(own):
         trainer = at_sites(line, tmp_path / "server")
     assert trainer.rounds_done == 2 and states

@@ -1,0 +1,129 @@
+"""What `onboard` is given (new clients, their data), checked at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fedlightning.arguments.inputs import check_clients, federated_data
+from fedlightning.compat.quiet import quiet
+from fedlightning.datamodules.base import FederatedDataModule, in_order
+from fedlightning.errors import ConfigurationError
+from fedlightning.models.client_models import ClientModels
+from fedlightning.visit.description import Description, describe
+
+if TYPE_CHECKING:
+    from fedlightning.blueprint.blueprint import Blueprint
+    from fedlightning.federation.server import Server
+
+
+def assigned_newcomers(server: Server, own: Description, data: Description, new: list[str]) -> Blueprint:
+    """Return the blueprint of a federation with new clients: the rule gives each its architecture, others keep theirs.
+
+    The new clients come after the others; one whose planted group has trained gets what that group has.
+
+    Args:
+        server: The federation's server.
+        own: Its data.
+        data: Data of the new clients; the federation's own if they were held out, which have theirs already.
+        new: Ids of the new clients.
+
+    Raises:
+        ConfigurationError: If models are assigned by name, and a new client has none.
+    """
+    blueprint = server.blueprint
+    template, assigned = blueprint.template, dict(blueprint.assigned)
+    if not isinstance(template, ClientModels) or data is own:
+        return blueprint
+    if not isinstance(template.assign, str):
+        raise ConfigurationError(
+            f"ClientModels assigns models by name, and the run that was trained names none for new client '{new[0]}'. Use "
+            "a rule (assign='cycle'), or let the run's data have the client from the start, kept out of training by held_out."
+        )
+    sizes = {**server.num_samples, **{client: data.num_samples(client) for client in new}}
+    known, theirs = own.planted_groups, data.planted_groups
+    groups = None if known is None or theirs is None else known | {client: theirs[client] for client in new}
+    try:
+        found = template.assignment(sizes, groups)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    if template.assign == "group" and known is not None and groups is not None:
+        of_group = {known[client]: assigned[client] for client in server.clients}
+        found |= {client: of_group[groups[client]] for client in new if groups[client] in of_group}
+    return replace(blueprint, assigned=assigned | {client: found[client] for client in new})
+
+
+def new_clients_data(newcomers: Any) -> FederatedDataModule:
+    """Return the data of new clients, set up.
+
+    Raises:
+        ConfigurationError: If it does not know clients.
+    """
+    data = federated_data(newcomers, None, None, None)
+    with quiet():
+        data.prepare_data()
+        data.setup("fit")
+    check_clients(describe(data))
+    return data
+
+
+def new_clients(data: Description, own: bool, server: Server, named: Sequence[str | int] | None) -> list[str]:
+    """Return the clients that join a fitted federation.
+
+    Args:
+        data: The data that hold them.
+        own: Whether these are the federation's own data: then they are the held-out clients.
+        server: Knows who has trained.
+        named: Ids that the user named; `None`: all new ones.
+
+    Raises:
+        ConfigurationError: If there is none, or one that is named is not there or has trained.
+    """
+    there = list(server.held_out) if own else in_order(data.client_ids)
+    new = [client for client in there if client not in server.clients]
+    if named is None:
+        if not new:
+            raise ConfigurationError(
+                "There is no new client: "
+                + (
+                    "this run held none out. Give their data: onboard(newcomers=...)."
+                    if own
+                    else f"{', '.join(there[:5])} have names of clients that trained. Give the new ones other names."
+                )
+            )
+        return new
+    if isinstance(named, str) or not isinstance(named, Sequence):
+        raise ConfigurationError(f"clients={named!r} must be a list of clients' ids.")
+    chosen = in_order({str(client) for client in named})
+    for client in chosen:
+        if client in server.clients:
+            raise ConfigurationError(
+                f"Client '{client}' has trained in this federation, so it cannot join it. Name clients that are new: "
+                f"{', '.join(new[:10]) or 'there are none'}."
+            )
+        if client not in new:
+            raise ConfigurationError(
+                f"There is no new client '{client}'. New clients: {', '.join(new[:10]) or 'none'}."
+            )
+    if not chosen:
+        raise ConfigurationError("clients=[] names no client to onboard. Leave it out for all new ones.")
+    return chosen
+
+
+def check_new_clients(data: Description, clients: Sequence[str], epochs: int) -> None:
+    """Refuse new clients with whose data there is nothing to do.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    held = {split: any(data.num_samples(client, split) for client in clients) for split in ("train", "val", "test")}
+    if held["val"] or held["test"] or (epochs and held["train"]):
+        return
+    names = f"{', '.join(clients[:5])}{', ...' if len(clients) > 5 else ''}"
+    if held["train"]:
+        raise ConfigurationError(
+            f"epochs=0 scores the new clients only, and none of {names} has validation or test data. Let them train "
+            "(epochs=1), or give them some."
+        )
+    raise ConfigurationError(f"None of the new clients ({names}) has a sample. Check the data of newcomers.")
