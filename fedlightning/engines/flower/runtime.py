@@ -6,6 +6,7 @@ themselves, so no process starts for a message. A secret that only the two know 
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from flwr.proto.control_pb2 import (
     StartRunRequest,
     StopRunRequest,
 )
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, SendTaskHeartbeatRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
@@ -365,23 +367,63 @@ def serve_site(address: Address, answer: Answer, lives: Callable[[], bool]) -> N
         answer: The site.
         lives: Whether the SuperNode runs.
     """
-    tasks = Tasks(address, TaskType.CLIENT_APP)
+    tasks, token = Tasks(address, TaskType.CLIENT_APP), None
     while lives():
-        try:
-            token = tasks.next()
-        except httpx.HTTPError:  # it is about to end, or busy
-            token = None
+        if token is None:
+            with suppress(httpx.HTTPError):  # it is about to end, or busy
+                token = tasks.next()
         if token is None:
             time.sleep(POLL)
             continue
+        following = Following(tasks)
         try:
-            _answer_one(address, token, answer)
+            _answer_one(address, token, answer, following)
         except Exception as error:  # whatever Flower raises: a site goes on with the next
             print(f"A message was lost: {' '.join(str(error).split())}", flush=True)
+        token = following.token
 
 
-def _answer_one(address: Address, token: str, answer: Answer) -> None:
+class Following:
+    """Finds out that the message of a task never comes: a SuperNode has one task at a time, so the next says so.
+
+    A run that ends while a SuperNode receives a message leaves it with a task whose message it has dropped, and Flower waits
+    more than an hour for that.
+
+    Args:
+        tasks: The tasks of the SuperNode.
+
+    Attributes:
+        token: Token of the task after this one, if it has come.
+    """
+
+    def __init__(self, tasks: Tasks) -> None:
+        self.token: str | None = None
+        self._tasks = tasks
+        self._lock = threading.Lock()  # Flower pulls the parts of a message side by side
+
+    def watch(self, client: RuntimeHttpClient) -> None:
+        """Let a client that pulls parts of a message give up when the next task is there.
+
+        Args:
+            client: Its `PullObject` is asked again by Flower as long as a part is not there.
+        """
+        pull = client.PullObject
+
+        def watched(request: PullObjectRequest) -> PullObjectResponse:
+            response = pull(request)
+            if response.object_found and not response.object_available:
+                with self._lock, suppress(httpx.HTTPError):
+                    self.token = self.token or self._tasks.next()
+                if self.token is not None:
+                    raise RuntimeError("its run has ended while it was on the way.")
+            return response
+
+        client.PullObject = watched
+
+
+def _answer_one(address: Address, token: str, answer: Answer, following: Following) -> None:
     client = address.client(RuntimeHttpClient, RuntimeTokenHttpInterceptor(token), name="flwr-clientapp")
+    following.watch(client)
     with _beating(client):
         message, context, _, fab = pull_task_input(client)
         try:
