@@ -123,9 +123,14 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
             checkpoints.link(path, folder / "global.ckpt")
         elif not engine.shares_disk and not engine.brings_models:
             where[client] = answer.path
-    if where:
-        with writing(folder):
-            write_text_atomically(folder / "clients.json", readable_json(where))
+            with writing(path):
+                path.unlink(missing_ok=True)  # of an earlier end of this run, which brought it here
+    listed = folder / "clients.json"
+    with writing(folder):
+        if where:
+            write_text_atomically(listed, readable_json(where))
+        else:
+            listed.unlink(missing_ok=True)
     return len(server.failures) > told
 
 

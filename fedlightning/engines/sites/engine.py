@@ -104,10 +104,7 @@ class SitesEngine(Engine):
 
     def _hello(self) -> dict[str, Any]:
         session, weights = self._session(), module_state(self.runner.blueprint.template)
-        parts = (
-            [] if self._known(session) else list(PARTS)
-        )  # one that comes back in the middle of a run is not waited for
-        return {"do": "hello", "session": session, "template": weights, "parts": parts, **self._about()}
+        return {"do": "hello", "session": session, "template": weights, "parts": list(PARTS), **self._about()}
 
     def _known(self, session: str) -> Description | None:
         return self._merged[1] if self._merged is not None and self._merged[0] == session else None
@@ -137,13 +134,12 @@ class SitesEngine(Engine):
         session = self._session()
         known = self._known(session)
         if known is None:
-            known = self._merge(
-                self._ask_all(
-                    {"do": "describe", "leave_out": [], "parts": list(PARTS)},
-                    lambda: {name: told for name, (when, told) in self.meeting.told.items() if when == session},
-                )
+            found = self._ask_all(
+                {"do": "describe", "leave_out": [], "parts": list(PARTS)},
+                lambda: {name: told for name, (when, told) in self.meeting.told.items() if when == session},
             )
-            self._merged = session, known
+            known = self._merge(found)
+            self._merged, self.meeting.relied = (session, known), (session, found)
         self.runner.know(known)
         return known
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from fedlightning.engines.sites.link import Link
@@ -49,6 +50,8 @@ class Meeting:
         where: Node of each client.
         clients: Clients of each site, by its name.
         told: What each site has told of its data, by its name, and the session in which it did.
+        relied: A session, and what the run relies on of that which sites told in it, by their names: one that comes back
+            must tell the same.
         refused: Why a node does not take part.
         since: When each site that is here came, or came anew, by its name; seconds since 1970.
         heard: When each site last answered, by its name.
@@ -63,6 +66,7 @@ class Meeting:
     where: dict[str, str] = field(default_factory=dict)
     clients: dict[str, list[str]] = field(default_factory=dict)
     told: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    relied: tuple[str, Mapping[str, Any]] = ("", MappingProxyType({}))
     refused: dict[str, str] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
@@ -191,7 +195,7 @@ class Meeting:
         answer = content.get("answer")
         reason = content.get("refused")
         if isinstance(answer, dict) and isinstance(answer.get("name"), str) and _is_names(answer.get("clients")):
-            reason = self._objection(node, answer["name"], answer["clients"])
+            reason = self._objection(node, answer["name"], answer["clients"]) or self._others(session, answer)
             if reason is None:
                 self._enter(node, answer["name"])
                 self.clients[answer["name"]] = answer["clients"]
@@ -221,6 +225,17 @@ class Meeting:
         if same and set(clients) != set(self.clients[name]):
             return f"another site is here under the name '{name}', with other clients: give each site a name of its own"
         return None
+
+    def _others(self, session: str, answer: Mapping[str, Any]) -> str | None:
+        """Return why a site cannot come back with these data: the run has begun with others."""
+        since, told = self.relied
+        own = told.get(answer["name"]) if since == session else None
+        if own is None or answer.get("data") is None or answer["data"] == own:
+            return None
+        return (
+            f"site '{answer['name']}' comes back with other clients or data than those with which it began this run: start "
+            "it with the same data section and the same files as before"
+        )
 
     def _enter(self, node: str, name: str) -> None:
         """Let a site in. One that has started anew may be connected by its old node for a while: that one is let go."""

@@ -26,6 +26,7 @@ from fedlightning.federation.store import Note
 from fedlightning.run.fingerprint import FORMAT, differences
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
 from fedlightning.tensors import load_state, module_state
+from fedlightning.visit.description import Description
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.wire import Limits, read, write
 
@@ -47,11 +48,13 @@ class Session:
         key: A hash of all of it; every request names it.
         run: Name of the run, under which records are kept.
         runner: Opens, fits and scores the site's clients.
+        told: What it has told of its data when it was greeted.
     """
 
     key: str
     run: str
     runner: LocalRunner
+    told: Description | None = None
 
 
 class Site:
@@ -140,9 +143,10 @@ class Site:
             self._session = self._open(asked)
             if self.diary is not None:
                 self.diary.joined(self._session.run)
-        runner, parts = self._session.runner, _texts(asked, "parts")
-        told = runner.describe(parts=parts) if parts else None
-        return {"answer": {"name": self.name, "clients": list(runner.data.client_ids), "data": told}}
+        session, parts = self._session, _texts(asked, "parts")
+        if session.told is None and parts:
+            session.told = session.runner.describe(parts=parts)
+        return {"answer": {"name": self.name, "clients": list(session.runner.data.client_ids), "data": session.told}}
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)

@@ -95,6 +95,26 @@ def test_a_site_that_comes_back_under_another_name(tmp_path):
     assert same(one, at_sites(line, tmp_path / "server", METHOD))
 
 
+def test_a_site_that_comes_back_with_other_data_takes_no_part(tmp_path):
+    """As many samples of the same clients, so that no number tells: a resumed run would be refused, and so is the site."""
+    line, changed_data = Line(sites(tmp_path / "sites")), []
+
+    def change(node, data):
+        if node == "1" and visits_of(data, 1) and not changed_data:
+            site = a_site(tmp_path / "sites" / "1", SHARES[1])
+            for dataset in site._data.whole.data.values():
+                dataset.tensors = (dataset.tensors[0] + 1, dataset.tensors[1])
+            changed_data.append(node)
+            line.sites[node] = site.answer
+        return data
+
+    line.watch = change
+    with pytest.warns(UserWarning, match="home of site1' comes back with other clients or data than those with which"):
+        run = at_sites(line, tmp_path / "server")
+    left_out = {(entry["round"], entry["client"]) for entry in run.server.failures if entry["where"] == "training"}
+    assert changed_data and left_out == {(2, "site1"), (2, "site2")}
+
+
 def test_a_server_that_is_killed_goes_on_where_it_was(tmp_path):
     """The sites are a round and a half further than the state that was saved: they go back to its round."""
     one = together(tmp_path / "one", METHOD, max_rounds=4)

@@ -41,6 +41,20 @@ def test_a_site_that_nobody_said_may_join_is_refused(tmp_path):
         )
 
 
+def test_no_model_of_an_earlier_end_stays_where_the_models_go_elsewhere(tmp_path):
+    """A run that is given more rounds ends anew: what its first end left in the server's folder would be read as its last."""
+
+    def ends(export, rounds):
+        line = Line(parts(tmp_path / "sites", 2, max_rounds=rounds, export=export))
+        trainer = at_sites(
+            line, tmp_path / "server", SCAFFOLD(), resume=rounds > 1, export=export, max_rounds=rounds, evaluate_every=0
+        )
+        folder = trainer.run.path / "checkpoints"
+        return len(list(folder.glob("clients/*.ckpt"))), (folder / "clients.json").exists()
+
+    assert [ends(True, 1), ends(False, 2), ends(True, 3)] == [(3, False), (0, True), (3, False)]
+
+
 def test_a_site_opens_its_own_models(tmp_path):
     at_sites(Line(parts(tmp_path / "sites", 2)), tmp_path / "server", SCAFFOLD(), max_rounds=2)
     (path,) = (tmp_path / "sites" / "1" / "models").glob("*/site1.ckpt")
