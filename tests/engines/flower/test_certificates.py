@@ -56,7 +56,9 @@ def test_a_server_that_nobody_could_reach_does_not_start(made: Path, tmp_path: P
     own = made / "server"
     for host in ("127.0.0.1", "localhost"):
         check_certificate(own, host)
-    with pytest.raises(ConfigurationError, match=r"is not for '10\.0\.0\.5'.* make certificates with --hosts 10\.0\.0\.5"):
+    with pytest.raises(
+        ConfigurationError, match=r"is not for '10\.0\.0\.5'.* make certificates with --hosts 10\.0\.0\.5"
+    ):
         check_certificate(own, "10.0.0.5")
     make(tmp_path / "other", ["127.0.0.1"], ["a"])
     shutil.copy(tmp_path / "other" / "server" / "ca.pem", own)
@@ -71,9 +73,7 @@ def test_a_server_that_nobody_could_reach_does_not_start(made: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("days", "reason"), [(-1, "has ended: make new ones"), (826, "not valid yet: is the clock")])
-def test_a_certificate_out_of_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int, reason: str
-) -> None:
+def test_a_certificate_out_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int, reason: str) -> None:
     class Clock(datetime):
         @classmethod
         def now(cls, tz: tzinfo | None = None) -> datetime:
