@@ -23,7 +23,7 @@ PYTEST = $(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all test-flower test-flower-catalogue coverage lint format types registry bench clean distclean
+.PHONY: help install quickstart test test-all test-flower test-flower-all test-flower-catalogue coverage lint format types registry bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,9 +57,14 @@ $(FLOWER_STAMP): pyproject.toml constraints-flower.txt
 	$(FLOWER_INSTALL) -e ".[flower]" pytest hypothesis
 	@touch $@
 
+# Without Flower the tests would be skipped: that is an error here.
+FLOWER_PYTEST = $(FLOWER_VENV)/bin/python -c "import flwr" && $(ONE_THREAD) $(FLOWER_VENV)/bin/python -m pytest -q
+
 test-flower: $(FLOWER_STAMP) ## run the tests of sites over a real SuperLink, in an environment of its own
-	$(FLOWER_VENV)/bin/python -c "import flwr" # without it the tests would be skipped
-	$(ONE_THREAD) $(FLOWER_VENV)/bin/python -m pytest -q -m "slow or not slow" tests/engines/flower $(PYTEST_ARGS)
+	$(FLOWER_PYTEST) tests/engines/flower $(PYTEST_ARGS)
+
+test-flower-all: $(FLOWER_STAMP) ## run these, the slow ones too: lost sites and programs, large messages
+	$(FLOWER_PYTEST) -m "slow or not slow" tests/engines/flower $(PYTEST_ARGS)
 
 CATALOGUE ?= .flower-catalogue
 CATALOGUE_SERVERS ?= 4

@@ -276,10 +276,12 @@ def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
             lives()
             reason = reach.unreachable(server, authority)
             key = "" if own is None else f"{own / files.SITE}, or another process is connected with it"
+            said = log.reason()
+            if said is None:  # it was killed
+                reason = reason or f"This site's SuperNode has ended ({home / 'supernode.log'})."
             diary.connection(
                 reason
-                or f"{server} does not let this site in: {log.reason()}"
-                + (f" It does not know the key {key}." if key else "")
+                or f"{server} does not let this site in: {said}" + (f" It does not know the key {key}." if key else "")
             )
         time.sleep(AGAIN)
 

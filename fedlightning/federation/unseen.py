@@ -37,7 +37,8 @@ def refusal(server: Server, joining: bool = False) -> str | None:
         if callback.no_newcomers and not (joining and places):
             way_out = " Onboarding places it by a visit." if places else ""
             return f"{callback.key} {callback.no_newcomers.rstrip('.')}.{way_out}"
-    if not server.shared_names():
+    by_method = server.callbacks.role("global_module") is not None  # it knows when which layers travel
+    if not server.shared_names() and not (by_method and server.global_module(None) is not None):
         return "No entry of the model travels, so there is no model for a client that never trained."
     return None
 

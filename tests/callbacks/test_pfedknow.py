@@ -17,7 +17,10 @@ SKIP = {"one_client": "clients train on pseudo-labels, never on their own"}
 SURE = {"threshold": 0.0}
 CASES = {
     "pFedKnow": Case(pFedKnow(head="head", **SURE), skip=SKIP),
-    "pFedKnow server": Case(pFedKnow(server="site0", prune=0.0, head="head", **SURE), skip=SKIP),
+    "pFedKnow server": Case(
+        pFedKnow(server="site0", prune=0.0, head="head", **SURE),
+        skip=SKIP | {"small_and_empty_clients": "it names its clients otherwise, and this one names 'site0'"},
+    ),
 }
 KEPT = {"pFedKnow": Kept("pFedKnow")}
 

@@ -141,9 +141,11 @@ class Log:
         self._codes += [text.strip() for text in texts if text.startswith("[code: ")]
         return texts
 
-    def reason(self) -> str:
-        """Return the reason that Flower gave last, in its words."""
-        return f"{self._codes[-1].partition('] ')[2]}" if self._codes else f"{self._path} says why."
+    def reason(self) -> str | None:
+        """Return the reason that Flower gave last since the last call, in its words; `None`: it gave none."""
+        found = self._codes[-1].partition("] ")[2] if self._codes else None
+        self._codes.clear()
+        return found
 
 
 def _environment() -> Mapping[str, str]:

@@ -212,8 +212,9 @@ def site(cases: dict[str, Case], home: Path, name: str, port: int) -> None:
     from fedlightning.engines.flower import runtime
 
     runtime.POLL = POLL
-    with supernode(home / name, f"127.0.0.1:{port}", home / "certificates" / name) as take_part, without_pickle():
-        take_part(answer, lambda: True)
+    while True:  # a SuperNode ends where the SuperLink does not know it yet
+        with supernode(home / name, f"127.0.0.1:{port}", home / "certificates" / name) as take_part, without_pickle():
+            take_part(answer, lambda: True)
 
 
 def made(case: Case, folder: Path, name: str) -> Site:

@@ -16,7 +16,6 @@ pytest.importorskip("flwr", reason="Flower is in an environment of its own: make
 
 from fedlightning.engines.flower.programs import end, free_port
 
-pytestmark = pytest.mark.slow
 CONFIG = """
 trainer:
   max_rounds: 3

@@ -101,7 +101,7 @@ def test_a_site_that_never_comes(machines):
     server.send_signal(signal.SIGINT)
     assert server.wait(60) == 130 and "fedlightning serve --config" in machines.said("server")
     assert "Traceback" not in machines.said("server") and not left(started)
-    machines.until(lambda: "is gone" in machines.said("s0"))
+    machines.until(lambda: "Nobody listens at" in machines.said("s0"))
     started = family(site.pid)
     site.terminate()
     site.wait(60)
@@ -131,7 +131,7 @@ def test_flowers_programs_are_killed(machines):
     os.kill(program(site, "flower-supernode"), signal.SIGKILL)
     stop_runs(Address(f"127.0.0.1:{machines.port}", str(machines.folder / "certificates/server/ca.pem")))
     machines.until(
-        lambda: "Trying again" in machines.said("s0") and "Another is begun" in machines.said("server"), server
+        lambda: "SuperNode has ended" in machines.said("s0") and "Another is begun" in machines.said("server"), server
     )
     machines.until(lambda: machines.rounds() >= 2, server)
     os.kill(program(server, "flower-superlink"), signal.SIGKILL)

@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is in an environment of its own: make test-flower")
 
-pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[3] / "examples" / "sites" / "one_machine.py"
 LONG = 900.0
 
@@ -55,6 +54,7 @@ def is_accuracy(row: dict[str, str]) -> bool:
     return (row["metric"], row["split"], row["stage"], row["checkpoint"]) == ("test_accuracy", "test", "L1", "latest")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_all_processes_end_with_it(how: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "sites"
