@@ -116,6 +116,8 @@ class Serve(Commands):
             )
         _free(home, "the server")
         reach.check_port(host, port)
+        if not insecure:
+            reach.check_certificate(own, programs.itself(host))
         programs.prepare(home / "flower")
         with (
             only_writer(home),
@@ -216,10 +218,11 @@ class AtSite(FederatedCLI):
             files.needed(own, (files.CA, files.SITE, files.SIGNED))
         _free(home, "a site")
         data = federated_data(self.datamodule, None, None, None)
+        data.prepare_data()
+        data.setup("fit")  # now: data that are not there are said before anybody waits for this site
+        known = here = list(data.client_ids)
         if clients is not None:
-            data.prepare_data()
-            data.setup("fit")
-            known, here = data.client_ids, [str(client) for client in clients]
+            here = [str(client) for client in clients]
             missing = next((client for client in here if client not in known), None)
             if missing is not None:
                 raise InputError(f"clients: there is no client '{missing}'. The data have {', '.join(known[:20])}.")
@@ -229,7 +232,7 @@ class AtSite(FederatedCLI):
         stopped = False
         with only_writer(home):
             print(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C.", flush=True)
-            site.diary = Diary(home, name, superlink, data.client_ids if clients is None else here)
+            site.diary = Diary(home, name, superlink, here)
             try:
                 take_part(site, home, superlink, None if insecure else own)
             except KeyboardInterrupt:
@@ -333,7 +336,7 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
         ca, certificate, key = files.needed(own, (files.CA, files.SERVER, files.KEY))
         words += ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
         words += ["--enable-supernode-auth"]
-    local = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    local = programs.itself(host)
     with ExitStack() as stack:
         lives = stack.enter_context(programs.running("flower-superlink", words, port, home / "superlink.log", host))
         from fedlightning.engines.flower import runtime, signatures

@@ -72,6 +72,8 @@ def sites(words: Sequence[str]) -> int:
             f"There is no {FILE} in {folder}: it is neither the folder of a `fedlightning serve` nor of a `fedlightning "
             "site`. Give the --folder that was given there."
         ) from None
+    if holder is None:
+        _settle(status)
     if options.json:
         print(json.dumps({"runs": holder is not None, "process": holder, **as_json(status)}, indent=1))
         return 0
@@ -81,6 +83,17 @@ def sites(words: Sequence[str]) -> int:
     for line in lines:
         screen.print(line, soft_wrap=isinstance(line, Text), highlight=False)
     return 0
+
+
+def _settle(status: ServerStatus | OwnStatus) -> None:
+    """Take back what the last words of a process that was killed say of the present."""
+    status.doing = ""
+    for site in status.sites if isinstance(status, ServerStatus) else ():
+        site.doing, site.doing_since = "", None
+        if site.state == "connected":
+            site.state, site.since = "not connected", status.written
+    if isinstance(status, OwnStatus) and status.state == "connected":
+        status.state, status.since = "not connected", status.written
 
 
 # -- at the server -----------------------------------------------------------------------------------------------------
@@ -143,7 +156,7 @@ def _own(status: OwnStatus, holder: dict[str, Any] | None, now: float) -> Iterat
     if status.run:
         since = "" if status.run_since is None else f", since {moment(status.run_since)}"
         yield _line("Run", f"{printable(status.run, 12)}{since}: {status.tasks} tasks, {status.failures} failures")
-    if status.doing and holder is not None:
+    if status.doing:
         yield _line("Now", printable(status.doing))
     if status.last and status.last_at is not None:
         yield _line("Last", f"{printable(status.last)}, round {status.round}, {duration(now - status.last_at)} ago")

@@ -111,7 +111,8 @@ def restore_state(
         )
     if unknown:
         raise ValueError(
-            f"The state in {folder} knows client '{unknown[0]}', the data does not. Use the run's own data."
+            f"The state in {folder} knows client '{unknown[0]}', the data does not. Use the run's own data (between "
+            "machines: wait for all of its sites), or begin a new run."
         )
     template, began = detached_copy(server.blueprint.template), saved.template()
     now = {name: value.shape for name, value in module_state(template).items()}

@@ -292,7 +292,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for name in [*now, *(name for name in before if name not in now)]:
         if name in before and name in now:
             if json.dumps(before[name], sort_keys=True) != json.dumps(now[name], sort_keys=True):  # NaN is NaN
-                found.append(f"{name} was {_text(before[name])} and is {_text(now[name])}")
+                found += _between(name, before[name], now[name], complete)
         elif complete:
             found.append(
                 f"{name} was not there and is {_text(now[name])}"
@@ -300,6 +300,23 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
                 else f"{name} was {_text(before[name])} and is not there"
             )
     return found
+
+
+def _between(name: str, old: Any, new: Any, complete: bool) -> list[str]:
+    """Return what differs between two values: of two mappings of one class, the entries that do."""
+    whole = [f"{name} was {_text(old)} and is {_text(new)}"]
+    if not (isinstance(old, dict) and isinstance(new, dict) and old.get("class_path") == new.get("class_path")):
+        return whole
+    inner = differences({FORMAT: True, **_below(name, old)}, {FORMAT: complete, **_below(name, new)})
+    return [text for text in inner if not text.startswith(f"{FORMAT} was ")] or whole
+
+
+def _below(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping's entries under names that say where they are; of a class, its arguments stand for themselves."""
+    inner = values.get("init_args", {}) if "class_path" in values else None
+    if isinstance(inner, dict):
+        values = {key: value for key, value in values.items() if key not in ("class_path", "init_args")} | inner
+    return {f"{name}.{key}": value for key, value in values.items()}
 
 
 def _text(value: Any) -> str:

@@ -16,6 +16,8 @@ from fedlightning.engines.flower.programs import Log, free_port
 from fedlightning.errors import ConfigurationError
 from fedlightning.run.lock import RunLock
 
+ROW = "63.0,1.0,1.0,145.0,233.0,1.0,2.0,150.0,0.0,2.3,3.0,0.0,6.0"
+"""A patient of Heart Disease, but for the diagnosis."""
 CONFIG = "configs/quickstart.yaml"
 SERVE = ("serve", "--config", CONFIG, "--sites=2", "--insecure=true", "--trainer.client_timeout=60")
 
@@ -91,6 +93,24 @@ def test_a_server_looks_at_public_data_only(tmp_path, name):
     path.write_text(yaml.safe_dump({"data": section}))
     cli = Serve("serve", ["--config", CONFIG, "--config", str(path), "--sites=2"])
     assert type(cli.datamodule).__name__ == (name if name == "PublicDataModule" else "NoneType")
+
+
+def test_data_that_are_not_at_the_site_are_said_before_it_waits_for_a_server(tmp_path, capsys):
+    words = ["site", "--config", "configs/sites/run.yaml", "--config", "configs/sites/data.yaml", "--superlink=x:1"]
+    error = said(capsys, *words, "--name=a", "--insecure=true", f"--folder={tmp_path}", f"--data.root={tmp_path}")
+    assert "did not find processed.cleveland.data" in error
+
+
+def test_a_site_knows_its_clients_before_flower_is_asked(tmp_path, monkeypatch):
+    (tmp_path / "processed.cleveland.data").write_text("\n".join([ROW + ",0", ROW + ",1"] * 20))
+    told = []
+    monkeypatch.setattr("fedlightning.commands.serve.programs.prepare", lambda home: None)
+    monkeypatch.setattr(
+        "fedlightning.commands.serve.take_part", lambda site, *_: told.append(site.diary.status.clients)
+    )
+    words = ["site", "--config", "configs/sites/run.yaml", "--config", "configs/sites/data.yaml", "--superlink=x:1"]
+    assert main([*words, "--name=a", "--insecure=true", f"--folder={tmp_path}", f"--data.root={tmp_path}"]) == 0
+    assert told == [["cleveland"]]
 
 
 def test_a_folder_that_another_process_works_with(tmp_path, capsys):

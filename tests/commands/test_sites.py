@@ -49,6 +49,7 @@ def test_a_server_that_does_not_run(tmp_path, capsys, ended, said):
     write(tmp_path, **ended)
     code, text = shown(capsys, "--folder", str(tmp_path))
     assert code == 0 and said in text and "process" not in text
+    assert "0 connected, 3 wanted" in text and "trains" not in text  # that was so when it was written
 
 
 def test_for_programs(tmp_path, capsys):
@@ -56,7 +57,11 @@ def test_for_programs(tmp_path, capsys):
     code, text = shown(capsys, "--folder", str(tmp_path), "--json")
     found = json.loads(text)
     assert code == 0 and found["runs"] is False and found["kind"] == "server"
-    assert [site["state"] for site in found["sites"]] == ["connected", "refused", "not connected"]
+    assert [site["state"] for site in found["sites"]] == ["not connected", "refused", "not connected"]
+    with RunLock(tmp_path):
+        write(tmp_path)
+        found = json.loads(shown(capsys, "--folder", str(tmp_path), "--json")[1])
+    assert found["runs"] and found["sites"][0]["state"] == "connected" and found["sites"][0]["doing"]
 
 
 def test_a_site(tmp_path, capsys):

@@ -112,7 +112,7 @@ def test_without_the_switch_new_clients_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "options", "sentence"),
     [
-        ({"0": 24, "2": 16, "3": 32}, {}, "knows client '1', the data does not"),
+        ({"0": 24, "2": 16, "3": 32}, {}, "'1', the data does not. Use the run's own data .* or begin a new run"),
         (SIZES, {"held_out": ["1"]}, "trained client '1', which held_out keeps out of training now"),
         ({"0": 24, "1": 40, "2": 17, "3": 32}, {"batch_size": 4}, "another configuration"),
     ],

@@ -113,6 +113,19 @@ def test_where_models_are_chosen_by_scores_the_same_rounds_are_scored(tmp_path, 
     assert go_on(tmp_path / "plain", **{"evaluate_every": 1} | changed).rounds_done == 2
 
 
+def test_of_two_values_of_one_class_the_arguments_that_differ_are_named() -> None:
+    def optimizer(name: str, **more: object) -> dict[str, object]:
+        return {"fingerprint": 3, "model.optimizer": {"class_path": name, "init_args": {"eps": 1e-8, **more}}}
+
+    said = differences(optimizer("SGD", lr=0.1, net={"a": 1, "b": 2}), optimizer("SGD", lr=0.2, net={"a": 1, "b": 3}))
+    assert said == ["model.optimizer.lr was 0.1 and is 0.2", "model.optimizer.net.b was 2 and is 3"]
+    assert differences(optimizer("SGD"), optimizer("SGD", lr=0.2)) == ["model.optimizer.lr was not there and is 0.2"]
+    (other,) = differences(optimizer("SGD"), optimizer("Adam"))
+    assert "'SGD'" in other and "'Adam'" in other
+    *_, older = differences(optimizer("SGD") | {"fingerprint": 2}, optimizer("SGD", lr=0.2))
+    assert older.startswith("model.optimizer was {")
+
+
 def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
     before = {"seed": 0, "FedProx.mu": 0.1}
     now = {"fingerprint": 2, "seed": 0, "FedProx.mu": 0.2, "optimizer.lr": 0.1}

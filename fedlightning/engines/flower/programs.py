@@ -66,6 +66,11 @@ def secret_file(folder: Path) -> tuple[Path, bytes]:
     return path, secret
 
 
+def itself(host: str) -> str:
+    """Return the address by which a machine reaches what listens on `host` here."""
+    return "127.0.0.1" if host in ("0.0.0.0", "::") else host
+
+
 def free_port() -> int:
     """Return a port of this machine that nobody listens on."""
     with socket.socket() as probe:
@@ -104,7 +109,7 @@ def running(
             env=_environment(),
         )
     try:
-        _wait(process, program, port, log, "127.0.0.1" if host in ("0.0.0.0", "::") else host)
+        _wait(process, program, port, log, itself(host))
         yield lambda: process.poll() is None
     finally:
         end(process)

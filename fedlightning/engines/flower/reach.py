@@ -8,6 +8,7 @@ import ssl
 import time
 from pathlib import Path
 
+from fedlightning.engines.flower.certificates import CA, KEY, SERVER
 from fedlightning.errors import ConfigurationError
 
 WAIT = 5.0
@@ -106,22 +107,65 @@ def _tls(connection: socket.socket, place: str, host: str, authority: Path) -> s
     try:
         context.wrap_socket(connection, server_hostname=host).close()
     except ssl.SSLCertVerificationError as error:
-        if "IP address mismatch" in str(error) or "ostname mismatch" in str(error):
-            return (
-                f"The certificate of {place} is not for '{host}': use an address that it is for, or make certificates with "
-                f"--hosts {host}."
-            )
-        if "expired" in str(error):
-            return f"The certificate of {place} has ended: make new ones with `fedlightning certificates`."
-        return (
-            f"The certificate of {place} is not of the authority in {authority} ({error.verify_message}): site and server "
-            "need folders of one `fedlightning certificates`."
-        )
+        return _of_certificate(error, place, host, authority)
     except ssl.SSLError:
         return f"{place} does not speak TLS: is the server started with --insecure?"
     except OSError:
         return f"{place} does not answer: the server is about to start, or has ended."
     return None
+
+
+def _of_certificate(error: ssl.SSLCertVerificationError, place: str, host: str, authority: Path) -> str:
+    """Return why a server's certificate is not trusted, in a sentence."""
+    if "IP address mismatch" in str(error) or "ostname mismatch" in str(error):
+        return (
+            f"The certificate of {place} is not for '{host}': use an address that it is for, or make certificates with "
+            f"--hosts {host}."
+        )
+    if "expired" in str(error):
+        return f"The certificate of {place} has ended: make new ones with `fedlightning certificates`."
+    if "not yet valid" in str(error):
+        return f"The certificate of {place} is not valid yet: is the clock of this machine right?"
+    return (
+        f"The certificate of {place} is not of the authority in {authority} ({error.verify_message}): site and server "
+        "need folders of one `fedlightning certificates`."
+    )
+
+
+def check_certificate(own: Path, host: str) -> None:
+    """Refuse a certificate with which a server could not be reached, not even by itself. Nothing is connected for that.
+
+    Args:
+        own: The server's folder.
+        host: Address that it listens on and reaches itself by.
+
+    Raises:
+        ConfigurationError: With a sentence.
+    """
+    authority, pem, key = (own / name for name in (CA, SERVER, KEY))
+    at_server, at_site = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        at_site.load_verify_locations(authority)
+    except (OSError, ssl.SSLError):
+        raise ConfigurationError(
+            f"{authority} is no certificate: put it back as `fedlightning certificates` has made it."
+        ) from None
+    try:
+        at_server.load_cert_chain(pem, key)
+    except (OSError, ssl.SSLError):
+        raise ConfigurationError(
+            f"{pem} and {key} are no certificate and its key: put both back as `fedlightning certificates` has made them."
+        ) from None
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = at_site.wrap_bio(back, there, server_hostname=host)
+    server = at_server.wrap_bio(there, back, server_side=True)
+    for side in (client, server, client):  # greeting, certificate, verdict
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigurationError(_of_certificate(error, str(pem), host, authority)) from None
 
 
 def _without_tls(connection: socket.socket, place: str) -> str | None:

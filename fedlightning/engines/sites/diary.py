@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.engines.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable
-from fedlightning.engines.sites.words import in_words
+from fedlightning.engines.sites.words import VERBS, in_words
 from fedlightning.federation.engine import Visit
 
 
@@ -41,6 +41,7 @@ class Diary:
         self._say, self._clock = say, clock
         self._told: str | None = None  # the last refusal
         self._told_round: int | None = None
+        self._is_new = False
         self._began = clock()
         self.status = OwnStatus(name, server, clock(), clients=list(clients))
         self.write()
@@ -61,18 +62,23 @@ class Diary:
         self.write()
 
     def joined(self, run: str) -> None:
-        """Note that the site takes part in a run."""
+        """Note that the site takes part in a run; it is said with the run's first task."""
+        self.connection(None)  # a SuperNode that finds its server again does so in silence
         status = self.status
         if status.run != run:
             status.run, status.run_since = run, self._clock()
             status.tasks = status.failures = 0
             status.round, self._told_round = None, None
-            self._say(f"Takes part in run {printable(run, 12)} with {of_clients(status.clients)}.")
+            self._is_new = True
         self._told = None
         self.write()
 
     def began(self, task: Any) -> None:
         """Note a task that begins."""
+        self.connection(None)
+        if self._is_new and type(task) in VERBS:  # the server of a run that is resumed asks before it has read its name
+            self._is_new = False
+            self._say(f"Takes part in run {printable(self.status.run, 12)} with {of_clients(self.status.clients)}.")
         self.status.doing, self._began = in_words(task), self._clock()
         self.write()
 

@@ -167,7 +167,7 @@ class SitesEngine(Engine):
         found = self.meeting.receive(POLL)
         self.board.look(self.meeting, self._doing, self._waits_for)
         for node in self.meeting.refused:
-            raise ConfigurationError(f"A site refuses the run: {self.meeting.why(node)}")
+            raise ConfigurationError(f"The run does not begin: {self.meeting.why(node)}")
         return found
 
     def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:

@@ -89,7 +89,8 @@ class Meeting:
         Args:
             wanted: Number of sites that are waited for.
         """
-        found = f"Waiting for {wanted} sites. Here: {', '.join(sorted(self.names.values())) or 'none'}."
+        here = ", ".join(sorted(self.names.values())) or "none"
+        found = f"Waiting for {wanted} site{'s' if wanted > 1 else ''}. Here: {here}."
         silent = len(set(self.link.nodes()) - set(self.names))
         if silent:
             found += f" Connected, but without an answer yet: {silent}."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import pytest
 pytest.importorskip("cryptography", reason="Flower is in an environment of its own: make test-flower")
 
 from fedlightning.cli import main
+from fedlightning.engines.flower import certificates
 from fedlightning.engines.flower.certificates import add, make
+from fedlightning.engines.flower.reach import check_certificate
 from fedlightning.engines.flower.signatures import signer, verified
 from fedlightning.errors import ConfigurationError
 
@@ -46,6 +50,39 @@ def test_the_server_reaches_itself_whatever_the_sites_call_it(tmp_path: Path) ->
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]
     assert [str(one) for one in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.5", "127.0.0.1"]
+
+
+def test_a_server_that_nobody_could_reach_does_not_start(made: Path, tmp_path: Path) -> None:
+    own = made / "server"
+    for host in ("127.0.0.1", "localhost"):
+        check_certificate(own, host)
+    with pytest.raises(
+        ConfigurationError, match=r"is not for '10\.0\.0\.5'.* make certificates with --hosts 10\.0\.0\.5"
+    ):
+        check_certificate(own, "10.0.0.5")
+    make(tmp_path / "other", ["127.0.0.1"], ["a"])
+    shutil.copy(tmp_path / "other" / "server" / "ca.pem", own)
+    with pytest.raises(ConfigurationError, match="is not of the authority in"):
+        check_certificate(own, "127.0.0.1")
+    shutil.copy(tmp_path / "other" / "server" / "server.key", own)
+    with pytest.raises(ConfigurationError, match=r"server\.key are no certificate and its key"):
+        check_certificate(own, "127.0.0.1")
+    (own / "ca.pem").write_text("")
+    with pytest.raises(ConfigurationError, match=r"ca\.pem is no certificate"):
+        check_certificate(own, "127.0.0.1")
+
+
+@pytest.mark.parametrize(("days", "reason"), [(-1, "has ended: make new ones"), (826, "not valid yet: is the clock")])
+def test_a_certificate_out_of_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int, reason: str) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.now(tz) + timedelta(days=days if days > 0 else days - certificates.DAYS)
+
+    monkeypatch.setattr(certificates, "datetime", Clock)
+    make(tmp_path / "keys", ["127.0.0.1"], ["a"])
+    with pytest.raises(ConfigurationError, match=reason):
+        check_certificate(tmp_path / "keys" / "server", "127.0.0.1")
 
 
 def test_a_name_is_given_once_and_again_after_it_was_removed(made: Path) -> None:

@@ -211,7 +211,7 @@ def test_scores_that_were_not_asked_for_are_refused(tmp_path):
 )
 def test_another_configuration_is_refused_before_round_1(tmp_path, arguments, full, named):
     line = Line(sites(tmp_path / "sites", **arguments, full=full))
-    with pytest.raises(ConfigurationError, match="A site refuses the run") as refused:
+    with pytest.raises(ConfigurationError, match="The run does not begin: ") as refused:
         at_sites(line, tmp_path / "server")
     assert named in str(refused.value)
 

@@ -184,7 +184,8 @@ def test_a_site_by_another_sites_key_is_refused(tmp_path):
 def test_the_diary_of_a_site(tmp_path):
     parts, said = sites(tmp_path / "sites"), []
     parts["0"].diary = Diary(tmp_path, "basel", "fl:1", SHARES[0], say=said.append)
-    parts["0"].diary.connection(None)
+    parts["0"].diary.connection("Gone.")
+    parts["0"].diary.joined("a name that the run has until its server has read what it goes on with")
     at_sites(Line(parts), tmp_path / "server")
     parts["0"].answer(b"nonsense")
     parts["0"].answer(b"nonsense")
@@ -192,7 +193,8 @@ def test_the_diary_of_a_site(tmp_path):
     assert isinstance(found, OwnStatus) and found.state == "connected" and found.clients == list(SHARES[0])
     assert found.round == 2 and found.tasks > 4 and found.failures == 0 and found.run
     assert "header" in found.refused
-    assert said[0] == "Connected to fl:1." and said[1].startswith("Takes part in run ")
+    assert said.pop(0).startswith("Gone.")
+    assert said[0] == "Connected to fl:1." and said[1].startswith(f"Takes part in run {found.run[:11]}")
     assert [text.partition(" in ")[0] for text in said[2:6]] == [
         f"Round {round}: trained client {client}" for round in (1, 2) for client in SHARES[0]
     ]
