@@ -103,6 +103,7 @@ class Meeting:
         for node in [node for node in self.names if node not in nodes]:
             self._leave(self.names.pop(node))
             self._greeted.pop(node, None)
+        self.refused = {node: why for node, why in self.refused.items() if node in nodes}  # it may come back mended
         here = set(self.names.values())
         self._replaced = {node: name for node, name in self._replaced.items() if name in here}
         for number, node in list(self._hellos.items()):

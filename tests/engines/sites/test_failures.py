@@ -115,6 +115,32 @@ def test_a_site_that_comes_back_with_other_data_takes_no_part(tmp_path):
     assert changed_data and left_out == {(2, "site1"), (2, "site2")}
 
 
+def test_a_refused_site_that_comes_back_mended_takes_part_again(tmp_path):
+    """Under the same node: over Flower that is the site's key."""
+    line, states = Line(sites(tmp_path / "sites", max_rounds=3)), []
+
+    def change(node, data):
+        if node == "1" and visits_of(data, 1) and not states:
+            states.append("refused")
+            line.sites[node] = a_site(tmp_path / "sites" / "1", (*SHARES[1], "site0")).answer
+        if node == "0" and visits_of(data, 2):
+            states.append("gone")
+            del line.sites["1"]
+        return data
+
+    def come(name, data):
+        if "1" not in line.sites:
+            states.append("back")
+            line.sites["1"] = a_site(tmp_path / "sites" / "1", SHARES[1], max_rounds=3).answer
+        return data
+
+    line.watch, line.reply = change, come
+    with pytest.warns(UserWarning, match="does not take part"):
+        run = at_sites(line, tmp_path / "server", max_rounds=3)
+    left_out = {(entry["round"], entry["client"]) for entry in run.server.failures if entry["where"] == "training"}
+    assert states == ["refused", "gone", "back"] and left_out == {(2, "site1"), (2, "site2")}
+
+
 def test_a_server_that_is_killed_goes_on_where_it_was(tmp_path):
     """The sites are a round and a half further than the state that was saved: they go back to its round."""
     one = together(tmp_path / "one", METHOD, max_rounds=4)
