@@ -152,7 +152,9 @@ def test_a_wrong_key_and_plaintext_are_kept_out(machines):
     server = machines.serve()
     machines.site(0, "--certificates=others/s0")
     machines.until(lambda: "does not let this site in" in machines.said("s0"), server)
-    assert "SuperNode ID" not in (machines.folder / "s0" / "supernode.log").read_text()  # what it says when it is let in
+    assert (
+        "SuperNode ID" not in (machines.folder / "s0" / "supernode.log").read_text()
+    )  # what it says when it is let in
     machines.site(1, "--insecure=true")
     machines.until(lambda: "wants TLS and a key" in machines.said("s1"), server)
     with socket.create_connection(("127.0.0.1", machines.port), timeout=30) as plain:
