@@ -138,10 +138,13 @@ def test_batches_in_objects_are_refused() -> None:
 
 
 def test_batches_of_unknown_content_step_alone() -> None:
+    alive = []  # as in a round: a source that is gone may give its id to the next
+
     def shape(collate: Any, numbers: list[float]) -> Any:
         source = LoaderSource(
             DataLoader(numbers, batch_size=2, collate_fn=collate), lambda batch: batch, lambda e: (e,)
         )
+        alive.append(source)
         source.start_epoch(0)
         return source.peek()
 
