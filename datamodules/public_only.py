@@ -13,10 +13,11 @@ from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.overlap import content_hash
 from fedlightning.datamodules.public import Unlabelled, is_iterable
 from fedlightning.datamodules.views import IndexView, collate_rows
+from fedlightning.datamodules.without_clients import WithoutClients
 from fedlightning.seeding import generator
 
 
-class PublicDataModule(FederatedDataModule):
+class PublicDataModule(WithoutClients):
     """Public data and no clients: the `data` section of ``fedlightning serve`` for methods with public data.
 
     The server reads them there; each site has the same data set as `public` of its own data module, with the same batch size
@@ -82,19 +83,6 @@ class PublicDataModule(FederatedDataModule):
         options = options | {"collate_fn": collate if self.public_labels else Unlabelled(collate)}
         view = IndexView(self._found.dataset, self._found.positions)
         return DataLoader(view, generator=generator(self.seed, "workers", "public"), **options)
-
-    @property
-    def client_ids(self) -> list[str]:
-        self._refuse()
-
-    def client_dataloader(self, client: str, split: str) -> Any:
-        self._refuse()
-
-    def pooled_dataloader(self, split: str) -> Any:
-        self._refuse()
-
-    def num_samples(self, client: str, split: str = "train") -> int:
-        self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise ValueError(

@@ -104,7 +104,7 @@ def _find(command: str) -> Callable[[list[str]], int]:
 
         return sites
     if command == "certificates":
-        from fedlightning.commands.serve import certificates
+        from fedlightning.commands.certificates import certificates
 
         return certificates
     if command == "compare":

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from fedlightning.commands.certificates import parser
 from fedlightning.commands.run import Commands
-from fedlightning.commands.serve import CLASSES, parser
+from fedlightning.commands.serve import CLASSES
 from fedlightning.config.parsing import FederatedCLI
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -43,7 +43,7 @@ def completion(words: Sequence[str]) -> int:
 def script(shell: str) -> str:
     """Return the completion script of `shell`, with the options of all parsers."""
     from fedlightning.catalogue import list_algorithms
-    from fedlightning.commands import COMMANDS, compare, configs, report, serve, sites, sweep
+    from fedlightning.commands import COMMANDS, certificates, compare, configs, report, serve, sites, sweep
     from fedlightning.commands.run import Commands, cli_class
     from fedlightning.commands.study import PASSED_ON
     from fedlightning.config.names import class_names
@@ -58,7 +58,7 @@ def script(shell: str) -> str:
         "sweep": [*sweep.parser().option_strings(), *passed_on, *class_names()],
         "report": report.parser().option_strings(),
         "sites": sites.parser().option_strings(),
-        "certificates": serve.parser().option_strings(),
+        "certificates": certificates.parser().option_strings(),
     }
     for command in COMMANDS:
         if command not in choices:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedlightning.config.errors import InputError
 from fedlightning.run.files import is_writer
+from fedlightning.run.lock import holder_of
 from fedlightning.run.logs import BEGINNING
 
 
@@ -73,3 +74,17 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
         if (word == option or (option == "--config" and word == "-c")) and index + 1 < len(words):
             return words[index + 1]
     return None
+
+
+def refuse_taken(home: Path, who: str) -> None:
+    """Refuse a folder that another process works with.
+
+    Raises:
+        InputError: Naming that process.
+    """
+    holder = holder_of(home)
+    if holder is not None:
+        raise InputError(
+            f"folder={home} is that of process {holder.get('pid', '?')} on {holder.get('host', '?')} since "
+            f"{holder.get('since', '?')}: {who} needs a --folder of its own."
+        )

@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from fedlightning.engines.flower import certificates as files
+from fedlightning.engines.sites.link import Answer
 from fedlightning.errors import ConfigurationError
 
 QUIET = {
@@ -176,3 +179,69 @@ def end(process: subprocess.Popen[bytes]) -> None:
             break
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) -> Iterator[Any]:
+    """Run a SuperLink inside the block, and give the connection to its sites.
+
+    Args:
+        home: Folder for what it keeps.
+        host: Address that it listens on.
+        port: Its port.
+        own: The server's certificates and keys; `None`: without.
+        sites: Number of sites to wait for.
+    """
+    path, secret = secret_file(home)
+    words = ["--host", host, "--port", str(port), "--database", str(home / "superlink.db")]
+    words += ["--isolation", "process", "--superexec-auth-secret-file", str(path)]
+    words += ["--disable-runtime-dependency-installation"]
+    if own is None:
+        words += ["--insecure"]
+    else:
+        ca, certificate, key = files.needed(own, (files.CA, files.SERVER, files.KEY))
+        words += ["--ssl-ca-certfile", str(ca), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
+        words += ["--enable-supernode-auth"]
+    local = itself(host)
+    with ExitStack() as stack:
+        lives = stack.enter_context(running("flower-superlink", words, port, home / "superlink.log", host))
+        from fedlightning.engines.flower import connection, server, signatures
+
+        address = connection.Address(f"{local}:{port}", None if own is None else str(own / files.CA), secret)
+        server.stop_runs(address)
+        if own is None:
+            link = server.FlowerLink(address, sites, lives=lives)
+        else:
+            allowed = server.register(address, sorted((own / "sites").glob("*.pub")))
+            link = server.FlowerLink(address, sites, allowed, signatures.signer(own / files.SIGN), lives)
+        stack.callback(link.close)
+        yield link
+
+
+@contextmanager
+def supernode(home: Path, place: str, own: Path | None) -> Iterator[Any]:
+    """Run a SuperNode inside the block, and give what answers its messages with a site.
+
+    Args:
+        home: Folder for what it keeps.
+        place: Address of the SuperLink.
+        own: The site's certificates and keys; `None`: without.
+    """
+    path, secret = secret_file(home)
+    port = free_port()
+    words = ["--superlink", place, "--port", str(port), "--isolation", "process"]
+    words += ["--superexec-auth-secret-file", str(path)]
+    if own is None:
+        words += ["--insecure"]
+    else:
+        words += ["--root-certificates", str(own / files.CA), "--auth-supernode-private-key", str(own / files.SITE)]
+    with running("flower-supernode", words, port, home / "supernode.log") as lives:
+        from fedlightning.engines.flower import connection, node, signatures
+
+        address = connection.Address(f"127.0.0.1:{port}", None, secret)
+
+        def answer_all(answer: Answer, beside: Callable[[], bool]) -> None:
+            known = answer if own is None else signatures.verified(answer, own / files.SIGNED)
+            node.serve_site(address, known, lambda: beside() and lives())
+
+        yield answer_all

@@ -6,7 +6,9 @@ import hashlib
 import json
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 import fedlightning
 from fedlightning.blueprint.blueprint import Blueprint
@@ -29,8 +31,59 @@ def agreement(blueprint: Blueprint) -> dict[str, Any]:
     found: dict[str, Any] = {"FedLightning": fedlightning.__version__}
     found |= {name: getattr(settings, name) for name in SETTINGS}
     found |= {name: value for name, value in settings.trainer_arguments.items() if name not in MACHINE}
-    agreed: dict[str, Any] = json.loads(json.dumps(plain(found | of_blueprint(blueprint))))
+    found |= of_blueprint(blueprint) | held_values(blueprint.template)
+    agreed: dict[str, Any] = json.loads(json.dumps(plain(found)))
     return agreed
+
+
+def held_values(model: nn.Module) -> dict[str, Any]:
+    """Return what modules hold that is neither sent with their state nor a plain option: weights of classes in a tensor or a
+    list, buffers that are not persistent. Their like at the server and at a site changes what a step computes.
+
+    Args:
+        model: A module with its parts.
+
+    Returns:
+        Lists and dicts of plain values as they are, tensors and arrays by shape, dtype and a hash.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> model.class_weights = [1.0, 5.0]
+        >>> held_values(model)
+        {'model.class_weights (held)': [1.0, 5.0]}
+    """
+    found: dict[str, Any] = {}
+    sent = set(model.state_dict(keep_vars=True))
+    for path, module in model.named_modules():
+        place = f"{path}." if path else ""
+        held = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        held |= {name: value for name, value in module.named_buffers(recurse=False) if f"{place}{name}" not in sent}
+        found |= {
+            f"model.{place}{name} (held)": told for name, value in held.items() if (told := _told(value)) is not None
+        }
+    return found
+
+
+def _told(value: Any) -> Any:
+    """Return a value as it can be compared between machines; `None` if it cannot, or is compared as an option."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        value = torch.from_numpy(np.ascontiguousarray(value)) if value.dtype.kind in "biufc" else value.tolist()
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype} {state_digest({'': value})[:16]}"
+    if isinstance(value, list | tuple | dict) and value:
+        try:
+            return json.loads(json.dumps(value, allow_nan=True)) if _is_told(value) else None
+        except (TypeError, ValueError):
+            return None
+    return None
+
+
+def _is_told(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_told(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_told, value))
+    return value is None or isinstance(value, str | bool | int | float)
 
 
 def digest(*parts: Any) -> str:

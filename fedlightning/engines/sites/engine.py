@@ -70,7 +70,7 @@ class SitesEngine(Engine):
         self._stage = "fit"
         self._public: dict[str, Any] | None = None
         self._left_out: list[str] = []
-        self._weights: tuple[Any, str] | None = None
+        self._fixed: tuple[Any, dict[str, Any], str] | None = None  # a template, its agreement, a hash of its weights
         self._window = Window()
         self._members: list[str] = []
         self._merged: tuple[str, Description] | None = None
@@ -88,7 +88,7 @@ class SitesEngine(Engine):
         blueprint = self.runner.blueprint
         return {
             "run": self.versions.run,
-            "agreement": agreement(blueprint),
+            "agreement": self._of_template()[0],
             "assigned": dict(blueprint.assigned),
             "stage": self._stage,
             "left_out": list(self._left_out),
@@ -96,11 +96,15 @@ class SitesEngine(Engine):
             "export": self.brings_models,
         }
 
+    def _of_template(self) -> tuple[dict[str, Any], str]:
+        blueprint = self.runner.blueprint
+        if self._fixed is None or self._fixed[0] is not blueprint.template:  # it is replaced, never trained
+            weights = state_digest(module_state(blueprint.template))
+            self._fixed = blueprint.template, agreement(blueprint), weights
+        return self._fixed[1:]
+
     def _session(self) -> str:
-        template = self.runner.blueprint.template
-        if self._weights is None or self._weights[0] is not template:  # it is replaced, never trained
-            self._weights = template, state_digest(module_state(template))
-        return digest(self._about(), self._weights[1])
+        return digest(self._about(), self._of_template()[1])
 
     def _hello(self) -> dict[str, Any]:
         session, weights = self._session(), module_state(self.runner.blueprint.template)
@@ -111,7 +115,7 @@ class SitesEngine(Engine):
 
     # -- the data ----------------------------------------------------------------------------------------------------
     def set_up(self, stage: str) -> None:
-        self._stage = stage
+        self._stage, self._fixed = stage, None
         self.runner.set_up(stage)  # public data, if there are any
         self._public = public_facts(self.runner.data)
         said = ""

@@ -27,10 +27,9 @@ import fedlightning  # noqa: F401
 # isort: split
 import torch
 
-from fedlightning.commands.serve import superlink, supernode
 from fedlightning.config.errors import explain
 from fedlightning.engines.flower import certificates
-from fedlightning.engines.flower.programs import free_port, prepare
+from fedlightning.engines.flower.programs import free_port, prepare, superlink, supernode
 from fedlightning.engines.sites.link import Link, connected
 from fedlightning.engines.sites.site import Site
 from fedlightning.federation.engine import Visit
@@ -144,9 +143,9 @@ def server(cases: dict[str, Case], folder: Path, number: int) -> None:
     own, port = certificates.make(home / "certificates", ["127.0.0.1"], SITES)[0], free_port()
     sites = [forked(home / f"{name}.out", site, cases, home, name, port) for name in SITES]
     prepare(home / "flower")
-    from fedlightning.engines.flower import runtime  # Flower reads its settings when it is imported
+    from fedlightning.engines.flower import server as end  # Flower reads its settings when it is imported
 
-    runtime.POLL = POLL
+    end.POLL = POLL
     with superlink(home, "127.0.0.1", port, own, len(SITES)) as link:
         for name in json.loads((folder / "names.json").read_text()):
             if not begun(folder, name):
@@ -209,9 +208,9 @@ def site(cases: dict[str, Case], home: Path, name: str, port: int) -> None:
         return now[1](request)
 
     prepare(home / name / "flower")
-    from fedlightning.engines.flower import runtime
+    from fedlightning.engines.flower import node
 
-    runtime.POLL = POLL
+    node.POLL = POLL
     while True:  # a SuperNode ends where the SuperLink does not know it yet
         with supernode(home / name, f"127.0.0.1:{port}", home / "certificates" / name) as take_part, without_pickle():
             take_part(answer, lambda: True)

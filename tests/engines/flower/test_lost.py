@@ -14,8 +14,9 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is in an environment of its own: make test-flower")
 
+from fedlightning.engines.flower.connection import Address
 from fedlightning.engines.flower.programs import end
-from fedlightning.engines.flower.runtime import Address, stop_runs
+from fedlightning.engines.flower.server import stop_runs
 from tests.engines.flower.nonsense import REPLIES, WHY
 from tests.engines.flower.test_flower import Machines, read, same_models
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from fedlightning.callbacks import SCAFFOLD, FedProx
+from fedlightning.engines.sites.agreement import agreement
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.deploy import Deploy
@@ -12,6 +15,7 @@ from fedlightning.federation.engine import Visit
 from fedlightning.federation.failures import TooFewClientsError
 from fedlightning.federation.loops import Asynchronous
 from fedlightning.messages import Message, Update
+from fedlightning.run.fingerprint import FORMAT, differences
 from fedlightning.testing import runs
 from fedlightning.testing.toys import federate
 from fedlightning.wire import read, write
@@ -240,6 +244,28 @@ def test_another_configuration_is_refused_before_round_1(tmp_path, arguments, fu
     with pytest.raises(ConfigurationError, match="The run does not begin: ") as refused:
         at_sites(line, tmp_path / "server")
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("how", ["list", "tensor", "buffer", "array"])
+def test_a_value_that_a_module_holds_is_compared(tmp_path, how):
+    """Weights of a loss are no plain option and do not travel: other ones at a site would train another model."""
+
+    def hold(site, value):
+        module = site._blueprint.template
+        kept = {"list": [1.0, value], "tensor": torch.tensor([1.0, value]), "array": np.array([1.0, value])}
+        if how == "buffer":
+            module.register_buffer("class_weights", torch.tensor([1.0, value]), persistent=False)
+        else:
+            module.class_weights = kept[how]
+        return {FORMAT: 1, **agreement(site._blueprint)}
+
+    parts = sites(tmp_path / "sites")
+    one, other = hold(parts["0"], 2.0), hold(parts["1"], 5.0)
+    assert one == hold(parts["1"], 2.0)
+    (found,) = differences(one, other)
+    assert found.startswith("model.class_weights (held) was ")
+    with pytest.raises(ConfigurationError, match=r"model\.class_weights \(held\) was not there and is"):
+        at_sites(Line(parts), tmp_path / "server")
 
 
 def asked(site, session, task, **more):

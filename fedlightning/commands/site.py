@@ -1,0 +1,136 @@
+"""`fedlightning site`: a site of a federation between machines."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Literal
+
+from fedlightning.commands.folders import refuse_taken
+from fedlightning.config.errors import InputError
+from fedlightning.config.parsing import FederatedCLI
+from fedlightning.engines.flower import certificates as files
+from fedlightning.engines.flower import programs, reach
+from fedlightning.engines.sites.diary import Diary
+from fedlightning.engines.sites.site import Site
+from fedlightning.engines.sites.status import NAME, printable
+from fedlightning.run.lock import only_writer
+from fedlightning.trainer import FederatedTrainer
+
+AGAIN = 3.0
+"""Seconds until a site tries again to be let in."""
+LET_IN, FAILED = "SuperNode ID", "Connection attempt failed"
+"""What a SuperNode says when it is let in, and when it reaches nobody."""
+
+
+class AtSite(FederatedCLI):
+    """A site's command. The docstring of its method is the text of `--help`."""
+
+    trainer: FederatedTrainer  # type: ignore[assignment]
+
+    def site(
+        self,
+        superlink: str,
+        name: str,
+        clients: list[str | int] | None = None,
+        folder: str = "site",
+        certificates: str | None = None,
+        insecure: bool = False,
+        export: Literal["sites", "server"] = "sites",
+    ) -> None:
+        """Take part in a federation with data that stay here.
+
+        It starts Flower's SuperNode and trains what the server asks for, until it is stopped. The configuration is the run's,
+        with this site's own data section; the server's must be the same but for that, and is refused otherwise. Models and
+        records of the clients lie in a folder here: start the site with the same folder again after it was stopped.
+
+        Args:
+            superlink: Address of the server, host:port.
+            name: Name of this site, for people.
+            clients: Those of the data's clients that are here, as [a, b]; default: all.
+            folder: Folder for records and models.
+            certificates: The site's folder that `fedlightning certificates` has made; default: certificates/NAME.
+            insecure: No TLS and no authentication, for a server on a machine of your own only.
+            export: Whether the clients' models stay at the "sites", or the "server" is given them when a run ends, if it
+                asks for them.
+        """
+        from fedlightning.arguments import federated_data
+        from fedlightning.datamodules.held_out import without
+
+        reach.host_and_port(superlink)
+        if not files.is_name(name) or name != printable(name, NAME):
+            raise InputError(f"name={name!r} is no name of a site: it is one of a folder, of 1 to {NAME} characters.")
+        if clients == []:
+            raise InputError("clients=[]: a site has one client at least. Leave it out for all of its data's clients.")
+        home = Path(folder).resolve()
+        own = Path(certificates or f"certificates/{name}").resolve()
+        if not insecure:
+            files.needed(own, (files.CA, files.SITE, files.SIGNED))
+        refuse_taken(home, "a site")
+        data = federated_data(self.datamodule, None, None, None)
+        data.prepare_data()
+        data.setup("fit")  # now: data that are not there are said before anybody waits for this site
+        known = here = list(data.client_ids)
+        if clients is not None:
+            here = [str(client) for client in clients]
+            missing = next((client for client in here if client not in known), None)
+            if missing is not None:
+                raise InputError(f"clients: there is no client '{missing}'. The data have {', '.join(known[:20])}.")
+            data = without(data, [client for client in known if client not in here])
+        site = Site(name, self.trainer.blueprint(self.model), data, home, export=export == "server")
+        programs.prepare(home / "flower")
+        stopped = False
+        with only_writer(home):
+            print(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C.", flush=True)
+            site.diary = Diary(home, name, superlink, here)
+            try:
+                take_part(site, home, superlink, None if insecure else own)
+            except KeyboardInterrupt:
+                stopped = True
+            finally:
+                site.diary.end()
+        if stopped:
+            print("Stopped. Start it again with the same folder.", flush=True)
+            raise SystemExit(130)
+
+
+def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
+    """Take part for ever: a SuperNode ends where the SuperLink does not know it yet, or no more.
+
+    Args:
+        site: The site.
+        home: Folder for what Flower keeps.
+        server: Address of the SuperLink.
+        own: The site's certificates and keys; `None`: without.
+    """
+    diary, authority = site.diary, None if own is None else own / files.CA
+    assert diary is not None
+    log = programs.Log(home / "supernode.log")
+
+    def lives() -> bool:
+        """Look at what the SuperNode says, beside the work."""
+        for line in log.new_lines():
+            if LET_IN in line:
+                diary.connection(None)
+            elif FAILED in line:
+                diary.connection(reach.unreachable(server, authority))
+        return True
+
+    while True:
+        reason = reach.unreachable(server, authority)
+        if reason is not None:
+            diary.connection(reason)
+        else:
+            with programs.supernode(home, server, own) as answer_all:
+                answer_all(site.answer, lives)
+            lives()
+            reason = reach.unreachable(server, authority)
+            key = "" if own is None else f"{own / files.SITE}, or another process is connected with it"
+            said = log.reason()
+            if said is None:  # it was killed
+                reason = reason or f"This site's SuperNode has ended ({home / 'supernode.log'})."
+            diary.connection(
+                reason
+                or f"{server} does not let this site in: {said}" + (f" It does not know the key {key}." if key else "")
+            )
+        time.sleep(AGAIN)
