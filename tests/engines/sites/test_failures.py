@@ -274,6 +274,22 @@ def asked(site, session, task, **more):
     return read(said["answer"][0]) if "answer" in said else said
 
 
+def test_a_task_that_comes_again_is_not_done_again(tmp_path):
+    """Its reply got lost: the site has it still, and trains nothing twice."""
+    line, seen = Line(sites(tmp_path / "sites", METHOD)), []
+    line.watch = lambda node, data: (seen.append((node, data)), data)[1]
+    at_sites(line, tmp_path / "server", METHOD)
+    node, request = next(one for one in reversed(seen) if visits_of(one[1], 1))
+    site = line.sites[node].__self__
+    run = next((tmp_path / "sites" / node / "records").glob("*")).name
+    client = SHARES[int(node)][0]
+    session = seen[-1] and read(seen[-1][1])["session"]
+    again = {**read(request), "session": session, "budget": 1e9}
+    before = len(site.records.versions(run, client))
+    first, second = (site.answer(write(again)) for _ in range(2))
+    assert first == second and len(site.records.versions(run, client)) <= before + 1
+
+
 def test_what_a_site_does_not_carry_out(tmp_path):
     line, seen = Line(sites(tmp_path / "sites")), []
     line.watch = lambda node, data: (seen.append(read(data)["session"]), data)[1]
