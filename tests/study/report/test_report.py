@@ -285,6 +285,12 @@ def test_methods_with_fewer_seeds_are_not_ranked(tmp_path):
     assert "Not ranked" in best.sentence and best.sentence.endswith("apfl.")
 
 
+def test_one_method_alone_is_compared_with_nothing(tmp_path):
+    """No empty figure of differences."""
+    study = Study(load_study([make_study(tmp_path, methods=("fedavg",), seeds=(0,), matrix=False)]))
+    assert differences(Context(study, styles(study.methods))) is None
+
+
 def test_layers_of_the_last_round_and_where_they_part(tmp_path):
     folder = make_study(tmp_path, methods=("fedavg",), seeds=(0,), matrix=False)
     study = Study(load_study([folder]))

@@ -23,6 +23,8 @@ def differences(context: Context) -> Section | None:
     candidates = [best_method(study), *(study.baselines.get(role) for role in NEEDED)]
     references = [reference for reference in dict.fromkeys(candidates) if reference is not None]
     rows = [row for reference in references for row in study.differences(reference)]
+    if not rows:  # one method has nothing to differ from
+        return None
     pictures = [
         context.picture(
             f"differences-{context.slugs[reference]}",
