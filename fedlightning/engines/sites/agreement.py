@@ -6,6 +6,7 @@ import hashlib
 import json
 from typing import Any
 
+import lightning
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,11 @@ def _is_told(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_told, value))
     return value is None or isinstance(value, str | bool | int | float)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what computes: another one may round otherwise."""
+    return {"torch": torch.__version__.partition("+")[0], "lightning": lightning.__version__}
 
 
 def digest(*parts: Any) -> str:

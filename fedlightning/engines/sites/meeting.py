@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from fedlightning.engines.sites.agreement import versions
 from fedlightning.engines.sites.link import Link
 from fedlightning.engines.sites.status import NAME, printable
 from fedlightning.errors import warn
@@ -199,6 +200,8 @@ class Meeting:
         if isinstance(answer, dict) and isinstance(answer.get("name"), str) and _is_names(answer.get("clients")):
             reason = self._objection(node, answer["name"], answer["clients"]) or self._others(session, answer)
             if reason is None:
+                if answer["name"] not in self.clients:
+                    self._compare_versions(answer["name"], answer.get("versions"))
                 self._enter(node, answer["name"])
                 self.clients[answer["name"]] = answer["clients"]
                 self.where |= dict.fromkeys(answer["clients"], node)
@@ -209,6 +212,18 @@ class Meeting:
                 return
         self.refused[node] = f"{session} {reason or 'it does not say who it is'}"
         warn(f"A site does not take part: {self.why(node)}")
+
+    def _compare_versions(self, name: str, theirs: Any) -> None:
+        """Say where a site computes with another torch: that is no reason to refuse it, but its bits may be others."""
+        own = versions()
+        if not isinstance(theirs, dict) or theirs == own:
+            return
+        told = "; ".join(
+            f"{package} {printable(str(theirs.get(package)), NAME)}, the server {version}"
+            for package, version in own.items()
+            if theirs.get(package) != version
+        )
+        warn(f"Site '{name}' has {told}: its numbers may differ in the last bits from those of one process.")
 
     def _objection(self, node: str, name: str, clients: list[str]) -> str | None:
         """Return why a site cannot take part under this name with these clients."""

@@ -14,7 +14,7 @@ from typing import Any
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
-from fedlightning.engines.sites.agreement import agreement
+from fedlightning.engines.sites.agreement import agreement, versions
 from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.records import Records
 from fedlightning.errors import ConfigurationError
@@ -146,7 +146,14 @@ class Site:
         session, parts = self._session, _texts(asked, "parts")
         if session.told is None and parts:
             session.told = session.runner.describe(parts=parts)
-        return {"answer": {"name": self.name, "clients": list(session.runner.data.client_ids), "data": session.told}}
+        return {
+            "answer": {
+                "name": self.name,
+                "clients": list(session.runner.data.client_ids),
+                "data": session.told,
+                "versions": versions(),
+            }
+        }
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)

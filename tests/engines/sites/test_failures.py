@@ -246,6 +246,21 @@ def test_another_configuration_is_refused_before_round_1(tmp_path, arguments, fu
     assert named in str(refused.value)
 
 
+def test_another_version_of_torch_at_a_site_is_said(tmp_path):
+    line = Line(sites(tmp_path / "sites"))
+
+    def changed(found):
+        answer = found.get("answer")
+        if isinstance(answer, dict) and answer.get("name", "").endswith("site1"):
+            answer["versions"] = {**answer["versions"], "torch": "1.0\x1b"}
+        return found
+
+    line.reply = lambda name, data: write(changed(read(data)))
+    with pytest.warns(UserWarning, match=r"Site 'home of site1' has torch 1\.0[^\x1b]*, the server") as told:
+        at_sites(line, tmp_path / "server")
+    assert sum("last bits" in str(one.message) for one in told) == 1
+
+
 @pytest.mark.parametrize("how", ["list", "tensor", "buffer", "array"])
 def test_a_value_that_a_module_holds_is_compared(tmp_path, how):
     """Weights of a loss are no plain option and do not travel: other ones at a site would train another model."""
