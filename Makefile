@@ -54,7 +54,7 @@ FLOWER_STAMP := $(FLOWER_VENV)/.installed
 $(FLOWER_STAMP): pyproject.toml constraints-flower.txt
 	test -x $(FLOWER_VENV)/bin/python || $(PYTHON) -m venv $(FLOWER_VENV)
 	$(FLOWER_INSTALL) torch
-	$(FLOWER_INSTALL) -e ".[flower]" pytest hypothesis
+	$(FLOWER_INSTALL) -e ".[flower]" pytest pytest-timeout hypothesis
 	@touch $@
 
 # Without Flower the tests would be skipped: that is an error here.

@@ -43,6 +43,13 @@ hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=
 hypothesis.settings.load_profile("fedlightning")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give slow tests a longer time limit than `timeout` in pyproject.toml."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1500))
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Seed the global generators before each test and undo the global switches that tests like to flip."""

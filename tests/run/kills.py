@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from fedlightning.callbacks import (
     PLayerFL,
 )
 from tests.helpers import NormNet, Toy, make_trainer, toy_data
+from tests.processes import fork, wait
 from tests.run.test_logs import events
 from tests.run.test_resume import equal_trees, everything, summary
 
@@ -137,27 +137,9 @@ class Bomb:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def forked(work: Callable[[], None]) -> int:
-    """Fork a process that does `work`; return its id."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
-
-
 def ends(pid: int) -> bool:
     """Wait for a process. Return True if it ended well, False if it was killed; anything else is an error."""
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = wait(pid)
     assert code in (0, -signal.SIGKILL), f"a victim ended with {code}; its traceback is above"
     return code == 0
 
@@ -172,7 +154,7 @@ def count_writes(kind: str, root: Path) -> int:
         (root.parent / f"{root.name}.count").write_text(str(bomb.count))
 
     root.mkdir(parents=True)
-    assert ends(forked(work))
+    assert ends(fork(work))
     return int((root.parent / f"{root.name}.count").read_text())
 
 
@@ -187,7 +169,7 @@ def killed_at(kind: str, root: Path, *at: int, loses: bool = False) -> int:
             fit(kind, root)
             bomb.on = False
 
-        if ends(forked(work)):
+        if ends(fork(work)):
             break
         kills += 1
     assert (root / "everything.pt").exists()
@@ -199,7 +181,7 @@ def killed_after(kind: str, root: Path, seconds: list[float]) -> int:
     root.mkdir(parents=True)
     kills = 0
     for delay in (*seconds, None):
-        pid = forked(lambda: fit(kind, root))
+        pid = fork(lambda: fit(kind, root))
         if delay is not None:
             time.sleep(delay)
             os.kill(pid, signal.SIGKILL)
