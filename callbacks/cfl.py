@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
     WeightingName,
     select,
     subtract,
+    ties,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import refuse_global_steps
@@ -196,7 +197,7 @@ class CFL(Clusters):
             sides: The members' updates, by part.
         """
         likeness = {part: float(cosines(flat({"": delta, **members}))[0, 1:].max()) for part, members in sides.items()}
-        return max(likeness, key=lambda part: likeness[part])
+        return list(likeness)[int(ties.first_largest(torch.tensor(list(likeness.values()))))]
 
     def delta(self, server: Server, before: State, update: Update) -> State:
         """Return what training has added to the trainable parameters that travel; 0 for those that were not sent.
@@ -222,7 +223,7 @@ class CFL(Clusters):
             deltas: Every member's update.
         """
         linkage = AgglomerativeClustering(2, metric="precomputed", linkage="complete")
-        labels = linkage.fit_predict(1.0 - cosines(flat(deltas)).numpy())
+        labels = linkage.fit_predict(ties.levelled(1.0 - cosines(flat(deltas))).numpy())
         first = [client for client, label in zip(deltas, labels, strict=True) if label == labels[0]]
         return first, [client for client in deltas if client not in first]
 

@@ -9,7 +9,18 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import GLOBAL, Client, FederatedCallback, Server, Setup, Stage, clone, module_state, warn
+from fedlightning.algorithm import (
+    GLOBAL,
+    Client,
+    FederatedCallback,
+    Server,
+    Setup,
+    Stage,
+    clone,
+    module_state,
+    ties,
+    warn,
+)
 
 
 class LocalCheckpoint(FederatedCallback):
@@ -221,7 +232,7 @@ def _warn_without_validation(callback: Any, setup: Setup) -> None:
 
 
 def is_better(score: float, best: float | None, mode: str) -> bool:
-    """Return True if ``score`` is finite and better than ``best``; ``None`` is worse than any.
+    """Return True if ``score`` is finite and better than ``best`` by more than rounding; ``None`` is worse than any.
 
     Example:
         >>> is_better(0.4, best=0.5, mode="min"), is_better(0.5, 0.5, "min"), is_better(float("nan"), None, "min")
@@ -229,7 +240,8 @@ def is_better(score: float, best: float | None, mode: str) -> bool:
     """
     if not math.isfinite(score):
         return False
-    return best is None or (score < best if mode == "min" else score > best)
+    sign = -1.0 if mode == "min" else 1.0
+    return best is None or ties.better_than_rounding(sign * score, sign * best)
 
 
 def _keep_best(

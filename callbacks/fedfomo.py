@@ -22,6 +22,7 @@ from fedlightning.algorithm import (
     distance,
     module_state,
     select,
+    ties,
 )
 from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, sent_models
 
@@ -140,7 +141,7 @@ class FedFomo(KeepsClientModels):
         random = float(torch.rand((), generator=draw)) < epsilon
         shuffled = [eligible[index] for index in torch.randperm(len(eligible), generator=draw).tolist()]
         if not (explore and random):  # a stable sort, so that equal preferences are in random order
-            row = self.preferences(server)[server.clients.index(client)]
+            row = ties.levelled(self.preferences(server)[server.clients.index(client)])
             shuffled.sort(key=lambda other: -float(row[server.clients.index(other)]))
         return shuffled[: self.num_models]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -20,6 +21,7 @@ from fedlightning.algorithm import (
     distance,
     partition,
     select,
+    ties,
 )
 from fedlightning.callbacks.shared.server_models import parameter_names
 
@@ -180,7 +182,8 @@ def less_critical(d: Sequence[float], sizes: Sequence[int], cut: str) -> list[in
         [1, 2, 0]
     """
     d = d if any(d) else [1.0] * len(d)
-    order = sorted(range(len(d)), key=lambda index: d[index])  # ties by index
+    level = ties.levelled(torch.tensor(d, dtype=torch.float64)).tolist()
+    order = sorted(range(len(d)), key=lambda index: level[index])  # ties by index
     mass, total = sum(value * size for value, size in zip(d, sizes, strict=True)), sum(sizes)
     delta = share = 0.0  # the paper's delta and lambda
     gaps: list[float] = []
@@ -188,7 +191,8 @@ def less_critical(d: Sequence[float], sizes: Sequence[int], cut: str) -> list[in
         delta += d[index] * sizes[index] / mass
         share += sizes[index] / total
         gaps.append(delta - (1.0 - share))
-        if cut == "crossing" and gaps[-1] > 0:
+        if cut == "crossing" and gaps[-1] > ties.CLOSE:
             break
-    count = len(gaps) if cut == "crossing" else min(range(len(gaps)), key=lambda j: abs(gaps[j])) + 1
+    nearest = ties.first_least(torch.tensor(gaps, dtype=torch.float64).abs(), floor=ties.CLOSE)
+    count = len(gaps) if cut == "crossing" else int(nearest) + 1
     return order[:count]

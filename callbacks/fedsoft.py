@@ -24,6 +24,7 @@ from fedlightning.algorithm import (
     WeightedMean,
     Wire,
     select,
+    ties,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
@@ -222,7 +223,7 @@ class FedSoft(Clusters):
         message.state = {**message.state, **own}
         centres = list(message.extras.get(self.key, {}).get("centres", {}).values())
         if centres and message.tag != ESTIMATE and not own:
-            message.state |= centres[int(self._shares(client, centres).argmax())]
+            message.state |= centres[int(ties.first_largest(self._shares(client, centres)))]
         client.received = {}
 
     def correct_gradient(self, ctx: GradientContext, name: str, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -249,7 +250,7 @@ class FedSoft(Clusters):
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the centre that has the largest share of a client's data; `None` for all, and before an estimate."""
         share = server.state.get(self.key, {}).get("shares", {}).get(client)
-        return cluster_module(server, None if share is None else self.centres[int(share.argmax())])
+        return cluster_module(server, None if share is None else self.centres[int(ties.first_largest(share))])
 
 
 def shares(losses: Tensor, sigma: float) -> Tensor:
@@ -259,7 +260,7 @@ def shares(losses: Tensor, sigma: float) -> Tensor:
         losses: Loss of each sample under each centre, `(centres, samples)`. A tie goes to the first centre.
         sigma: `u_s` where `n_s` is 0.
     """
-    counts = torch.bincount(losses.argmin(0), minlength=len(losses)).double()
+    counts = torch.bincount(ties.first_least(losses), minlength=len(losses)).double()
     found = counts / max(losses.shape[1], 1)
     return torch.where(counts > 0, found, torch.full_like(found, sigma))
 

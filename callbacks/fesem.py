@@ -25,6 +25,7 @@ from fedlightning.algorithm import (
     address,
     expand,
     select,
+    ties,
 )
 from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
@@ -180,7 +181,7 @@ class FeSEM(Clusters):
         for client, state in trained.items():
             whole = {**start, **state}
             nearer = {key: square - self._square(server, whole, server.models[key]) for key, square in before.items()}
-            found[client] = max(nearer, key=lambda key: nearer[key])
+            found[client] = list(nearer)[int(ties.first_largest(torch.tensor(list(nearer.values()))))]
         return found
 
     def _square(self, server: Server, state: State, centre: State) -> float:
@@ -301,4 +302,4 @@ def nearest(rows: Tensor, centres: Tensor) -> Tensor:
         centres: Centres, `(clusters, parameters)`.
     """
     squares = torch.stack([(rows - centre).square().sum(1) for centre in centres], dim=1)
-    return squares.argmin(1)
+    return ties.first_least(squares, 1, floor=float(ties.CLOSE * centres.norm(dim=1).max()) ** 2)

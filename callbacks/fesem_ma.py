@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fedlightning.algorithm import Server, Setup, State
+from fedlightning.algorithm import Server, Setup, State, ties
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.shared.matching import check_matching, hidden_units, matched, touched
 
@@ -86,7 +86,9 @@ class FeSEMMA(FeSEM):
         for state in states:
             views = [self._row(server, self.aligned(server, state, centre)) for centre in centres]
             squares = torch.stack([(own - row).square().sum() for own, row in zip(views, rows, strict=True)])
-            found.append(int(squares.argmin()))
+            found.append(
+                int(ties.first_least(squares, floor=(ties.CLOSE * max(float(row.norm()) for row in rows)) ** 2))
+            )
         return found
 
     def aligned(self, server: Server, state: State, centre: State) -> State:

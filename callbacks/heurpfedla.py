@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import Client, Job, Message, Server, Setup, Update, clone, module_state, partition
+from fedlightning.algorithm import Client, Job, Message, Server, Setup, Update, clone, module_state, partition, ties
 from fedlightning.callbacks.pfedla import layers_of, pFedLA
 
 
@@ -97,7 +97,7 @@ class HeurpFedLA(pFedLA):
             with torch.no_grad():
                 itself = itself - self.network(server, client)()[:, place]
             layers = [layer for layer in layers if itself[layer] > 0]
-        ranks = itself.tolist()
+        ranks = ties.levelled(itself).tolist()
         return sorted(layers, key=lambda layer: -ranks[layer])[: self.keep_layers]
 
     def rows(self, server: Server, client: str) -> Tensor:

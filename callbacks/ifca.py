@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -24,6 +25,7 @@ from fedlightning.algorithm import (
     add,
     first_nonfinite,
     select,
+    ties,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import another_start, check_starts, refuse_global_steps
@@ -174,8 +176,8 @@ class IFCA(Clusters):
         split = self.deploy_split if client.evaluating else "train"
         loader = client.loader(split)
         split = split if loader is not None and len(loader) > 0 else "train"
-        losses = [client.loss(state, split) for state in centres]
-        return min(range(len(losses)), key=lambda j: losses[j] if math.isfinite(losses[j]) else math.inf)
+        losses = torch.tensor([client.loss(state, split) for state in centres], dtype=torch.float64)
+        return int(ties.first_least(torch.where(losses.isfinite(), losses, torch.inf)))
 
     def on_send(self, client: Client, update: Update) -> None:
         """Send ``w_i``, or ``g_i`` under option 1, for the chosen centre.

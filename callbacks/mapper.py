@@ -25,6 +25,7 @@ from fedlightning.algorithm import (
     load_state,
     module_state,
     select,
+    ties,
 )
 from fedlightning.callbacks.own_models import KeepsModel
 
@@ -134,7 +135,7 @@ class MAPPER(KeepsModel):
         visit = client.scratch[self.key]
         split = self.choose_on if client.loader(self.choose_on) else "train"
         loss = client.loss(mixture(client.module, h_l, visit.fixed, lam), split)
-        if loss < visit.least:
+        if ties.better_than_rounding(-loss, -visit.least):
             visit.least, visit.best = loss, (lam, h_l)
 
     # -- one step at the mixture ---------------------------------------------------------------------------------------

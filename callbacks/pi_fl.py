@@ -31,6 +31,7 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     select,
+    ties,
 )
 from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Steps, shares
 from fedlightning.callbacks.shared.class_scores import class_scores
@@ -44,7 +45,7 @@ from fedlightning.callbacks.shared.server_models import (
     refuse_parts_of_models,
     refuse_second_visits,
 )
-from fedlightning.callbacks.shared.tokens import CLOSE, Ledger, write_ledger
+from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
 
 BID = "bid"
 
@@ -293,8 +294,8 @@ class PIFL(PIFLRound):
             weights: Its importance weights `v`, `(num_clusters,)`.
         """
         if self.threshold == "mean":
-            return [k for k, v in enumerate(weights.tolist()) if v >= float(weights.double().mean()) - CLOSE]
-        return [k for k, v in enumerate(weights.tolist()) if v > self.threshold + CLOSE]
+            return [k for k, v in enumerate(weights.tolist()) if v >= float(weights.double().mean()) - ties.CLOSE]
+        return [k for k, v in enumerate(weights.tolist()) if v > self.threshold + ties.CLOSE]
 
     def on_round_end(self, server: Server) -> None:
         """Write `ledger.csv` and `clusters.csv`."""
@@ -347,7 +348,7 @@ class PIFL(PIFLRound):
             return torch.zeros(len(states))
         if self.importance == "matching":
             losses = torch.stack([client.losses(state, split) for state in states])
-            return torch.bincount(losses.argmin(0), minlength=len(states)) / losses.shape[1]
+            return torch.bincount(ties.first_least(losses), minlength=len(states)) / losses.shape[1]
         return torch.tensor([self._score(client.evaluate(state, split)) for state in states])
 
     def _score(self, metrics: Mapping[str, float]) -> float:
@@ -372,4 +373,4 @@ class PIFL(PIFLRound):
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the model of the cluster that a client's last weights favour; `None` for all, and before it has bid."""
         weights = server.state.get(self.key, {}).get("importance", {}).get(client)
-        return cluster_module(server, None if weights is None else self.clusters[int(weights.argmax())])
+        return cluster_module(server, None if weights is None else self.clusters[int(ties.first_largest(weights))])

@@ -41,7 +41,7 @@ def apportion(weights: np.ndarray, total: int, minimum: int = 0) -> np.ndarray:
             break
         free &= ~low
     parts = np.floor(real + 1e-9).astype(np.int64)
-    order = np.argsort(-(real - parts), kind="stable")
+    order = np.argsort(-(real - parts).round(9), kind="stable")  # parts that differ by rounding are equal
     parts[order[: total - parts.sum()]] += 1
     return parts
 
@@ -77,7 +77,7 @@ def round_table(table: np.ndarray) -> np.ndarray:
         deficit += table[:, column] - low[:, column]
         spare = int(total - low[:, column].sum())
         # Remainders are carried over from class to class, so that the same client is not rounded up every time.
-        order = np.argsort(-np.where(loose[:, column], deficit, -np.inf), kind="stable")[:spare]
+        order = np.argsort(-np.where(loose[:, column], deficit.round(9), -np.inf), kind="stable")[:spare]
         counts[order, column] += 1
         deficit[order] -= 1
     rows = table.sum(axis=1)

@@ -57,6 +57,7 @@ from fedlightning.tensors import (
     module_state,
     select,
     subtract,
+    ties,
     zeros_like,
 )
 from fedlightning.topology import (
@@ -109,6 +110,7 @@ __all__ = [
     "module_state",
     "select",
     "subtract",
+    "ties",
     "zeros_like",
     # a module as layers
     "ForwardOrder",

@@ -10,7 +10,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_f1_score
 
-from fedlightning.algorithm import Client, address
+from fedlightning.algorithm import Client, address, ties
 from fedlightning.callbacks.shared.representations import labels_of
 from fedlightning.wrappers import FeatureTap
 
@@ -55,7 +55,9 @@ def groups_by_class_scores(scores: Mapping[str, Tensor], num_groups: int, seed: 
         return {client: number for number, client in enumerate(scores)}
     table = torch.stack(list(scores.values())).double().numpy()
     variance = table.var(axis=0)
-    varied = np.argsort(-variance, kind="stable")[: max(int((variance >= variance.mean()).sum()), num_groups)]
+    many = int((variance >= variance.mean() * (1 - ties.CLOSE)).sum())  # all may be equal, but for rounding
+    ranks = -ties.levelled(torch.from_numpy(variance)).numpy()
+    varied = np.argsort(ranks, kind="stable")[: max(many, num_groups)]
     means = KMeans(num_groups, n_init=10, random_state=address(seed, "class scores") % 2**32).fit(
         table[:, np.sort(varied)]
     )

@@ -6,8 +6,7 @@ import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
 
-CLOSE = 1e-6
-"""Distance of two rows, by the length of the longest, up to which they are equal: what rounding in single precision makes."""
+from fedlightning.algorithm import ties
 
 
 def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
@@ -39,7 +38,7 @@ def clusters_of(biases: Tensor, count: int, seed: int) -> list[int]:
     """
     top = biases.max(0).values
     rows = biases / torch.where(top > 0, top, torch.ones_like(top))
-    labels = _by_k_means(rows, min(count, len(torch.unique(rows, dim=0))), seed)
+    labels = _by_k_means(rows, different(rows, count), seed)
     order = list(dict.fromkeys(labels))
     return [order.index(label) for label in labels]
 
@@ -60,9 +59,4 @@ def different(rows: Tensor, most: int) -> int:
         >>> different(torch.tensor([[1.0], [1.0 + 1e-7], [2.0]]), most=5)
         2
     """
-    close = CLOSE * float(rows.norm(dim=1).max())
-    seen: list[Tensor] = []
-    for row in rows:
-        if len(seen) < most and all(float((row - other).norm()) > close for other in seen):
-            seen.append(row)
-    return len(seen)
+    return min(len(set(ties.representatives(rows))), most)

@@ -11,6 +11,8 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedlightning.algorithm import ties
+
 TINY = 1e-12
 TRIES = 200
 """Draws for each candidate that is wanted."""
@@ -97,10 +99,13 @@ def grouped(alike: Tensor, count: int, how: Literal["medoids", "means"], seed: i
     """
     count = min(count, len(alike))
     if how == "means":
-        values, vectors = torch.linalg.eigh(alike)
-        rows = (vectors * values.clamp(min=0).sqrt()).round(decimals=9)
-        count = min(count, len(torch.unique(rows, dim=0)))
-        found = KMeans(count, n_init=10, random_state=seed % 2**32).fit_predict(rows.numpy()).tolist()
+        same = ties.representatives(alike)
+        each = list(dict.fromkeys(same))  # blocks that are equal stand once, with their number as weight
+        values, vectors = torch.linalg.eigh(alike[each][:, each])
+        rows = vectors * torch.where(values > TINY * values.max(), values, torch.zeros_like(values)).sqrt()
+        means = KMeans(min(count, len(each)), n_init=10, random_state=seed % 2**32)
+        groups = means.fit_predict(rows.numpy(), sample_weight=[same.count(block) for block in each]).tolist()
+        found = [groups[each.index(block)] for block in same]
     else:
         found = _by_medoids(1 / alike.clamp(min=TINY), count)
     order = list(dict.fromkeys(found))
@@ -114,20 +119,23 @@ def _by_medoids(apart: Tensor, count: int) -> list[int]:
     def cost(medoids: Sequence[int]) -> float:
         return float(apart[:, list(medoids)].min(1).values.sum())
 
+    def cheapest(choices: Sequence[list[int]]) -> list[int]:
+        return choices[int(ties.first_least(torch.tensor([cost(choice) for choice in choices], dtype=torch.float64)))]
+
     everybody = range(len(apart))
     medoids: list[int] = []
     for _ in range(count):
-        medoids.append(min((new for new in everybody if new not in medoids), key=lambda new: cost([*medoids, new])))
+        medoids = cheapest([[*medoids, new] for new in everybody if new not in medoids])
     best = cost(medoids)
     while True:
         swaps = [
             [new if it == old else it for it in medoids] for old in medoids for new in everybody if new not in medoids
         ]
-        if not swaps or not (found := min(swaps, key=cost)) or cost(found) >= best * (1 - 1e-12):
+        if not swaps or not (found := cheapest(swaps)) or cost(found) >= best * (1 - ties.CLOSE):
             break
         medoids, best = found, cost(found)
     medoids.sort()
-    nearest = apart[:, medoids].argmin(1).tolist()
+    nearest = ties.first_least(apart[:, medoids], 1).tolist()
     return [medoids.index(row) if row in medoids else nearest[row] for row in everybody]
 
 
@@ -183,7 +191,7 @@ def nearest_teachers(models: Sequence[Tensor], made: Sequence[Tensor]) -> list[i
         [1]
     """
     table = [[float(F.cosine_similarity(own.double(), other.double()).mean()) for other in made] for own in models]
-    return [max(range(len(made)), key=row.__getitem__) for row in table]
+    return ties.first_largest(torch.tensor(table, dtype=torch.float64), 1).tolist()  # type: ignore[no-any-return]
 
 
 def contrastive(first: Tensor, second: Tensor, temperature: float) -> Tensor:

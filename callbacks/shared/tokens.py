@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import rankdata
 
+from fedlightning.algorithm import ties
+
 COLUMNS = ("round", "cluster", "client", "paid", "refunded", "rewarded", "contribution", "error")
 """Columns of `ledger.csv`."""
-CLOSE = 1e-6
-"""Difference of two contributions below which they are equal: scores are numbers of single precision."""
 
 
 @dataclass
@@ -159,7 +159,7 @@ def contribution_ranks(
 
 
 def levels(contributions: Mapping[str, float]) -> dict[str, int]:
-    """Return the place of each contribution among the different ones, from 0 (least); neighbours within `CLOSE` are equal.
+    """Return the place of each contribution among the different ones, from 0 (least); rounding makes no difference.
 
     Equal clients get Shapley values that differ in the last digit, since the terms of their sums come in another order.
 
@@ -173,7 +173,7 @@ def levels(contributions: Mapping[str, float]) -> dict[str, int]:
     order = sorted(contributions, key=contributions.__getitem__)
     found, level = {}, 0
     for before, client in zip([None, *order], order, strict=False):
-        if before is not None and contributions[client] - contributions[before] > CLOSE:
+        if before is not None and contributions[client] - contributions[before] > ties.CLOSE:
             level += 1
         found[client] = level
     return {client: found[client] for client in contributions}

@@ -22,6 +22,7 @@ from fedlightning.datamodules.own_generators import readdress
 from fedlightning.datamodules.public import addressable, public_loader, size_of
 from fedlightning.datamodules.sampling import AddressedSampler
 from fedlightning.seeding import address, generator, isolated
+from fedlightning.tensors import ties
 from fedlightning.visit.outputs import evaluating, outputs
 from fedlightning.visit.probes import move_batch
 from fedlightning.wrappers.muting import muted
@@ -310,6 +311,6 @@ class _Best(Callback):
     def _look(self, step: int) -> None:
         with isolated("validate"), evaluating(self.module), torch.no_grad():
             score = float(self.validate(self.module))
-        if not self.state or score > self.score:
+        if not self.state or ties.better_than_rounding(score, self.score):
             self.state = {name: value.detach().to("cpu", copy=True) for name, value in self.module.state_dict().items()}
             self.score, self.step = score, step

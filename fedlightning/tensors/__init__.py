@@ -4,6 +4,7 @@ A *state* is what clients and the server exchange. The functions here never use 
 know about one is the kind of each entry (`entry_kinds`).
 """
 
+from fedlightning.tensors import ties
 from fedlightning.tensors.arithmetic import (
     add,
     clone,
@@ -37,5 +38,6 @@ __all__ = [
     "side_by_side",
     "subtract",
     "tied_names",
+    "ties",
     "zeros_like",
 ]

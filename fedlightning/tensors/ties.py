@@ -1,0 +1,112 @@
+"""Choices among computed numbers that rounding does not flip: values that differ by rounding only are ties.
+
+The same sum in another order, on another processor or in another engine, differs in its last digits. Which of two equal
+clusters, groups, rounds or bids comes first must not hang on that: the first in order does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+CLOSE = 1e-6
+"""Relative difference up to which two numbers are equal: what rounding in single precision makes of one."""
+
+
+def first_least(values: Tensor, dim: int = 0, floor: float = 0.0) -> Tensor:
+    """Return the index of the least value, of values that differ by rounding the first.
+
+    Args:
+        values: Numbers; NaN counts as infinite.
+        dim: Dimension that is searched.
+        floor: Absolute difference up to which values are equal, besides :data:`CLOSE` of the least one's magnitude. For
+            squared distances the square of `CLOSE` times the length of what is compared.
+
+    Returns:
+        int64, the shape of `values` without `dim`.
+
+    Example:
+        >>> values = torch.tensor([0.5, 0.1 + 0.2, 0.3], dtype=torch.float64)
+        >>> int(values.argmin()), int(first_least(values))
+        (2, 1)
+    """
+    values = values.double().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    least = values.min(dim, keepdim=True).values
+    near = values - least <= CLOSE * least.abs() + floor
+    return (near | (values == least)).to(torch.uint8).argmax(dim)
+
+
+def first_largest(values: Tensor, dim: int = 0, floor: float = 0.0) -> Tensor:
+    """Return the index of the largest value, of values that differ by rounding the first; NaN is never chosen.
+
+    Args:
+        values: Numbers.
+        dim: Dimension that is searched.
+        floor: As for :func:`first_least`.
+
+    Example:
+        >>> int(first_largest(torch.tensor([0.1, 1.0, 1.0 + 1e-7])))
+        1
+    """
+    return first_least(-values.double(), dim, floor)
+
+
+def levelled(values: Tensor) -> Tensor:
+    """Return numbers of which those that differ by rounding only are equal, so that a stable sort keeps their order.
+
+    Neighbours in order are equal if they differ by no more than :data:`CLOSE` of the largest magnitude.
+
+    Args:
+        values: Numbers of any shape.
+
+    Returns:
+        float64 of the same shape; each value is the least of those that are equal to it.
+
+    Example:
+        >>> levelled(torch.tensor([0.3, 0.1, 0.1 + 0.2], dtype=torch.float64)).tolist()
+        [0.3, 0.1, 0.3]
+    """
+    flat, order = values.double().flatten().sort(stable=True)
+    finite = flat[flat.isfinite()]
+    if len(finite) < 2:
+        return values.double()
+    apart = flat.diff() > CLOSE * float(finite.abs().max())
+    level = torch.cat([torch.zeros(1, dtype=torch.int64), apart.cumsum(0)])
+    starts = torch.cat([torch.tensor([True]), apart]).nonzero().flatten()
+    found = torch.empty_like(flat)
+    found[order] = torch.where(flat.isfinite(), flat[starts[level]], flat)
+    return found.view(values.shape)
+
+
+def representatives(rows: Tensor) -> list[int]:
+    """Return for each row the first row that it differs from by rounding only: itself, if there is none before it.
+
+    Args:
+        rows: `(rows, numbers)`. Rows are equal within :data:`CLOSE` of the length of the longest.
+
+    Example:
+        >>> representatives(torch.tensor([[1.0], [2.0], [1.0 + 1e-7]]))
+        [0, 1, 0]
+    """
+    close = CLOSE * float(rows.norm(dim=1).max()) if len(rows) else 0.0
+    found: list[int] = []
+    for place, row in enumerate(rows):
+        same = (first for first in dict.fromkeys(found) if float((row - rows[first]).norm()) <= close)
+        found.append(next(same, place))
+    return found
+
+
+def better_than_rounding(value: float, best: float) -> bool:
+    """Return True if a value is above another by more than rounding.
+
+    Args:
+        value: The new one.
+        best: The best so far; infinite before there is one.
+
+    Example:
+        >>> better_than_rounding(0.3 + 1e-9, 0.3), better_than_rounding(0.31, 0.3), better_than_rounding(0.3, -float("inf"))
+        (False, True, True)
+    """
+    return value > best and (math.isinf(best) or value - best > CLOSE * abs(best))
