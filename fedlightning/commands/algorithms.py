@@ -13,6 +13,7 @@ from rich.table import Table
 from fedlightning.catalogue import FAMILIES, Algorithm, find, list_algorithms, rows
 from fedlightning.commands.terminal import console
 from fedlightning.config.errors import InputError
+from fedlightning.scoring.table import print_whole
 
 
 def algorithms(words: Sequence[str]) -> int:
@@ -59,7 +60,7 @@ def show_list(console: Console, names: Sequence[str]) -> None:
         table.add_column()
         for row in members:
             table.add_row(f"  {row.name}", escape(row.sentence))
-        console.print(table)
+        print_whole(console, table)
         console.print()
     console.print("More about one: fedlightning algorithms NAME", highlight=False)
 
@@ -98,4 +99,4 @@ def show_algorithm(console: Console, row: Algorithm) -> None:
         table.add_column(column, no_wrap=column != "meaning")
     for option in options:
         table.add_row(option.name, escape(option.default), escape(option.help))
-    console.print(table, highlight=False)
+    print_whole(console, table)

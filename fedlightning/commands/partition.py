@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fedlightning.commands.terminal import console
 from fedlightning.config.parsing import FederatedCLI
+from fedlightning.scoring.table import print_whole
 
 
 class PartitionCommand(FederatedCLI):
@@ -40,7 +41,7 @@ class PartitionCommand(FederatedCLI):
         report = describe(data, split=split)
         screen = console()
         screen.print(f"Samples of each client by class ({split} split)", style="bold")
-        screen.print(partition_table(report, screen.width))
+        print_whole(screen, partition_table(report, screen.width))
         screen.print(
             f"{len(report.client_ids)} clients, {int(report.sizes.sum())} samples, the smallest client has "
             f"{report.min_size}.\nTV: total variation between a client's labels and all labels, 0 equal to 1 disjoint; "

@@ -17,6 +17,7 @@ from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, shown
 from fedlightning.config.errors import InputError, explain
 from fedlightning.experiments.children import ChildCrash, call
+from fedlightning.scoring.table import print_whole
 
 DESCRIPTION = """\
 Compare finished runs: tables, figures and one HTML page.
@@ -161,7 +162,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
     screen.print(
         f"\n{study.metric} on test data, {checkpoint} models: mean over clients, then over seeds", highlight=False
     )
-    screen.print(table)
+    print_whole(screen, table)
     central = study.baselines.get("central")
     not_asked = f" ({central}, which moves all data, is not asked)" if central else ""
     screen.print(
@@ -192,7 +193,7 @@ def show_unseen(lines: Sequence[Mapping[str, Any]], screen: Console) -> None:
         cells = (line["mean"], line["ci95"]), (line["worst"],), (line["global"],), (line["gap"], line["gap_ci95"], "+")
         table.add_row(escape(line["method"]), *(_cell(*cell) for cell in cells))
     screen.print("\nHeld-out clients, which took no part in training, on their own test data", highlight=False)
-    screen.print(table)
+    print_whole(screen, table)
     for text in dict.fromkeys(line["refused"] for line in lines if line["refused"]):
         screen.print(f"  - {text}", markup=False, highlight=False)
 

@@ -27,6 +27,7 @@ from fedlightning.engines.sites.status import (
     read,
 )
 from fedlightning.run.lock import holder_of
+from fedlightning.scoring.table import print_whole
 
 DESCRIPTION = """\
 Show the sites of a federation: who is connected since when, and what each does now.
@@ -81,7 +82,10 @@ def sites(words: Sequence[str]) -> int:
     lines = _server(status, holder, now) if isinstance(status, ServerStatus) else _own(status, holder, now)
     screen = console()
     for line in lines:
-        screen.print(line, soft_wrap=isinstance(line, Text), highlight=False)
+        if isinstance(line, Table):
+            print_whole(screen, line)
+        else:
+            screen.print(line, soft_wrap=True, highlight=False)
     return 0
 
 
@@ -107,9 +111,9 @@ def _server(status: ServerStatus, holder: dict[str, Any] | None, now: float) -> 
     yield _line("Sites", f"{here} connected, {status.expected} wanted")
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("site", "clients", "state, since", "doing", "heard"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("state, since", "heard"))
+        table.add_column(name, no_wrap=name != "doing")
     for name in ("round", "failures"):
-        table.add_column(name, justify="right", overflow="fold")
+        table.add_column(name, justify="right", no_wrap=True)
     for site in status.sites:
         table.add_row(*(Text(cell) for cell in _cells(site, now)))
     if status.sites:

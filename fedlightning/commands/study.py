@@ -23,6 +23,7 @@ from fedlightning.experiments.progress import View
 from fedlightning.experiments.ray_runner import RayRuns
 from fedlightning.experiments.study_file import StudyFile
 from fedlightning.run.signals import ENDINGS, SIGNALS, under_slurm
+from fedlightning.scoring.table import print_whole
 
 if TYPE_CHECKING:
     from fedlightning.blueprint.ray_options import RayOptions
@@ -275,7 +276,7 @@ def show_failures(study: StudyFile, failed: Sequence[dict[str, Any]], screen: Co
     table.add_column("why", overflow="fold")
     for run in failed:
         table.add_row(escape(run["run"]), str(run["seed"]), escape(str(run["error"])))
-    screen.print(table)
+    print_whole(screen, table)
     log = study.folder / failed[0]["folder"] / LOG
     screen.print(
         f"Output: {log}. Make them again: the same command with --redo failed.", soft_wrap=True, highlight=False

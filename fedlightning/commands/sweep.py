@@ -21,6 +21,7 @@ from fedlightning.experiments.space import combinations, parse_grid, parse_searc
 from fedlightning.experiments.study_file import StudyFile, only_one
 from fedlightning.experiments.sweep import Proposals, Trial
 from fedlightning.scoring.metrics import higher_is_better
+from fedlightning.scoring.table import print_whole
 
 DESCRIPTION = """\
 Try values of options and choose the best on validation data.
@@ -157,7 +158,7 @@ def show_trials(going: Sweep, screen: Console) -> None:
         by_seed = " ".join("-" if v is None else f"{v:.4f}" for v in trial.per_seed.values())
         cells = [escape(trial.values.get(key, "-")) for key in keys]
         table.add_row(*cells, "failed" if value is None else f"{value:.5f}", by_seed, trial.name)
-    screen.print(table, highlight=False)
+    print_whole(screen, table)
     if going.best is not None:
         screen.print(f"Best values: {shown(going.out / 'best.yaml')}", soft_wrap=True, highlight=False)
     screen.print(f"All trials: {shown(going.out / 'sweep.json')}", soft_wrap=True, highlight=False)

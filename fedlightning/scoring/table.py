@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from fedlightning.hooks import POOLED
@@ -17,6 +18,7 @@ PREFERRED = ("accuracy", "balanced_accuracy", "f1_macro", "auroc", "loss")
 """Metrics shown first, if a module has them. Others follow in the module's order while there is room."""
 STAGES = {"G": "G: server's model", "L1": "L1: as received", "L2": "L2: after local training"}
 _LABEL_COLUMNS = ("checkpoint", "stage", "data")
+_WIDEST = 10_000
 _CELL = len("0.0000 ± 0.0000")
 MANY = 200
 """Clients from which on a run is told how to score fewer of them, if scoring takes longer than training."""
@@ -120,6 +122,27 @@ def client_table(
     return table
 
 
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table with nothing cut off: on a terminal that is too narrow its lines go on in the next ones.
+
+    Args:
+        console: Console to print to.
+        table: The table. Text in columns that may wrap is wrapped between words.
+    """
+    width, room = console.width, console.options.update(max_width=_WIDEST)
+    shortest = longest = 0
+    for column in table.columns:
+        cells = [Measurement.get(console, room, cell) for cell in (column.header, *column.cells)]
+        whole, word = max(cell.maximum for cell in cells), max(cell.minimum for cell in cells)
+        longest, shortest = longest + whole, shortest + (whole if column.no_wrap else word)
+    borders = Measurement.get(console, room, table).maximum - longest
+    try:
+        console.width = max(width, shortest + borders)
+        console.print(table, highlight=False, crop=False)
+    finally:
+        console.width = width
+
+
 def print_results(
     results: Sequence[Result], split: str = "test", console: Console | None = None, clients: int = 20
 ) -> None:
@@ -143,7 +166,7 @@ def print_results(
             continue
         whose = "Unseen clients, which took no part in training: results" if unseen else "Results"
         console.print(f"{whose} on {words} (mean ± standard deviation over clients)", style="bold")
-        console.print(results_table(results, split, console.width, unseen))
+        print_whole(console, results_table(results, split, console.width, unseen))
         console.print(_caption(rows), highlight=False)
         ids = {client for row in rows if row["data"] == LOCAL for client in row["per_client"]}
         table = client_table(results, split, width=console.width, unseen=unseen)
@@ -151,7 +174,7 @@ def print_results(
             metric = important_metrics(rows)[0]
             each = "Each unseen client" if unseen else "Each client"
             console.print(f"\n{each} on its own {words}: {_LABELS.get(metric, metric)}", style="bold")
-            console.print(table)
+            print_whole(console, table)
 
 
 def evaluation_line(summary: Mapping[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fedlightning.scoring.table import print_whole
 from fedlightning.study.columns import GLOBAL, POOLED
 from fedlightning.study.runs import Run
 from fedlightning.study.study import Study, write_comparison
@@ -94,7 +95,7 @@ class Comparison:
     def print(self) -> None:
         """Print the table, the meaning of its columns, and the problems of the runs."""
         console = Console(width=None if Console().is_terminal else 100)
-        console.print(self.table())
+        print_whole(console, self.table())
         console.print(
             "deployed: the model each client would use, selected on its own validation data (best_local), on its own "
             "test data.\non others' data: the same models on the union of all clients' test data. MB sent: up and down, "

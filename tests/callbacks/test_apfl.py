@@ -136,7 +136,9 @@ def test_rounds_by_hand(mix, options):
         assert alphas[-1] == pytest.approx(hand.alpha, rel=1e-5)
     close(own(trainer)["v"], module_state(hand.v))
     close(global_state(trainer), module_state(hand.w))
-    assert (len(set(alphas)) == 3) == options.get("adaptive", True)
+    assert any(alpha != apfl.alpha for alpha in alphas) == options.get(
+        "adaptive", True
+    )  # a may move by a last bit only
     deployed = trainer.module("0")
     x = torch.randn(5, 6)
     torch.testing.assert_close(deployed(x), hand.mixture(x)[0].detach(), atol=1e-5, rtol=1e-4)

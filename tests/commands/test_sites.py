@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from time import gmtime, strftime
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from fedlightning.cli import main
+from fedlightning.commands import sites as command
 from fedlightning.engines.sites.status import FILE, OwnStatus, ServerStatus, SiteStatus, StatusFile
 from fedlightning.run.lock import RunLock
 
@@ -31,15 +35,21 @@ def write(folder, **more):
     )
 
 
-def test_a_server_that_runs(tmp_path, capsys):
+@pytest.mark.parametrize("width", [40, 80, 100, 200])
+@pytest.mark.parametrize("later", [9.0, 3600 * 5, 86400 * 9205 + 3600 * 9, 86400 * 9205 + 3600 * 23])
+def test_a_server_that_runs(tmp_path, capsys, monkeypatch, later, width):
+    """Whatever the hour and the width of the terminal, nothing is cut off: only what a site does may wrap."""
+    monkeypatch.setattr(command, "time", SimpleNamespace(time=lambda: 1e9 + later, strftime=strftime, localtime=gmtime))
+    monkeypatch.setattr(command, "console", lambda: Console(width=width))
     with RunLock(tmp_path):
         write(tmp_path)
         code, text = shown(capsys, "--folder", str(tmp_path))
     words = " ".join(text.split())
     assert code == 0 and "Run: runs/x, 2 of 9 rounds finished" in words and "Server: runs, process" in words
-    assert "1 connected, 3 wanted" in text and "never here" in words and "connected 9" in words
-    assert "trains" in words and "client a" in words and "2001-09-09" in words
-    assert "[red]x[/red]" in words.replace(" ", "") and "another [bold]model" in words and "\x1b" not in text
+    assert "1 connected, 3 wanted" in text and "never here" in text
+    assert f"connected {command.duration(later)}" in text and f"{command.duration(later)} ago" in text
+    assert "2001-09-09 01:46:40" in text and "failures" in text and "trains" in text and "client" in text
+    assert r"[red]x[/red]\x1b[2J" in text and "another [bold]model" in text and "\x1b" not in text and "…" not in text
 
 
 @pytest.mark.parametrize(
