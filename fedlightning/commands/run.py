@@ -16,7 +16,7 @@ from fedlightning.config.errors import InputError, explain
 from fedlightning.config.parsing import FederatedCLI
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.onboarding import SUMMARY
-from fedlightning.run.files import is_writer, read_json, writing
+from fedlightning.run.files import is_writer, read_json, save_tensors, writing
 from fedlightning.scoring.table import evaluation_line, print_results
 from fedlightning.study.failures import failures_line
 from fedlightning.trainer import FederatedTrainer
@@ -161,7 +161,7 @@ class Commands(FederatedCLI):
             batches = torch.cat(batches)
         with writing(Path(out)):
             Path(out).parent.mkdir(parents=True, exist_ok=True)
-            torch.save(batches, out)
+            save_tensors(batches, Path(out))
         shape = f" of shape {tuple(batches.shape)}" if isinstance(batches, torch.Tensor) else ""
         console().print(f"Predictions{shape}: {out}", soft_wrap=True, highlight=False)
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedlightning.federation.deploy import Deployed, file_of
 from fedlightning.federation.server import Server
-from fedlightning.run.files import read_tensors, writing
+from fedlightning.run.files import read_tensors, save_tensors, writing
 from fedlightning.run.packed import unpacked
 from fedlightning.tensors import equal
 
@@ -49,7 +48,7 @@ class Brought:
         temporary = path.with_name(path.name + ".tmp")
         with writing(path):
             temporary.unlink(missing_ok=True)
-            torch.save(content, temporary)
+            save_tensors(content, temporary)
             os.replace(temporary, path)
         return Deployed(answer.client, path=str(path))
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fedlightning.run.files import read_tensors, writing
+from fedlightning.run.files import read_tensors, save_tensors, writing
 from fedlightning.run.plain import decode, encode
 from fedlightning.visit.record import ClientRecord
 
@@ -123,7 +122,7 @@ class ClientStore:
             self._folder = tempfile.TemporaryDirectory(prefix="fedlightning-clients-")
         path = Path(self._folder.name) / f"{list(self._clients).index(client)}.pt"
         with writing(path):
-            torch.save(encode(vars(record), f"client '{client}'"), path)
+            save_tensors(encode(vars(record), f"client '{client}'"), path)
         return path
 
 

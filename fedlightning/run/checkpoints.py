@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.quiet import quiet
-from fedlightning.run.files import UnreadableError, read_tensors, writing
+from fedlightning.run.files import UnreadableError, read_tensors, save_tensors, writing
 from fedlightning.run.names import Trust, UntrustedError, look_up, refuse_untrusted_names
 from fedlightning.run.objects import from_tree, to_tree
 from fedlightning.run.plain import NotPlainError, native
@@ -37,7 +37,7 @@ class _Writer(CheckpointIO):
         found = self._plain(checkpoint) | {"fedlightning": self.own}
         if "wrapped" in self.own:  # the one place whose names load_from_checkpoint shows where they do not fit
             found["state_dict"] = {OPEN_WITH_LOAD: torch.empty(0), **found["state_dict"]}
-        torch.save(found, path)
+        save_tensors(found, Path(path))
 
     def _plain(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         found = {}

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +82,50 @@ def write_atomically(path: Path, value: Any) -> None:
     Raises:
         UnwritableError: If it cannot be written.
     """
+    with _replacing(path) as temporary:
+        save_tensors(value, temporary, lasting=True)
+
+
+def save_tensors(value: Any, path: Path, lasting: bool = False) -> None:
+    """Write a value with `torch.save`; what the disk refuses is an OSError, as for any other file.
+
+    `torch.save` turns the error of a full disk into a RuntimeError about positions in an archive.
+
+    Args:
+        value: What it is to hold.
+        path: The file.
+        lasting: Wait until it is on the disk.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
     import torch
 
-    with _replacing(path) as temporary, temporary.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        sync(file.fileno())
+    with path.open("wb") as file:
+        watched = _Watched(file)
+        try:
+            torch.save(value, watched)
+        except RuntimeError as error:
+            raise (watched.refused or error) from error
+        if lasting:
+            file.flush()
+            sync(file.fileno())
+
+
+class _Watched:
+    """A file to write to that remembers the error by which it refused."""
+
+    def __init__(self, file: BufferedWriter) -> None:
+        self.file = file
+        self.refused: OSError | None = None
+        self.flush = file.flush
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.refused = error
+            raise
 
 
 @contextmanager

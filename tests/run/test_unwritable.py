@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from fedlightning.run.files import UnwritableError
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.lock import LOCK
 from tests.helpers import same, toy_data
+from tests.processes import forked
 from tests.run.planted import make_run, resume, toy, trainer_of
 
 
@@ -186,3 +188,21 @@ def test_a_version_is_one_folder(tmp_path, version):
     with pytest.raises(ValueError, match=r"^version=.* must be the name of one folder"):
         FederatedTrainer(version=version, default_root_dir=tmp_path)
     FederatedTrainer(name="study/fedprox", version="seed_1", default_root_dir=tmp_path)
+
+
+def test_a_disk_that_takes_half_a_file_is_named(tmp_path):
+    """By the system's own limit: `torch.save` makes an error about positions in an archive of the one of a full disk."""
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        path = tmp_path / "state.pt"
+        for write in (files.write_atomically, lambda path, value: files.save_tensors(value, path)):
+            try:
+                with files.writing(path):
+                    write(path, {"a": torch.zeros(3), "w": torch.zeros(20_000)})
+            except UnwritableError as error:
+                print(error)
+
+    done = forked(work, tmp_path)
+    assert done.returncode == 0 and done.stdout.count("state.pt cannot be written: File too large. Make room") == 2
+    assert not (tmp_path / "state.pt.tmp").exists()
