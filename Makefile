@@ -23,7 +23,7 @@ PYTEST = $(ONE_THREAD) $(BYTECODE) $(BIN)/python -m pytest -q -n $(JOBS) --dist 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-all test-flower test-flower-all test-flower-catalogue coverage lint format types registry bench clean distclean
+.PHONY: help install quickstart test test-all test-anywhere test-flower test-flower-all test-flower-catalogue coverage lint format types registry bench clean distclean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,11 @@ test: $(STAMP) ## run the tests (a few minutes on 2 cores)
 
 test-all: $(STAMP) ## run the tests, the slow ones too
 	$(PYTEST) -m "slow or not slow" $(PYTEST_ARGS)
+
+PLACE ?= kathmandu
+
+test-anywhere: $(STAMP) ## run the tests as another machine would: processor, clock, place, terminal, order (PLACE=newfoundland)
+	$(ONE_THREAD) $(BYTECODE) $(BIN)/python -m tools.anywhere $(PLACE) -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 FLOWER_VENV ?= .venv-flower
 FLOWER_INSTALL = $(FLOWER_VENV)/bin/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints-flower.txt

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fedlightning.compat.sockets import short_sockets
 from fedlightning.engines import worker
 from fedlightning.engines.arena import Arena, Broadcast, pack, unpack
 from fedlightning.federation.engine import Task
@@ -173,6 +174,7 @@ def start_context() -> ForkServerContext:
     torch and Lightning anew for every worker (seconds, and some 400 MB each). The server is started once for a program,
     so workers start again within a fraction of a second.
     """
+    short_sockets()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([worker.__name__, *PRELOADED])
     with one_thread():

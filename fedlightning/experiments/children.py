@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedlightning.compat.sockets import short_sockets
 from fedlightning.config.errors import InputError, explain
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ def context() -> Any:
     """Return the multiprocessing context: forked from a preloaded server, or spawned where there is no forkserver."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
+    short_sockets()
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload([_PRELOAD, _AFTERWARDS])  # without effect once the server runs
     return found

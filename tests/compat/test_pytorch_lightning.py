@@ -24,6 +24,8 @@ pytest.importorskip("pytorch_lightning.core.module")
 def forget():
     for name in [name for name in sys.modules if name.partition(".")[0] in compat.PACKAGES]:
         del sys.modules[name]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, compat.OldNames)]
+    os.environ.pop(compat.SWITCH, None)
 
 
 @pytest.fixture
@@ -32,8 +34,6 @@ def clean():
     forget()
     yield
     forget()
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, compat.OldNames)]
-    os.environ.pop(compat.SWITCH, None)
 
 
 def module_class(pl):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 
 import pytest
@@ -48,7 +49,7 @@ def slurm(monkeypatch, tmp_path):
     calls = tmp_path / "bin" / "calls"
     calls.parent.mkdir()
     scontrol = calls.parent / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(calls))}\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{calls.parent}:{os.environ['PATH']}")
     return calls

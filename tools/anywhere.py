@@ -1,0 +1,88 @@
+"""Run tests as other machines would: another processor, clock, place, terminal, home, temporary folder, order of tests.
+
+`make test-anywhere`, or with words of your own::
+
+    python -m tools.anywhere kathmandu -n 2 tests/run
+
+The clock is disturbed where libfaketime is installed (Debian's package `faketime`); else this says that it is not.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+PLACES = {
+    "kathmandu": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "TZ": "Asia/Kathmandu",
+        "LC_ALL": "C",
+        "COLUMNS": "60",
+        "PYTHONHASHSEED": "0",
+        "FAKETIME": "@2027-12-31 23:55:00",
+    },
+    "newfoundland": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_CBWR": "COMPATIBLE",
+        "TZ": "America/St_Johns",
+        "LC_ALL": "de_DE.UTF-8",
+        "COLUMNS": "200",
+        "PYTHONHASHSEED": "1",
+        "FAKETIME": "@2028-02-28 23:55:00",
+    },
+}
+"""What is set in the environment, by name."""
+FAKETIME = "/usr/lib/*/faketime/libfaketime.so.1"
+
+
+def environment(place: str, folder: Path) -> dict[str, str]:
+    """Return the environment of a place.
+
+    Args:
+        place: One of :data:`PLACES`.
+        folder: An empty folder. What is in it are a temporary folder with a long name and a home that cannot be written.
+    """
+    temporary = (
+        folder / "a temporary folder with spaces, an ümlaut" / "and a name that is as long as some systems make it"
+    )
+    temporary.mkdir(parents=True)
+    home = folder / "home"
+    home.mkdir()
+    home.chmod(0o555)
+    found = {**os.environ, **PLACES[place], "TMPDIR": str(temporary), "HOME": str(home)}
+    libraries = glob.glob(FAKETIME)
+    if libraries:
+        # An offset, so that the clocks of all processes agree; its own library fails to sleep if the other clock is real.
+        ahead = datetime.strptime(found["FAKETIME"], "@%Y-%m-%d %H:%M:%S").timestamp() - time.time()
+        found |= {"LD_PRELOAD": libraries[0], "FAKETIME": f"{ahead:+.0f}"}
+    else:
+        print("libfaketime is not installed: the clock is this machine's", flush=True)
+        del found["FAKETIME"]
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    """Run pytest at a place, in random order.
+
+    Args:
+        words: The place, then arguments for pytest.
+    """
+    place, *others = words or ["kathmandu"]
+    if place not in PLACES:
+        print(f"There is no place '{place}'. Places: {', '.join(PLACES)}.")
+        return 2
+    print(f"{place}: " + " ".join(f"{name}={value}" for name, value in PLACES[place].items()), flush=True)
+    with tempfile.TemporaryDirectory(prefix="anywhere-") as folder:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--random-order-bucket=module"]
+        return subprocess.run([*command, *others], env=environment(place, Path(folder)), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
