@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.blueprint.ray_options import RayOptions
+from fedlightning.compat.sockets import short_temporary_folder
 from fedlightning.engines.pool import one_thread, usable_cores
 from fedlightning.errors import ConfigurationError
 
@@ -170,7 +171,10 @@ def _in_a_thread(arguments: Mapping[str, Any], own: bool) -> None:
     def start() -> None:
         global _own
         try:
-            with _environment(QUIET | (TOKEN if own and _guarded else {})), one_thread():
+            folder = (
+                {} if "RAY_TMPDIR" in os.environ else {"RAY_TMPDIR": short_temporary_folder()}
+            )  # its sockets lie there
+            with _environment(QUIET | folder | (TOKEN if own and _guarded else {})), one_thread():
                 import ray
 
                 logging.getLogger("ray").setLevel(logging.ERROR)  # else it says that this is not the main thread
