@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import yaml
 
@@ -104,7 +104,7 @@ def save_tensors(value: Any, path: Path, lasting: bool = False) -> None:
     with path.open("wb") as file:
         watched = _Watched(file)
         try:
-            torch.save(value, watched)
+            torch.save(value, cast(IO[bytes], watched))  # all that it asks of a file is write
         except RuntimeError as error:
             raise (watched.refused or error) from error
         if lasting:
