@@ -12,8 +12,8 @@ from rich.table import Table
 
 from fedlightning.catalogue import FAMILIES, Algorithm, find, list_algorithms, rows
 from fedlightning.commands.terminal import console
+from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
-from fedlightning.scoring.table import print_whole
 
 
 def algorithms(words: Sequence[str]) -> int:

@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fedlightning.commands.terminal import console
+from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.parsing import FederatedCLI
-from fedlightning.scoring.table import print_whole
 
 
 class PartitionCommand(FederatedCLI):

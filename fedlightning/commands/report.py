@@ -15,9 +15,9 @@ from rich.table import Table
 
 from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, shown
+from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, explain
 from fedlightning.experiments.children import ChildCrash, call
-from fedlightning.scoring.table import print_whole
 
 DESCRIPTION = """\
 Compare finished runs: tables, figures and one HTML page.

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, shown
+from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
 from fedlightning.engines.sites.status import (
     FILE,
@@ -27,7 +28,6 @@ from fedlightning.engines.sites.status import (
     read,
 )
 from fedlightning.run.lock import holder_of
-from fedlightning.scoring.table import print_whole
 
 DESCRIPTION = """\
 Show the sites of a federation: who is connected since when, and what each does now.

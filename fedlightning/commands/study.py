@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, suggestion
 from fedlightning.experiments.children import Main
 from fedlightning.experiments.execute import LOG, Task, Watcher, execute
@@ -23,7 +24,6 @@ from fedlightning.experiments.progress import View
 from fedlightning.experiments.ray_runner import RayRuns
 from fedlightning.experiments.study_file import StudyFile
 from fedlightning.run.signals import ENDINGS, SIGNALS, under_slurm
-from fedlightning.scoring.table import print_whole
 
 if TYPE_CHECKING:
     from fedlightning.blueprint.ray_options import RayOptions

@@ -14,6 +14,7 @@ from rich.table import Table
 from fedlightning.commands.study import INTERRUPTED, Parser, check_jobs, parse_seeds, show_commands, show_failures
 from fedlightning.commands.terminal import console, shown
 from fedlightning.commands.trials import Sweep
+from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError
 from fedlightning.experiments.children import Main, call
 from fedlightning.experiments.ray_runner import ray_options
@@ -21,7 +22,6 @@ from fedlightning.experiments.space import combinations, parse_grid, parse_searc
 from fedlightning.experiments.study_file import StudyFile, only_one
 from fedlightning.experiments.sweep import Proposals, Trial
 from fedlightning.scoring.metrics import higher_is_better
-from fedlightning.scoring.table import print_whole
 
 DESCRIPTION = """\
 Try values of options and choose the best on validation data.

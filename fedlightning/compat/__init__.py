@@ -1,4 +1,4 @@
-"""Corners of torch, Lightning and our own past that the rest of the code need not know, each in a file of its own."""
+"""Corners of torch, Lightning, rich and our own past that the rest of the code need not know, each in a file of its own."""
 
 from fedlightning.compat.pytorch_lightning import use_lightning_for_pytorch_lightning
 

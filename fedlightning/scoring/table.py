@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
+from fedlightning.compat.rich_tables import print_whole
 from fedlightning.hooks import POOLED
 from fedlightning.scoring.rows import UNSEEN
 from fedlightning.scoring.tasks import LOCAL
@@ -18,7 +18,6 @@ PREFERRED = ("accuracy", "balanced_accuracy", "f1_macro", "auroc", "loss")
 """Metrics shown first, if a module has them. Others follow in the module's order while there is room."""
 STAGES = {"G": "G: server's model", "L1": "L1: as received", "L2": "L2: after local training"}
 _LABEL_COLUMNS = ("checkpoint", "stage", "data")
-_WIDEST = 10_000
 _CELL = len("0.0000 ± 0.0000")
 MANY = 200
 """Clients from which on a run is told how to score fewer of them, if scoring takes longer than training."""
@@ -120,27 +119,6 @@ def client_table(
     for client in clients:
         table.add_row(client, *(_number(columns[key]["per_client"].get(client)) for key in order))
     return table
-
-
-def print_whole(console: Console, table: Table) -> None:
-    """Print a table with nothing cut off: on a terminal that is too narrow its lines go on in the next ones.
-
-    Args:
-        console: Console to print to.
-        table: The table. Text in columns that may wrap is wrapped between words.
-    """
-    width, room = console.width, console.options.update(max_width=_WIDEST)
-    shortest = longest = 0
-    for column in table.columns:
-        cells = [Measurement.get(console, room, cell) for cell in (column.header, *column.cells)]
-        whole, word = max(cell.maximum for cell in cells), max(cell.minimum for cell in cells)
-        longest, shortest = longest + whole, shortest + (whole if column.no_wrap else word)
-    borders = Measurement.get(console, room, table).maximum - longest
-    try:
-        console.width = max(width, shortest + borders)
-        console.print(table, highlight=False, crop=False)
-    finally:
-        console.width = width
 
 
 def print_results(

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fedlightning.scoring.table import print_whole
+from fedlightning.compat.rich_tables import print_whole
 from fedlightning.study.columns import GLOBAL, POOLED
 from fedlightning.study.runs import Run
 from fedlightning.study.study import Study, write_comparison
