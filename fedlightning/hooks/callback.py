@@ -154,6 +154,15 @@ class FederatedCallback(Callback):
         """
         return None
 
+    def may_leave(self, module: nn.Module) -> Iterable[str] | None:
+        """Return exact names or module prefixes of all entries that can ever leave a client; answers are intersected.
+
+        The client's side asks, without a server, and refuses whatever else is asked for. `None`: no opinion. Default: what
+        :meth:`shared_names` answers when its `server` is `None`. A method whose choice depends on the round or on the server's
+        state answers here what no round exceeds.
+        """
+        return self.shared_names(None, module)  # type: ignore[arg-type]
+
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Add extras to a message that is about to leave, or swap its state. Must not change `server`."""
 
