@@ -306,6 +306,16 @@ class FederatedCallback(Callback):
         """Return the clients that a client sends its model to, where there is no server. A role."""
         raise NotImplementedError
 
+    def most_work(self, usual: int) -> int:
+        """Return the most local epochs or steps, whichever the trainer counts, that a job of this method may ask for.
+
+        A site refuses more. Work of phases is the client's own and does not count.
+
+        Args:
+            usual: The trainer's.
+        """
+        return usual
+
     # -- when you need it: a visit -------------------------------------------------------------------------------------
     def wire(self, module: nn.Module) -> Wire:
         """Declare the extras that this callback may send down and up, under its key."""
