@@ -61,6 +61,7 @@ class FederatedCallback(Callback):
         in_step: True where what a client keeps and what the server has taken in of it have to agree, such as control variates
             and their mean: a client whose update is left out (it is late, or too old) keeps the state of before.
         sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it.
+        sends_private: True where `on_broadcast` sends entries that never leave a client, in the place of its own.
         mixes_architectures: True where clients' models may have different architectures
             (:class:`~fedlightning.models.ClientModels`), and the server several models (:meth:`model_of`); else such a
             federation is refused.
@@ -99,6 +100,7 @@ class FederatedCallback(Callback):
     keeps: bool | None = None
     in_step: bool = False
     sends_less: bool = False
+    sends_private: bool = False
     mixes_architectures: bool = False
     asynchronous: bool | None = None
     arrivals: Arrivals | None = None
@@ -158,8 +160,8 @@ class FederatedCallback(Callback):
         """Return exact names or module prefixes of all entries that can ever leave a client; answers are intersected.
 
         The client's side asks, without a server, and refuses whatever else is asked for. `None`: no opinion. Default: what
-        :meth:`shared_names` answers when its `server` is `None`. A method whose choice depends on the round or on the server's
-        state answers here what no round exceeds.
+        :meth:`shared_names` answers when its `server` is `None`. A method whose choice depends on the round or on the
+        server's state answers here what no round exceeds.
         """
         return self.shared_names(None, module)  # type: ignore[arg-type]
 

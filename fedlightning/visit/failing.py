@@ -47,7 +47,7 @@ def client_failure(error: BaseException) -> BaseException:
 
 @contextmanager
 def noting() -> Iterator[list[BaseException]]:
-    """Give the list of the clients' failures inside the block: those that became a part of an answer, with their tracebacks."""
+    """Give the list of the clients' failures inside the block: those that became a part of an answer."""
     found: list[BaseException] = []
     token = _noted.set(found)
     try:

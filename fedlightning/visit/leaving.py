@@ -1,7 +1,7 @@
 """What can leave a client: :class:`Leaving`, the one list that every update is held to before it is sent.
 
-The side that sends computes it, from its own module, callbacks and settings; no message widens it. Rounds choose subsets. A site,
-a privacy budget or a person that wants to know what may ever leave reads this list.
+The side that sends computes it, from its own module, callbacks and settings; no message widens it. Rounds choose subsets. A
+site, a privacy budget or a person that wants to know what may ever leave reads this list.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NAMED = ("parameters", "state")
 class Leaving:
     """The largest set of what can leave a client of one architecture, in whatever round and whoever asks.
 
-    Beside it there are, always: counts of samples and steps, the values that the module logs, and scores; and texts and models
-    where a site allows them (:class:`~fedlightning.engines.sites.texts.Texts`, `--export server`).
+    Beside it there are, always: counts of samples and steps, the values that the module logs, and scores; and texts and
+    models where a site allows them (`--send_texts true`, `--export server`).
 
     Attributes:
         entries: Entries of the model.
@@ -59,9 +59,14 @@ class Leaving:
             return None
         if held not in self.private:
             return f"the model has no '{held:.80}'"
-        return f"'{held}' stays with the client: its own configuration lets {_listed(self.entries)} leave, and nothing else of the model"
+        return (
+            f"'{held}' stays with the client: its own configuration lets {_listed(self.entries)} leave, and nothing else of "
+            "the model"
+        )
 
-    def refuse_extras(self, extras: Mapping[str, Any], wires: Mapping[str, Wire], shapes: Mapping[str, torch.Size]) -> None:
+    def refuse_extras(
+        self, extras: Mapping[str, Any], wires: Mapping[str, Wire], shapes: Mapping[str, torch.Size]
+    ) -> None:
         """Refuse extras that were not declared, and private entries in them.
 
         Args:
@@ -90,7 +95,7 @@ def leaving_of(blueprint: Blueprint, client: str) -> Leaving:
 
     Args:
         blueprint: What the client is built from, at the side that sends.
-        client: The client's id. The union of all data (:data:`~fedlightning.hooks.POOLED`) is nobody's: its model is the server's.
+        client: The client's id. The union of all data (:data:`~fedlightning.hooks.POOLED`) is no client: all may leave.
 
     Raises:
         ConfigurationError: If a callback cannot say it without a server.
@@ -112,8 +117,9 @@ def _found(blueprint: Blueprint, architecture: str, everything: bool) -> Leaving
             answer = callback.may_leave(module)
         except (AttributeError, TypeError) as error:
             raise ConfigurationError(
-                f"{callback.key} cannot say without a server which entries can leave a client ({type(error).__name__}: {error}). "
-                f"Give it a method may_leave(module) that returns the names of all that ever leave, or None for the whole model."
+                f"{callback.key} cannot say without a server which entries can leave a client "
+                f"({type(error).__name__}: {error}). Give it a method may_leave(module) that returns the names of all that ever leave, or None for the "
+                "whole model."
             ) from error
         if answer is not None:
             names &= set(expand(answer, kinds))

@@ -15,7 +15,8 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement, versions
-from fedlightning.engines.sites.bounds import ENVELOPES, REPEATS, Here, fault, fault_of_request, out_of_turn
+from fedlightning.engines.sites.asked import ENVELOPES, fault_of_request
+from fedlightning.engines.sites.bounds import REPEATS, Here, fault, out_of_turn
 from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.records import Records
 from fedlightning.engines.sites.texts import Texts
@@ -169,6 +170,7 @@ class Site:
             raise RefusedError("it does not say how it is configured.")
         found = differences({FORMAT: 1, **theirs}, {FORMAT: 1, **own})
         if found:
+            found = differences({FORMAT: 1, **theirs}, {FORMAT: 1, **_without_paths(own, theirs)})
             raise RefusedError(
                 f"the server's configuration is not that of site '{self.name}' (the server's first): "
                 f"{'; '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Give both the same, "
@@ -304,6 +306,18 @@ def _texts(asked: Mapping[str, Any], name: str) -> Collection[Any]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise RefusedError(f"its '{name}' is no list of names.")
     return found
+
+
+def _without_paths(own: Any, theirs: Any) -> Any:
+    """Return a configuration without the paths in it that are this site's alone."""
+    if own == theirs:
+        return own
+    if isinstance(own, dict):
+        known = theirs if isinstance(theirs, dict) else {}
+        return {name: _without_paths(value, known.get(name)) for name, value in own.items()}
+    if isinstance(own, list):
+        return [_without_paths(value, None) for value in own]
+    return "(a path there)" if isinstance(own, str) and ("/" in own or "\\" in own) else own
 
 
 def _samples(facts: Any) -> str:

@@ -1,8 +1,9 @@
 """Free text that would leave a site: the message of an exception may quote a patient. By default it stays.
 
-What leaves of an error is its kind and a reference; the text and the traceback stand under that reference in the site's own file.
-The sentences of the modules in :data:`FIXED` leave as they are: they hold names of entries, callbacks and clients, numbers, words of
-the request and of the configuration, and nothing of the data. So do, before round 1, the checks of the modules in :data:`CHECKING`.
+What leaves of an error is its kind and a reference; the text and the traceback stand under that reference in the site's own
+file. The sentences of the modules in :data:`FIXED` leave as they are: they hold names of entries, callbacks and clients,
+numbers, words of the request and of the configuration, and nothing of the data. So do, before round 1, the checks of the
+modules in :data:`CHECKING`.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Texts:
         """
         self._known = []
         if isinstance(answer, Deployed):
-            answer = replace(answer, path=answer.path and Path(answer.path).name)  # where a site's files lie is its own affair
+            answer = replace(answer, path=answer.path and self._below(answer.path))
         if self.allowed:
             return answer
         if isinstance(answer, Update):
@@ -76,7 +77,10 @@ class Texts:
             answer.gaps = [(*place, self._withheld(reason, errors)) for *place, reason in answer.gaps]  # type: ignore[misc]
             answer.logs = [log for log in answer.logs if log.method == "metrics"]  # others are texts, images, figures
         elif isinstance(answer, list):
-            answer = [replace(row, reason=self._withheld(row.reason, errors)) if isinstance(row, Gap) else row for row in answer]
+            answer = [
+                replace(row, reason=self._withheld(row.reason, errors)) if isinstance(row, Gap) else row
+                for row in answer
+            ]
         elif isinstance(answer, Deployed) and answer.reason is not None:
             answer = replace(answer, reason=self._withheld(answer.reason, errors))
         elif isinstance(answer, Tried) and answer.refusal is not None:
@@ -87,9 +91,16 @@ class Texts:
             refusal, said = answer
             fixed = bool(errors) and _is_fixed(errors[-1], CHECKING)
             if refusal is not None and not fixed:
-                refusal = f"{task.callback} refuses to run at client '{task.client}': {self._withheld(refusal, errors)}."
+                refusal = (
+                    f"{task.callback} refuses to run at client '{task.client}': {self._withheld(refusal, errors)}."
+                )
             answer = (refusal, said if ours else [self._withheld(text, ()) for text in said])
         return answer
+
+    def _below(self, path: str) -> str:
+        """Return a path as it is seen from the site's folder: where that lies is the site's own affair."""
+        home, found = self.file.parent.absolute(), Path(path).absolute()
+        return found.relative_to(home).as_posix() if found.is_relative_to(home) else found.name
 
     def _withheld(self, text: str, errors: Sequence[BaseException]) -> str:
         """Return what leaves in the place of a text that one of some errors may have given."""
@@ -112,7 +123,9 @@ class Texts:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         if self.file.exists() and self.file.stat().st_size > LARGEST:
             self.file.replace(self.file.with_suffix(".old"))
-        with os.fdopen(os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as file:
+        with os.fdopen(
+            os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8"
+        ) as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} reference {reference}\n{text.rstrip()}\n\n")
         return f"reference {reference} in {FILE} there"
 
