@@ -117,9 +117,9 @@ def _found(blueprint: Blueprint, architecture: str, everything: bool) -> Leaving
             answer = callback.may_leave(module)
         except (AttributeError, TypeError) as error:
             raise ConfigurationError(
-                f"{callback.key} cannot say without a server which entries can leave a client "
-                f"({type(error).__name__}: {error}). Give it a method may_leave(module) that returns the names of all that ever leave, or None for the "
-                "whole model."
+                f"{callback.key} cannot say without a server which entries can leave a client ({type(error).__name__}: "
+                f"{error}). Give it a method may_leave(module) that returns the names of all that ever leave, or None for "
+                "the whole model."
             ) from error
         if answer is not None:
             names &= set(expand(answer, kinds))

@@ -99,7 +99,7 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
             _note_work(client, update)
             kept = _take_apart(runner, client, update, before)
             _send(runner, client, update, kept)
-            if message.work != 0 or message.returns:
+            if message.work != 0:
                 client.record.personal = kept
             if message.work != 0 and message.client != POOLED:
                 update.evaluations = yield from _evaluate(runner, client, update, evaluate)
