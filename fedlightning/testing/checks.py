@@ -176,7 +176,7 @@ def check_absent_clients(algorithm: FederatedCallback, root: Path, **given: Any)
 
 
 def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
-    """Check that clients send what may leave, was asked for and is not private; that bytes are counted, and `keeps` is set."""
+    """Check that clients send what may leave, was asked for and is not private, bytes are counted, and `keeps` is set."""
     trainer, visits, _ = plain_run(algorithm, given | _FULL, written=True)
     server = server_of(trainer)
     assert server.bytes_up == sum(update.num_bytes for _, update, _ in visits.all), "Bytes up are not what was sent."

@@ -99,7 +99,7 @@ class Texts:
 
     def _below(self, path: str) -> str:
         """Return a path as it is seen from the site's folder: where that lies is the site's own affair."""
-        home, found = self.file.parent.absolute(), Path(path).absolute()
+        home, found = self.file.parent.resolve(), Path(path).resolve()
         return found.relative_to(home).as_posix() if found.is_relative_to(home) else found.name
 
     def _withheld(self, text: str, errors: Sequence[BaseException]) -> str:
