@@ -19,6 +19,7 @@ from fedlightning.layers import expand
 from fedlightning.messages import Spec, Wire, check_extras
 from fedlightning.tensors import entry_kinds, tied_names
 
+WHOLE = "the whole model"
 NAMED = ("parameters", "state")
 """Extras that hold tensors by the names of entries."""
 
@@ -37,8 +38,8 @@ class Leaving:
 
     Example:
         >>> leaving = Leaving(frozenset({"body.weight"}), frozenset({"head.weight"}), {})
-        >>> leaving.is_whole, leaving.fault(["body.weight"])
-        (False, None)
+        >>> leaving.fault(["body.weight"]), str(leaving)
+        (None, "1 of 2 entries of the model, never 'head.weight'; counts, logged numbers and scores")
         >>> leaving.fault(["head.weight"])
         "'head.weight' stays with the client: its own configuration lets 'body.weight' leave, and nothing else of the model"
     """
@@ -51,6 +52,14 @@ class Leaving:
     def is_whole(self) -> bool:
         """Whether that is every entry of the model."""
         return not self.private
+
+    def __str__(self) -> str:
+        """Return it in words, for people."""
+        count = f"{len(self.entries)} of {len(self.entries) + len(self.private)} entries of the model"
+        part = f"{count}, never {_listed(self.private)}" if self.entries else "no entry of the model"
+        extras = [f"{name} of {key}" for key, up in self.extras.items() for name in up]
+        told = "; ".join([WHOLE if self.is_whole else part, *([", ".join(extras)] if extras else [])])
+        return f"{told}; counts, logged numbers and scores"
 
     def fault(self, names: Collection[str]) -> str | None:
         """Return why some entries do not leave, by name; `None` if all of them may."""
@@ -109,7 +118,7 @@ def leaving_of(blueprint: Blueprint, client: str) -> Leaving:
 
 
 def _found(blueprint: Blueprint, architecture: str, everything: bool) -> Leaving:
-    module = blueprint.reference(architecture)
+    module = blueprint.build("server", architecture)
     kinds, tied = entry_kinds(module), tied_names(module)
     names = set(kinds)
     for callback in () if everything else blueprint.callbacks:

@@ -201,7 +201,7 @@ def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> N
     if private:
         raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
     if update.extras:
-        wires = {callback.key: callback.wire(client.module) for callback in runner.callbacks}
+        wires = {one.key: one.wire(client.module) for one in runner.callbacks if update.extras.get(one.key) is not None}
         runner.leaving(client.id).refuse_extras(update.extras, wires, shapes)
 
 

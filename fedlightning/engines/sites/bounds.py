@@ -43,8 +43,8 @@ from fedlightning.visit.runner import LocalRunner
 
 REPEATS = 1000
 """Trainings from one version of a client's record: each is a try of a visit whose answer the server has not kept."""
-A_ROUND = 2**16
-"""Visits of a client in a round, in a method that plans its rounds."""
+A_ROUND = 100
+"""Trainings of a client in a round, at most, in a method that plans its rounds."""
 SPLITS, STAGES, MODELS = ("val", "test"), ("G", "L1", "L2"), ("global", "personal", UNSEEN)
 
 
@@ -258,8 +258,11 @@ def out_of_turn(here: Here, task: Any, record: ClientRecord) -> str | None:
     if not isinstance(task, Visit) or task.message.work == 0:
         return None
     now, last = task.message.round, record.last_round
-    if now > last or (now == last and here.claims("plan_round")):
+    often = record.visits >= A_ROUND * (now + 1)
+    if not often and (now > last or (now == last and here.claims("plan_round"))):
         return None
+    if often:
+        return f"client '{here.client}' has trained {record.visits} times; the most by round {now + 1} are {A_ROUND * (now + 1)}"
     return (
         f"round {now + 1} of client '{here.client}' does not follow on its record, which has trained in round {last + 1}: a "
         "server that goes back names an earlier version of the record"

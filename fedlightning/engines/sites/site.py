@@ -151,7 +151,7 @@ class Site:
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
             if self.diary is not None:
-                self.diary.joined(self._session.run)
+                self.diary.joined(self._session.run, self._leaves(self._session.runner))
         session, parts = self._session, _texts(asked, "parts")
         if session.told is None and parts:
             session.told = session.runner.describe(parts=parts)
@@ -163,6 +163,12 @@ class Site:
                 "versions": versions(),
             }
         }
+
+    def _leaves(self, runner: LocalRunner) -> str:
+        """Return what can leave this site's clients, in words."""
+        told = sorted({str(runner.leaving(client)) for client in runner.data.client_ids})
+        allowed = {"the models": self._export, "the texts of errors": self.texts.allowed}
+        return ", or ".join(told) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)

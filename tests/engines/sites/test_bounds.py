@@ -330,7 +330,10 @@ def test_a_method_that_plans_its_rounds_may_visit_a_client_twice_in_one(tmp_path
     visit = last["task"]
     second = replace(visit, message=replace(visit.message, visit=visit.message.round + ROUNDS))
     assert isinstance(ask(site, session, second, "second", version=newest)["answer"], Update)
+    site.records._last[site._session.run, "site0"][1].visits = 200
+    assert "has trained 200 times" in ask(site, session, second, "often", version=newest)["refused"]
     back = replace(visit, message=replace(visit.message, round=0, visit=0))
+    site.records._last[site._session.run, "site0"][1].visits = 2
     assert "does not follow" in ask(site, session, back, "back", version=newest)["refused"]
 
 
