@@ -262,7 +262,8 @@ def out_of_turn(here: Here, task: Any, record: ClientRecord) -> str | None:
     if not often and (now > last or (now == last and here.claims("plan_round"))):
         return None
     if often:
-        return f"client '{here.client}' has trained {record.visits} times; the most by round {now + 1} are {A_ROUND * (now + 1)}"
+        most = A_ROUND * (now + 1)
+        return f"client '{here.client}' has trained {record.visits} times, and by round {now + 1} it is {most} at most"
     return (
         f"round {now + 1} of client '{here.client}' does not follow on its record, which has trained in round {last + 1}: a "
         "server that goes back names an earlier version of the record"

@@ -15,7 +15,7 @@ import torch
 
 from fedlightning.callbacks import DSGD, L2GD, SCAFFOLD, FedGroup, FedPer, FLoRA, MaxFL
 from fedlightning.engines.sites.asked import ENVELOPES
-from fedlightning.engines.sites.bounds import REPEATS, RULES, Here, fault
+from fedlightning.engines.sites.bounds import REPEATS, RULES, Here, fault, out_of_turn
 from fedlightning.engines.sites.site import TASKS
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deploy
@@ -27,7 +27,9 @@ from fedlightning.scoring.server_model import ServerModel
 from fedlightning.scoring.tasks import ScoreClient, ScoredModel, ScoreModel
 from fedlightning.tensors import module_state
 from fedlightning.testing.toys import ToyModule
+from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.requests import Evaluate
+from fedlightning.visit.runner import LocalRunner
 from fedlightning.wire import KINDS, read, write
 from tests.engines.sites.helpers import SHARES, Line, a_site, at_sites, sites
 
@@ -330,11 +332,10 @@ def test_a_method_that_plans_its_rounds_may_visit_a_client_twice_in_one(tmp_path
     visit = last["task"]
     second = replace(visit, message=replace(visit.message, visit=visit.message.round + ROUNDS))
     assert isinstance(ask(site, session, second, "second", version=newest)["answer"], Update)
-    site.records._last[site._session.run, "site0"][1].visits = 200
-    assert "has trained 200 times" in ask(site, session, second, "often", version=newest)["refused"]
     back = replace(visit, message=replace(visit.message, round=0, visit=0))
-    site.records._last[site._session.run, "site0"][1].visits = 2
     assert "does not follow" in ask(site, session, back, "back", version=newest)["refused"]
+    often = ClientRecord(visits=200, last_round=1)
+    assert "has trained 200 times" in out_of_turn(Here(runner_of(site), client="site0"), second, often)
 
 
 @pytest.mark.parametrize(
@@ -349,8 +350,6 @@ def test_work_is_at_most_what_the_method_orders(tmp_path, algorithm, most):
 
 
 def runner_of(site):
-    from fedlightning.visit.runner import LocalRunner
-
     return LocalRunner(site._blueprint, site._data, together=False)
 
 
