@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -22,7 +23,7 @@ from fedlightning.hooks.words import (
     Weighting,
 )
 from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import State
+from fedlightning.tensors import State, entry_kinds
 from fedlightning.wrappers.features import FeatureTap
 
 if TYPE_CHECKING:
@@ -160,10 +161,11 @@ class FederatedCallback(Callback):
         """Return exact names or module prefixes of all entries that can ever leave a client; answers are intersected.
 
         The client's side asks, without a server, and refuses whatever else is asked for. `None`: no opinion. Default: what
-        :meth:`shared_names` answers when its `server` is `None`. A method whose choice depends on the round or on the
-        server's state answers here what no round exceeds.
+        :meth:`shared_names` answers a server that has `module`, `kinds` and nothing else. A method whose choice depends on
+        the round or on the server's state answers here what no round exceeds.
         """
-        return self.shared_names(None, module)  # type: ignore[arg-type]
+        nobody: Any = SimpleNamespace(module=module, kinds=entry_kinds(module), is_mixed=False)
+        return self.shared_names(nobody, module)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Add extras to a message that is about to leave, or swap its state. Must not change `server`."""

@@ -20,8 +20,6 @@ from fedlightning.messages import Spec, Wire, check_extras
 from fedlightning.tensors import entry_kinds, tied_names
 
 WHOLE = "the whole model"
-NAMED = ("parameters", "state")
-"""Extras that hold tensors by the names of entries."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +89,12 @@ class Leaving:
                 raise ValueError(f"extras of '{key:.80}' are in the update, and no callback has that key: they stay")
             check_extras(key, found, wires[key].up, shapes)
             for name, value in found.items():
-                spec = wires[key].up[name]
-                states = [value] if spec in NAMED else [*value.values()] if spec == "states" else []
-                for state in states:
-                    reason = self.fault(state)
-                    if reason is not None:
-                        raise ValueError(f"{key} puts private entries into its '{name}': {reason}")
+                states = value.values() if wires[key].up[name] == "states" else [value]
+                held = [
+                    entry for state in states if isinstance(state, Mapping) for entry in state if entry in self.private
+                ]
+                if held:
+                    raise ValueError(f"{key} puts private entries into its '{name}': {self.fault(held)}")
 
 
 def leaving_of(blueprint: Blueprint, client: str) -> Leaving:
