@@ -103,11 +103,11 @@ class Texts:
         return found.relative_to(home).as_posix() if found.is_relative_to(home) else found.name
 
     def _withheld(self, text: str, errors: Sequence[BaseException]) -> str:
-        """Return what leaves in the place of a text that one of some errors may have given."""
-        error = next((one for one in reversed(errors) if in_words(one) in text or str(one) in text), None)
-        if error is not None:
-            return in_words(error) if _is_fixed(error) else self._kind(error, text)
-        return f"a text that stays at its site ({self._kept(text)})"
+        """Return what leaves in the place of a text that one of some errors may have given: the last, if it quotes none."""
+        found = [one for one in errors if in_words(one) in text] or errors
+        if not found:
+            return f"a text that stays at its site ({self._kept(text)})"
+        return in_words(found[-1]) if _is_fixed(found[-1]) else self._kind(found[-1], text)
 
     def _kind(self, error: BaseException, text: str = "") -> str:
         reference = next((name for known, name in self._known if known is error), None)
@@ -120,13 +120,17 @@ class Texts:
     def _kept(self, text: str) -> str:
         """Write a text into the site's own file; return the words that refer to it."""
         reference = uuid.uuid4().hex[:8]
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        if self.file.exists() and self.file.stat().st_size > LARGEST:
-            self.file.replace(self.file.with_suffix(".old"))
-        with os.fdopen(
-            os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8"
-        ) as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} reference {reference}\n{text.rstrip()}\n\n")
+        text = text.encode("utf-8", "backslashreplace").decode()
+        entry = f"{time.strftime('%Y-%m-%d %H:%M:%S')} reference {reference}\n{text.rstrip()}\n\n"
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            if self.file.exists() and self.file.stat().st_size > LARGEST:
+                self.file.replace(self.file.with_suffix(".old"))
+            number = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(number, "a", encoding="utf-8") as file:
+                file.write(entry)
+        except OSError as error:  # the answer leaves all the same
+            print(f"{self.file} cannot be written ({error}): {entry}", flush=True)
         return f"reference {reference} in {FILE} there"
 
 
@@ -136,5 +140,5 @@ def _is_fixed(error: BaseException, modules: Sequence[str] = FIXED) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     name = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
-    alone = error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+    alone = error.__cause__ is None and (error.__context__ is None or (error.__suppress_context__ and modules is FIXED))
     return alone and any(f"{name}.".startswith(f"{own}.") for own in modules)

@@ -191,6 +191,21 @@ def test_an_exception_without_a_text_of_its_own(tmp_path):
         assert re.fullmatch(r"Odd \(reference [0-9a-f]{8} in errors\.log there\)", Texts(tmp_path).of_error(error))
 
 
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, capsys):
+    (tmp_path / "site").write_text("no folder")
+    for error in (ValueError(), ValueError(PATIENT), ValueError("\ud800")):
+        assert Texts(tmp_path / "site").of_error(error).startswith("ValueError (reference ")
+    assert PATIENT in capsys.readouterr().out
+
+
+def test_an_error_without_words_is_told_by_its_kind(tmp_path):
+    update = Update(
+        0, "a", error="client 'a' failed: KeyError", cause=KeyError(), gaps=[("L2", "local", "val", "OSError")]
+    )
+    left = Texts(tmp_path).of_answer(None, update, [OSError(), KeyError()])
+    assert left.error.startswith("client 'a' failed: KeyError (") and left.gaps[0][3].startswith("OSError (")
+
+
 def test_requests_name_no_text_of_the_server_back(tmp_path):
     site = sites(tmp_path)["0"]
     said = read(site.answer(write({"do": "x" * 1000, "session": ""})))["refused"]
