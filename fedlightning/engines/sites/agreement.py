@@ -20,14 +20,8 @@ from fedlightning.tensors import State
 MACHINE = ("accelerator", "devices", "strategy", "num_nodes", "plugins", "profiler", "default_root_dir")
 """Arguments of a Trainer that are each machine's own."""
 SETTINGS = (
-    "seed",
-    "max_rounds",
-    "local_epochs",
-    "local_steps",
-    "optimizer_state",
-    "lr_decay",
-    "local_loop",
-    "float_buffers",
+    *("seed", "max_rounds", "local_epochs", "local_steps"),
+    *("optimizer_state", "lr_decay", "local_loop", "float_buffers"),
 )
 
 

@@ -109,12 +109,16 @@ def _state(here: Here, value: Mapping[str, Tensor]) -> str | None:
 
 
 def _trained(here: Here, value: Message) -> str | None:
-    """Of a message whose visit changes the client's record, also refuse what would replace private entries."""
-    reason, leaving = fault(here, value), here.runner.leaving(here.client)
-    private = next((name for name in value.state if name in leaving.private), None)
-    if reason is None and private is not None and not any(one.sends_private for one in here.runner.callbacks):
+    """Of a message whose visit changes the client's record, also refuse what would replace private entries, for one."""
+    reason = fault(here, value)
+    if reason is not None:
+        return reason
+    private = next((name for name in value.state if name in here.runner.leaving(here.client).private), None)
+    if private is not None and not any(one.sends_private for one in here.runner.callbacks):
         return f"state of its Message: '{private}' is the client's own, and no method here replaces it"
-    return reason
+    if value.visit % ROUNDS != value.round:  # its noise would be that of another round
+        return f"visit of its Message is {value.visit}: it is the number of no visit in round {value.round + 1}"
+    return None if value.client in here.runner.data.client_ids else "client of its Message takes no part in training"
 
 
 def _returns(here: Here, value: Collection[str]) -> str | None:

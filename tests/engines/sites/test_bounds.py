@@ -52,7 +52,7 @@ HOSTILE: dict[type, dict[str, list[Any]]] = {
         "model": [LONG],
         "data": ["pooled"],
         "tag": [LONG],
-        "visit": [ROUNDS, 5, 2**62],
+        "visit": [0, ROUNDS, 5, 2**62],
         "links": [0, 5],
     },
     Evaluate: {
@@ -351,6 +351,15 @@ def test_work_is_at_most_what_the_method_orders(tmp_path, algorithm, most):
 
 def runner_of(site):
     return LocalRunner(site._blueprint, site._data, together=False)
+
+
+def test_a_client_that_is_held_out_is_not_trained(tmp_path):
+    runner = runner_of(a_site(tmp_path, SHARES[0]))
+    runner.leave_out(["site0"])
+    message = Message(0, "site0", {}, ())
+    assert "takes no part" in fault(Here(runner, client="site0"), Visit(message, Evaluate()))
+    scored = ScoreClient(message, Evaluate(("val",)), ScoredModel(1, "L1", "unseen"))
+    assert fault(Here(runner, client="site0"), scored) is None
 
 
 def test_what_a_method_declares_is_allowed(tmp_path):
