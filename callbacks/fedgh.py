@@ -205,6 +205,10 @@ class FedGH(FederatedCallback):
         """Return the header's names; nothing while clients keep their own."""
         return [] if server.round < self.warmup else self._header_names(module)
 
+    def may_leave(self, module: nn.Module) -> Iterable[str]:
+        """Return the header's names."""
+        return self._header_names(module)
+
     def wire(self, module: nn.Module) -> Wire:
         """Declare one vector for each class, and which class it is of, up."""
         return Wire(up={"prototypes": (-1, -1), "classes": (-1,)})

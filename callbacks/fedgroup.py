@@ -152,6 +152,10 @@ class FedGroup(Clusters):
             yield []
             self._mix(server)
 
+    def most_work(self, usual: int) -> int:
+        """Return the larger of the ordinary work and that of pre-training."""
+        return max(usual, self.pretrain or 0)
+
     def _pretrained(
         self, server: Server, clients: Sequence[str]
     ) -> Generator[list[Job], list[Update], dict[str, State]]:

@@ -107,6 +107,9 @@ class FedLAMA(FederatedCallback):
         layers = partition(module)
         return [name for layer in self._due(server) for name in layers[layer]]
 
+    def may_leave(self, module: nn.Module) -> None:
+        """Hold nothing back: every layer is averaged at the end of some round."""
+
     def plan_round(self, server: Server) -> Plan:
         """Visit the same participants until everything has been averaged."""
         own = self._own(server)

@@ -68,6 +68,8 @@ class FLoRA(ClientRanks):
         (8, (8, 16.0))
     """
 
+    sends_private = True
+
     def __init__(
         self,
         r: int | Sequence[int] | dict[str, int] = (16, 8, 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -133,6 +134,10 @@ class L2GD(FederatedCallback):
             m += 1
         yield [Job(client, work=k) for client in server.participants()]
         server.state[self.key] = {"m": m}
+
+    def most_work(self, usual: int) -> int:
+        """Return the steps that the coin exceeds once in 10^12 rounds."""
+        return 1 + math.ceil(12 * math.log(10) / -math.log1p(-self.p))
 
     def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
         """Need nothing: a client that is new begins at the mean."""

@@ -75,6 +75,10 @@ class LDSGD(Gossip):
         if self.i2 > 1:
             warn_of_lost_momentum(self, setup)
 
+    def most_work(self, usual: int) -> int:
+        """Return ``I1 + 1``."""
+        return usual + 1
+
     def plan_round(self, server: Server) -> Plan:
         """Plan ``I1 + 1`` steps, an average, and then ``I2 - 1`` times one step and an average."""
         participants = server.participants()

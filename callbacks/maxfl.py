@@ -144,6 +144,10 @@ class MaxFL(FederatedCallback):
             )
         server.state[self.key] = {"known": [], "rows": []}
 
+    def most_work(self, usual: int) -> int:
+        """Return the larger of the ordinary work and that of who trains alone."""
+        return max(usual, self.alone or 0)
+
     def plan_round(self, server: Server) -> Plan:
         """Let clients without a requirement find one; then train."""
         server.state[self.key] = {**server.state[self.key], "rows": []}

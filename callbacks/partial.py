@@ -165,8 +165,7 @@ class FedBN(FederatedCallback):
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
         """Return the names of everything outside BatchNorm layers."""
-        private = batch_norm_names(module)
-        return [name for name in server.kinds if name not in private]
+        return other_names(module, batch_norm_names(module))
 
 
 class Local(FederatedCallback):

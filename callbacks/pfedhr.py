@@ -183,6 +183,9 @@ class pFedHR(FederatedCallback):
         """Return nothing: clients' models are not averaged. They travel whole, beside the message's own entries."""
         return []
 
+    def may_leave(self, module: nn.Module) -> None:
+        """Hold nothing back: the model travels whole, as an extra."""
+
     def wire(self, module: nn.Module) -> Wire:
         """Declare the candidate down, the client's model up."""
         return Wire(down={"candidate": "tensors"}, up={"model": "state"})

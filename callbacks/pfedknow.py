@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     expand,
+    module_state,
 )
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
@@ -141,8 +142,9 @@ class pFedKnow(FederatedCallback):
         """Return all names but the guide's."""
         if self.guide is None:
             return None
-        held = set(expand([self.guide], server.kinds))
-        return [name for name in server.kinds if name not in held]
+        names = module_state(module)
+        held = set(expand([self.guide], names))
+        return [name for name in names if name not in held]
 
     # -- server --------------------------------------------------------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:

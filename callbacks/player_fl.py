@@ -137,6 +137,9 @@ class PLayerFL(FederatedCallback):
         personal = set(own["personal"])
         return [name for name in server.kinds if name not in personal]
 
+    def may_leave(self, module: nn.Module) -> None:
+        """Hold nothing back: until p is known, which the server decides, every layer may be a federated one."""
+
     def plan_round(self, server: Server) -> Plan:
         """In round 1 ask for F, decide, then ask for the federated layers; later rounds are ordinary."""
         clients = server.participants()

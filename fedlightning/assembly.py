@@ -92,6 +92,7 @@ class Assembly(Fitted):
             callbacks=self.ordinary_callbacks,
             log_clients=a["log_clients"] is True,
             local_loop=a["local_loop"],
+            float_buffers=a["float_buffers"],
         )
         check_devices(settings.trainer_arguments)
         model = warm_started(model, a["init_from"])

@@ -26,6 +26,7 @@ class LocalSettings:
         callbacks: Ordinary Lightning callbacks; each visit works on copies with the client's own state.
         log_clients: Clients whose own logs are kept for the run's loggers; `True`: all.
         local_loop: `"fast"`, `"trainer"`, or `"auto"`: fast where it applies.
+        float_buffers: `"average"`: running statistics travel; `"local"`, `"server"`: no client sends them.
     """
 
     seed: int
@@ -38,6 +39,7 @@ class LocalSettings:
     callbacks: list[Callback] = field(default_factory=list)
     log_clients: bool | list[str] = False
     local_loop: Literal["auto", "trainer", "fast"] = "auto"
+    float_buffers: Literal["average", "local", "server"] = "average"
 
     def folder_of(self, client: str) -> str | None:
         """Return the folder for what is written inside a client's training; `None` if the run writes nothing."""

@@ -19,6 +19,8 @@ FAMILIES = {
     "other": "Of other packages",
 }
 """Families of algorithms and their headings; `"other"` where a package does not say."""
+WHOLE = "the whole model"
+"""What can leave a client, unless its method keeps some entries from ever leaving."""
 OWN_MODEL = "each client's own model; LocalCheckpoint (there is no global model)"
 """What is deployed where every client keeps some of its model to itself."""
 
@@ -56,6 +58,7 @@ class Algorithm:
         paper: Who proposed it.
         down: What travels from the server to a client.
         up: What travels from a client to the server.
+        leaves: The entries of its model that can ever leave a client, in whatever round; extras are in `up`.
         client_state: What a client keeps from round to round.
         server_state: What the server keeps from round to round.
         of_clients: What of each single client the server keeps from round to round, which says something about that client
@@ -81,6 +84,7 @@ class Algorithm:
     paper: str
     down: str = "w"
     up: str = "w_i"
+    leaves: str = WHOLE
     client_state: str = "none"
     server_state: str = "none"
     of_clients: str = ""

@@ -11,6 +11,7 @@ ROWS = (
         "Every client trains alone (siloed): what it has without a federation.",
         "Baseline: Silo in FENDA-FL, CLT in FLIU, Local in PLayer-FL",
         down="nothing", up="nothing",
+        leaves="no entry of the model",
         client_state="its whole model and optimizer",
         deployed=OWN_MODEL,
         weights="none",

@@ -26,6 +26,7 @@ _FEDIT = Algorithm(
     "Fine-tunes a frozen network by low-rank adapters; only those train and travel.",
     'Zhang et al., "Towards building the federated GPT: federated instruction tuning", ICASSP 2024',
     down="A, B of each adapted layer (and the head, by option)", up="A_i, B_i",
+    leaves="the adapters (and the head, by option); never the network",
     client_state="the frozen network",
     deployed="the frozen network with the mean adapters; GlobalCheckpoint or LocalCheckpoint",
     composes="FedProx, SCAFFOLD, server optimizers on the adapters; FedPer(personal=[...]) keeps some local; "
@@ -185,6 +186,7 @@ ROWS = (
         "FFALoRA", "FedIT with the first factor of every adapter frozen: half the traffic, and the mean is exact.",
         paper='Sun et al., "Improving LoRA in privacy-preserving federated learning", ICLR 2024',
         down="B of each adapted layer (and the head, by option)", up="B_i",
+        leaves="B of each adapter (and the head, by option); never the network",
         client_state="the frozen network and A",
         composes="as FedIT",
         module="lora",
@@ -196,6 +198,7 @@ ROWS = (
         "NeurIPS 2024",
         down="the stacked A, B of the rounds that a client has missed, or W of a layer where that is smaller",
         up="A_i, B_i of the client's rank (and the head, by option)",
+        leaves="the adapters (and the head, by option); never the network",
         client_state="the merged network", server_state="the newest stacks, what each client has",
         deployed="the merged network; GlobalCheckpoint or LocalCheckpoint",
         composes="FedProx and other terms in gradient or loss, LocalAdaptation; not server optimizers, SCAFFOLD, nor what "
@@ -206,6 +209,7 @@ ROWS = (
         "Adapters of differing ranks are padded for the mean, truncated for each client, and pruned by clients.",
         'Cho et al., "Heterogeneous LoRA for federated fine-tuning of on-device foundation models", EMNLP 2024',
         down="the first r_i rows of A and B (and the head, by option)", up="A_i, B_i of the client's rank",
+        leaves="the adapters (and the head, by option); never the network",
         client_state="the frozen network", server_state="ranks of clients that have pruned",
         deployed="each client the first r_i rows; LocalCheckpoint. All rows: GlobalCheckpoint",
         weights="norm of the client's change (default), samples, uniform or log",

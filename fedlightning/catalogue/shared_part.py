@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.catalogue.algorithm import OWN_MODEL, Algorithm
+from fedlightning.catalogue.algorithm import OWN_MODEL, WHOLE, Algorithm
 
 # fmt: off
 _FEDPER = Algorithm(
@@ -10,6 +10,7 @@ _FEDPER = Algorithm(
     "A shared body and a personal head, trained jointly.",
     'Arivazhagan et al., "Federated learning with personalization layers", 2019',
     down="u (body)", up="u_i",
+    leaves="the body; never the head",
     client_state="v_i (head)",
     deployed=OWN_MODEL,
     weights="samples (default) or uniform",
@@ -23,6 +24,7 @@ _FENDA = Algorithm(
     'Tavakoli et al., "A comprehensive view of personalized federated learning on heterogeneous clinical datasets" '
     "(FENDA-FL), 2024",
     down="u (global extractor)", up="u_i",
+    leaves="the global extractor; neither the local one nor the head",
     client_state="v1_i (local extractor), v2_i (head)",
     deployed=OWN_MODEL,
     weights="samples (default) or uniform",
@@ -35,6 +37,7 @@ _PLAYER_FL = Algorithm(
     'Elhussein, Gürsoy, "PLayer-FL: a principled approach to personalized layer-wise cross-silo federated learning", '
     "2025",
     down="round 1: w; then layers 1..p", up="round 1: one sensitivity per layer; then layers 1..p",
+    leaves=f"{WHOLE}: which layers are personal the server says after round 1",
     client_state="layers p+1..L", server_state="p and the sensitivities",
     deployed=OWN_MODEL,
     composes="FedProx, SCAFFOLD, server optimizers on the shared layers; needs at least two layers",
@@ -54,6 +57,7 @@ ROWS = (
         "Only the body is trained, under a fixed common head; clients fine-tune after the last round.",
         'Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification", ICLR 2022',
         down="u (body)", up="u_i",
+        leaves="the body; never the head",
         client_state="none; in the end the fine-tuned copy",
         deployed="the fine-tuned copy; (u, v^0) is also a global model: GlobalCheckpoint",
         weights="uniform (authors) or samples",
@@ -64,6 +68,7 @@ ROWS = (
         "A personal encoder under a shared head: FedPer the other way round.",
         'Liang et al., "Think locally, act globally: federated learning with local and global representations", 2020',
         down="u (top layers)", up="u_i",
+        leaves="the top layers; never the encoder",
         client_state="v_i (encoder)",
         deployed=OWN_MODEL,
         weights="samples (default) or uniform (authors' code)",
@@ -75,6 +80,7 @@ ROWS = (
         "FedAvg on everything except batch normalisation, which stays with each client.",
         'Li et al., "FedBN: federated learning on non-IID features via local batch normalization", ICLR 2021',
         down="w without BatchNorm", up="w_i without BatchNorm",
+        leaves="everything outside BatchNorm layers",
         client_state="BatchNorm parameters and statistics",
         deployed=OWN_MODEL,
         weights="samples (default) or uniform (authors' code)",
@@ -95,6 +101,7 @@ ROWS = (
         'Zhang et al., "GPFL: simultaneously learning global and personalized feature information for personalized federated '
         'learning", ICCV 2023',
         down="f, E (class embeddings), CoV (valve)", up="f_i, E_i, CoV_i",
+        leaves="all but the head and the contexts",
         client_state="the head and the contexts",
         deployed=OWN_MODEL,
         weights="samples (default) or uniform",
@@ -105,6 +112,7 @@ ROWS = (
         "Only class prototypes travel; clients agree on where the classes lie in the space of representations.",
         'Tan et al., "FedProto: federated prototype learning across heterogeneous clients", AAAI 2022',
         down="a prototype per class", up="a prototype per class of the client's",
+        leaves="no entry of the model",
         client_state="its whole model", server_state="the prototypes",
         deployed=OWN_MODEL,
         weights="uniform over the owners of a class (default) or samples",
@@ -115,6 +123,7 @@ ROWS = (
         "Own extractors under one header, which the server trains on mean representations of classes.",
         'Yi et al., "FedGH: heterogeneous federated learning with generalized global header", ACM MM 2023',
         down="the header", up="a mean representation per class of the client's",
+        leaves="the header; never the rest",
         client_state="its extractor", server_state="the header",
         deployed=OWN_MODEL,
         weights="none: a step for each pair that comes",
@@ -126,6 +135,7 @@ ROWS = (
         'Jeong et al., "Communication-efficient on-device machine learning: federated distillation and augmentation under '
         'non-IID private data", 2018',
         down="the others' mean prediction per class", up="a mean prediction per class of the client's",
+        leaves="no entry of the model",
         client_state="its whole model", server_state="what each client sent last",
         of_clients="its mean predictions per class",
         deployed=OWN_MODEL,

@@ -77,6 +77,7 @@ def show_algorithm(console: Console, row: Algorithm) -> None:
         ("paper", row.paper),
         ("down", row.down),
         ("up", row.up),
+        ("can leave", row.leaves),
         ("client keeps", row.client_state),
         ("server keeps", row.server_state),
         ("... of each client", row.of_clients),

@@ -37,6 +37,7 @@ class AtSite(FederatedCLI):
         certificates: str | None = None,
         insecure: bool = False,
         export: Literal["sites", "server"] = "sites",
+        send_texts: bool = False,
     ) -> None:
         """Take part in a federation with data that stay here.
 
@@ -53,6 +54,8 @@ class AtSite(FederatedCLI):
             insecure: No TLS and no authentication, for a server on a machine of your own only.
             export: Whether the clients' models stay at the "sites", or the "server" is given them when a run ends, if it
                 asks for them.
+            send_texts: Whether the server is sent the texts of errors here, and what modules log besides numbers. Else it is
+                told the kind of an error and a reference: the text lies under that in errors.log in the folder.
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import without
@@ -77,7 +80,9 @@ class AtSite(FederatedCLI):
             if missing is not None:
                 raise InputError(f"clients: there is no client '{missing}'. The data have {', '.join(known[:20])}.")
             data = without(data, [client for client in known if client not in here])
-        site = Site(name, self.trainer.blueprint(self.model), data, home, export=export == "server")
+        site = Site(
+            name, self.trainer.blueprint(self.model), data, home, export=export == "server", send_texts=send_texts
+        )
         programs.prepare(home / "flower")
         stopped = False
         with only_writer(home):

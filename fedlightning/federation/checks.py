@@ -20,6 +20,7 @@ from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback, Setup
 from fedlightning.seeding import isolated
 from fedlightning.tensors import entry_kinds
+from fedlightning.visit.failing import client_failure
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
 
@@ -336,7 +337,7 @@ class CheckThere:
         try:
             owner.check(setup)
         except ValueError as error:
-            return (str(error), said), None
+            return (str(client_failure(error)), said), None
         return (None, said), None
 
     def lost(self, reason: str) -> tuple[str | None, list[str]]:

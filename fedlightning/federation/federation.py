@@ -228,6 +228,8 @@ class Federation:
         refuse_scores_of_some(server, engine, [split for split, data in due.items() if "local" in data])
         refuse_data_elsewhere(self._left_out, self.evaluate_data)
         refuse_mixed(server)
+        for client in {server.blueprint.architecture_of(client): client for client in server.clients}.values():
+            engine.runner.leaving(client)  # every callback can say it
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
         tries = first_tries(engine, splits) if self.sanity_check else []
         tried = check_callbacks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -22,7 +23,7 @@ from fedlightning.hooks.words import (
     Weighting,
 )
 from fedlightning.messages import Message, Update, Wire
-from fedlightning.tensors import State
+from fedlightning.tensors import State, entry_kinds
 from fedlightning.wrappers.features import FeatureTap
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class FederatedCallback(Callback):
         in_step: True where what a client keeps and what the server has taken in of it have to agree, such as control variates
             and their mean: a client whose update is left out (it is late, or too old) keeps the state of before.
         sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it.
+        sends_private: True where `on_broadcast` sends entries that never leave a client, in the place of its own.
         mixes_architectures: True where clients' models may have different architectures
             (:class:`~fedlightning.models.ClientModels`), and the server several models (:meth:`model_of`); else such a
             federation is refused.
@@ -99,6 +101,7 @@ class FederatedCallback(Callback):
     keeps: bool | None = None
     in_step: bool = False
     sends_less: bool = False
+    sends_private: bool = False
     mixes_architectures: bool = False
     asynchronous: bool | None = None
     arrivals: Arrivals | None = None
@@ -153,6 +156,16 @@ class FederatedCallback(Callback):
         `None`: no opinion. An empty list: nothing travels.
         """
         return None
+
+    def may_leave(self, module: nn.Module) -> Iterable[str] | None:
+        """Return exact names or module prefixes of all entries that can ever leave a client; answers are intersected.
+
+        The client's side asks, without a server, and refuses whatever else is asked for. `None`: no opinion. Default: what
+        :meth:`shared_names` answers a server that has `module`, `kinds` and nothing else. A method whose choice depends on
+        the round or on the server's state answers here what no round exceeds.
+        """
+        nobody: Any = SimpleNamespace(module=module, kinds=entry_kinds(module), is_mixed=False)
+        return self.shared_names(nobody, module)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Add extras to a message that is about to leave, or swap its state. Must not change `server`."""
@@ -296,6 +309,16 @@ class FederatedCallback(Callback):
     def neighbours(self, server: Server, client: str) -> Sequence[str]:
         """Return the clients that a client sends its model to, where there is no server. A role."""
         raise NotImplementedError
+
+    def most_work(self, usual: int) -> int:
+        """Return the most local epochs or steps, whichever the trainer counts, that a job of this method may ask for.
+
+        A site refuses more. Work of phases is the client's own and does not count.
+
+        Args:
+            usual: The trainer's.
+        """
+        return usual
 
     # -- when you need it: a visit -------------------------------------------------------------------------------------
     def wire(self, module: nn.Module) -> Wire:

@@ -36,6 +36,7 @@ from fedlightning.testing.runs import (
 )
 from fedlightning.testing.toys import SIZES, ToyData, federate
 from fedlightning.trainer import FederatedTrainer
+from fedlightning.visit.leaving import leaving_of
 from fedlightning.visit.record import ClientRecord
 
 Check = Callable[..., None]
@@ -175,7 +176,7 @@ def check_absent_clients(algorithm: FederatedCallback, root: Path, **given: Any)
 
 
 def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
-    """Check that clients send only what was asked for and nothing private, that all bytes are counted, and `keeps` is set."""
+    """Check that clients send what may leave, was asked for and is not private, bytes are counted, and `keeps` is set."""
     trainer, visits, _ = plain_run(algorithm, given | _FULL, written=True)
     server = server_of(trainer)
     assert server.bytes_up == sum(update.num_bytes for _, update, _ in visits.all), "Bytes up are not what was sent."
@@ -185,6 +186,10 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     for message, update, record in visits.all:
         unasked = set(update.state) - set(message.returns)
         assert not unasked, f"{algorithm.key} lets client '{message.client}' send {sorted(unasked)} unasked."
+        beyond = set(update.state) - leaving_of(server.blueprint, message.client).entries
+        assert not beyond, (
+            f"{algorithm.key} lets client '{message.client}' send {sorted(beyond)}, and may_leave does not."
+        )
         # The initial state is no secret: a bias before BatchNorm never moves away from it, but by rounding.
         start = module_state(server.blueprint.build(message.client))
         private = {
@@ -195,9 +200,11 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
         for sent in tensors_in(update.state) + tensors_in(update.extras):
             for name, value in private.items():
                 leaked = sent.shape == value.shape and torch.equal(sent.to(value.dtype), value)
-                assert not leaked or name in message.state or bool((value == value.flatten()[0]).all()), (
-                    f"{algorithm.key}: the private '{name}' of client '{message.client}' left it."
-                )
+                assert (
+                    not leaked
+                    or name in (*message.state, *message.returns)
+                    or bool((value == value.flatten()[0]).all())
+                ), f"{algorithm.key}: the private '{name}' of client '{message.client}' left it."
 
     says = algorithm.merges or algorithm.claims("shared_names") if algorithm.keeps is None else algorithm.keeps
     if not algorithm.claims("plan_round") and not says:  # else nobody lets its clients train twice in a round

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import CodeType, FrameType
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -36,7 +39,24 @@ def client_failure(error: BaseException) -> BaseException:
     """
     if ends_run(error):
         raise error
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(error)
     return error
+
+
+@contextmanager
+def noting() -> Iterator[list[BaseException]]:
+    """Give the list of the clients' failures inside the block: those that became a part of an answer."""
+    found: list[BaseException] = []
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+_noted: ContextVar[list[BaseException] | None] = ContextVar("noted", default=None)
 
 
 def in_words(error: BaseException) -> str:

@@ -33,6 +33,7 @@ from fedlightning.visit import fit as local_fit
 from fedlightning.visit.client import Client
 from fedlightning.visit.description import Description, Part, describe
 from fedlightning.visit.freezing import only_training
+from fedlightning.visit.leaving import Leaving, leaving_of
 from fedlightning.visit.limits import limited
 from fedlightning.visit.loop_choice import LoopChoice
 from fedlightning.visit.monitors import Monitor
@@ -144,6 +145,10 @@ class LocalRunner:
     def _make_scorer(self) -> None:
         source = user_data(self.data)
         self.scorer = Scorer(self.blueprint, None if source is None else ClientData(source))
+
+    def leaving(self, client: str) -> Leaving:
+        """Return what can leave a client, by this side's own configuration."""
+        return leaving_of(self.blueprint, client)
 
     # -- clients -----------------------------------------------------------------------------------------------------
     @contextmanager

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedlightning.hooks import POOLED, Phase, Stage
-from fedlightning.messages import Message, Update, check_extras
+from fedlightning.messages import Message, Update
 from fedlightning.seeding import seed_all
 from fedlightning.tensors import State, first_nonfinite, load_state, pack
 from fedlightning.visit.client import Client
@@ -97,9 +97,9 @@ def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, eva
             if message.work != 0:
                 yield from _train(runner, client, loader)
             _note_work(client, update)
-            kept = _take_apart(client, update, before)
+            kept = _take_apart(runner, client, update, before)
             _send(runner, client, update, kept)
-            if message.work != 0 or message.returns:
+            if message.work != 0:
                 client.record.personal = kept
             if message.work != 0 and message.client != POOLED:
                 update.evaluations = yield from _evaluate(runner, client, update, evaluate)
@@ -158,17 +158,24 @@ def _note_work(client: Client, update: Update) -> None:
     update.metrics, update.logs = client.metrics, client.logs
 
 
-def _take_apart(client: Client, update: Update, before: State) -> State:
+def _take_apart(runner: LocalRunner, client: Client, update: Update, before: State) -> State:
     """Put the entries that the server asked for into the update; return those that stay with the client.
 
+    An entry that is sent stays as well, unless the message had brought it: what the client alone has is never lost.
+
     Raises:
+        ValueError: If the server asked for an entry that does not leave, by the client's own configuration.
         FloatingPointError: If training has left a NaN or an infinite value.
     """
     message, state = client.message, client.entries
+    reason = runner.leaving(message.client).fault(message.returns)
+    if reason is not None:
+        raise ValueError(f"the server asks for what does not leave: {reason}")
     sent = {name: state[name] for name in message.returns}
     if message.work == 0 or not client.is_unbuilt:  # what an unbuilt client has trained is its own already
         sent = pack(sent)
-    kept = pack({name: value for name, value in state.items() if name not in sent})
+    stays = client.record.personal.keys() - client.received.keys()
+    kept = pack({name: value for name, value in state.items() if name not in sent or name in stays})
     state = {name: sent[name] if name in sent else kept[name] for name in state}
     bad = first_nonfinite(state)
     bad = bad and _first_diverged(client.module, state, before)
@@ -193,10 +200,9 @@ def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> N
     private = sorted(set(update.state) - set(client.message.returns))
     if private:
         raise ValueError(f"'{private[0]}' is in the update, but the server asked only for what is shared: it stays")
-    for callback in runner.callbacks:
-        extras = update.extras.get(callback.key)
-        if extras:
-            check_extras(callback.key, extras, callback.wire(client.module).up, shapes)
+    if update.extras:
+        wires = {one.key: one.wire(client.module) for one in runner.callbacks if update.extras.get(one.key) is not None}
+        runner.leaving(client.id).refuse_extras(update.extras, wires, shapes)
 
 
 def _evaluate(

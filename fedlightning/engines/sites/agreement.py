@@ -19,7 +19,10 @@ from fedlightning.tensors import State
 
 MACHINE = ("accelerator", "devices", "strategy", "num_nodes", "plugins", "profiler", "default_root_dir")
 """Arguments of a Trainer that are each machine's own."""
-SETTINGS = ("seed", "max_rounds", "local_epochs", "local_steps", "optimizer_state", "lr_decay", "local_loop")
+SETTINGS = (
+    *("seed", "max_rounds", "local_epochs", "local_steps"),
+    *("optimizer_state", "lr_decay", "local_loop", "float_buffers"),
+)
 
 
 def agreement(blueprint: Blueprint) -> dict[str, Any]:

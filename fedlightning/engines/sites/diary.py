@@ -41,7 +41,7 @@ class Diary:
         self._say, self._clock = say, clock
         self._told: str | None = None  # the last refusal
         self._told_round: int | None = None
-        self._is_new = False
+        self._is_new, self._leaves = False, ""
         self._began = clock()
         self.status = OwnStatus(name, server, clock(), clients=list(clients))
         self.write()
@@ -61,15 +61,15 @@ class Diary:
         self._say(f"Connected to {status.server}." if reason is None else f"{reason} Trying again until it works.")
         self.write()
 
-    def joined(self, run: str) -> None:
-        """Note that the site takes part in a run; it is said with the run's first task."""
+    def joined(self, run: str, leaves: str = "") -> None:
+        """Note that the site takes part in a run; it is said with the run's first task, and what can leave a client."""
         self.connection(None)  # a SuperNode that finds its server again does so in silence
         status = self.status
         if status.run != run:
             status.run, status.run_since = run, self._clock()
             status.tasks = status.failures = 0
             status.round, self._told_round = None, None
-            self._is_new = True
+            self._is_new, self._leaves = True, leaves
         self._told = None
         self.write()
 
@@ -78,7 +78,8 @@ class Diary:
         self.connection(None)
         if self._is_new and type(task) in VERBS:  # the server of a run that is resumed asks before it has read its name
             self._is_new = False
-            self._say(f"Takes part in run {printable(self.status.run, 12)} with {of_clients(self.status.clients)}.")
+            who = f"run {printable(self.status.run, 12)} with {of_clients(self.status.clients)}"
+            self._say(f"Takes part in {who}.{f' Can leave: {self._leaves}.' if self._leaves else ''}")
         self.status.doing, self._began = in_words(task), self._clock()
         self.write()
 

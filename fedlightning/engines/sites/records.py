@@ -54,11 +54,12 @@ class Records:
             found = ClientRecord(**decode(read_tensors(path)))
         except FileNotFoundError:
             raise UnknownVersionError(
-                f"the record of client '{client}' that the server goes on from ({version}) is not in {path.parent}. Start "
-                "the site with the folder that it had, or begin a new run"
+                f"the record of client '{client}' that the server goes on from ({version}) is not in the site's folder. "
+                "Start the site with the folder that it had, or begin a new run"
             ) from None
         except (UnreadableError, TypeError, ValueError) as error:
-            raise UnknownVersionError(f"{path} is damaged: {error}. Put it back from a copy") from None
+            name = f"{path.parent.name}/{path.name}"
+            raise UnknownVersionError(f"{name} is damaged ({type(error).__name__}). Put it back from a copy") from None
         self._last[run, client] = version, found
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +15,11 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites.agreement import agreement, versions
+from fedlightning.engines.sites.asked import ENVELOPES, fault_of_request
+from fedlightning.engines.sites.bounds import REPEATS, Here, fault, out_of_turn
 from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.records import Records
+from fedlightning.engines.sites.texts import Texts
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deploy
@@ -27,6 +30,7 @@ from fedlightning.run.fingerprint import FORMAT, differences
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.description import Description
+from fedlightning.visit.failing import noting
 from fedlightning.visit.runner import LocalRunner
 from fedlightning.wire import Limits, read, write
 
@@ -67,6 +71,7 @@ class Site:
         folder: Where records and exported models are kept.
         limits: Largest requests that are accepted.
         export: Whether clients' models may be sent to the server when a run ends.
+        send_texts: Whether the texts of errors leave, and what modules log besides numbers; else the kind and a reference.
         clock: Seconds; a test brings its own.
 
     Attributes:
@@ -83,10 +88,12 @@ class Site:
         folder: Path,
         limits: Limits | None = None,
         export: bool = False,
+        send_texts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.records = Records(folder / "records")
+        self.texts = Texts(folder, send_texts)
         self._folder = folder
         self._blueprint = blueprint
         self._data = data
@@ -96,6 +103,7 @@ class Site:
         self._session: Session | None = None
         self._stages: set[str] = set()
         self._public: dict[str, Any] | None = None
+        self._trained: Counter[tuple[str, str]] = Counter()  # by client and version of its record
         self._given: dict[
             tuple[str, str], bytes
         ] = {}  # the last reply to each client: a task that comes again is known
@@ -108,9 +116,7 @@ class Site:
         try:
             return work()
         except Exception as error:
-            if not isinstance(error, ValueError):
-                traceback.print_exc()
-            reason = " ".join(f"{error}".split()) or type(error).__name__
+            reason = self.texts.of_error(error)
             if self.diary is not None:
                 self.diary.refused(reason)
             return write({"refused": reason})
@@ -119,6 +125,8 @@ class Site:
         asked = read(request, self._limits)
         if not isinstance(asked, dict) or not all(isinstance(asked.get(name), str) for name in ("do", "session")):
             raise RefusedError("it is no request of a server.")
+        if asked["do"] not in ENVELOPES:
+            raise RefusedError(f"it asks to {asked['do']!r:.40}, which no site does.")
         if asked["do"] == "hello":
             return write(self._hello(asked))
         session = self._session
@@ -127,10 +135,11 @@ class Site:
         if asked["do"] == "tasks":
             return self._tasks(session, asked)
         if asked["do"] == "describe":
+            _refuse(fault_of_request("describe", asked))
             here = {*session.runner.data.client_ids}  # others are left out where they are
             leave_out = [client for client in _texts(asked, "leave_out") if client in here]
             return write({"answer": session.runner.describe(leave_out, _texts(asked, "parts"))})
-        raise RefusedError(f"it asks to {asked['do']!r:.40}, which no site does.")
+        return write({"answer": None})
 
     # -- a run -------------------------------------------------------------------------------------------------------
     def _hello(self, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,7 +151,7 @@ class Site:
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
             if self.diary is not None:
-                self.diary.joined(self._session.run)
+                self.diary.joined(self._session.run, self._leaves(self._session.runner))
         session, parts = self._session, _texts(asked, "parts")
         if session.told is None and parts:
             session.told = session.runner.describe(parts=parts)
@@ -155,32 +164,38 @@ class Site:
             }
         }
 
+    def _leaves(self, runner: LocalRunner) -> str:
+        """Return what can leave this site's clients, in words."""
+        told = sorted({str(runner.leaving(client)) for client in runner.data.client_ids})
+        allowed = {"the models": self._export, "the texts of errors": self.texts.allowed}
+        return ", or ".join(told) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
+
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)
         if not isinstance(theirs, dict):
             raise RefusedError("it does not say how it is configured.")
         found = differences({FORMAT: 1, **theirs}, {FORMAT: 1, **own})
         if found:
+            found = differences({FORMAT: 1, **theirs}, {FORMAT: 1, **_without_paths(own, theirs)})
             raise RefusedError(
                 f"the server's configuration is not that of site '{self.name}' (the server's first): "
                 f"{'; '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Give both the same, "
                 "but for the data."
             )
-        if asked.get("export") is not False and not self._export:
+        _refuse(fault_of_request("hello", asked))
+        if asked["export"] and not self._export:
             raise RefusedError(
                 f"the server asks for the models of the clients (export='server'), and site '{self.name}' does not give "
                 "them away. Start the site with --export server to allow it, or the server without."
             )
-        template, stage = asked.get("template"), asked.get("stage")
-        if not isinstance(template, dict) or stage not in ("fit", "test") or not isinstance(asked.get("run"), str):
-            raise RefusedError("it does not say what the run begins with.")
+        stage = asked["stage"]
         blueprint = Blueprint(
             copy.deepcopy(self._blueprint.template),
             self._blueprint.callbacks,
             self._blueprint.settings,
-            _assigned(asked.get("assigned")),
+            _assigned(asked["assigned"], self._blueprint),
         )
-        _load(blueprint, template)
+        _load(blueprint, asked["template"])
         runner = LocalRunner(blueprint, self._data, together=False, folder=self._folder / "models" / asked["run"])
         if stage not in self._stages:
             runner.set_up(stage)
@@ -189,6 +204,7 @@ class Site:
         known = set(runner.data.client_ids)
         runner.leave_out([client for client in _texts(asked, "left_out") if client in known])
         self._given.clear()
+        self._trained.clear()
         return Session(asked["session"], asked["run"], runner)
 
     def _compare_public(self, theirs: Any) -> None:
@@ -214,9 +230,8 @@ class Site:
     # -- tasks -------------------------------------------------------------------------------------------------------
     def _tasks(self, session: Session, asked: Mapping[str, Any]) -> bytes:
         """Carry out tasks one after another, each with a reply of its own: `unknown` if there is no time for it."""
-        tasks, budget = asked.get("tasks"), asked.get("budget")
-        if not isinstance(tasks, list) or not isinstance(budget, int | float):
-            raise RefusedError("it does not say what to do.")
+        _refuse(fault_of_request("tasks", asked))
+        tasks, budget = asked["tasks"], asked["budget"]
         begun, replies = self._clock(), list[bytes]()
         for one in tasks:
             late = self._clock() - begun > budget or sum(map(len, replies)) > REPLY_BYTES
@@ -227,23 +242,32 @@ class Site:
     def _task(self, session: Session, asked: Mapping[str, Any]) -> bytes:
         if not isinstance(asked, dict):
             raise RefusedError("it does not say what to do.")
+        _refuse(fault_of_request("task", asked))
         begun = self._clock()
         task, run = asked.get("task"), session.run
         if not isinstance(task, TASKS):
             raise RefusedError(f"a {type(task).__name__} is no task for a site.")
         self._check(session, task)
         client = task.client or ""
-        number, version = asked.get("number"), asked.get("version")
-        if not isinstance(number, str) or not isinstance(version, str):
-            raise RefusedError("it does not say which task this is.")
+        number, version = asked["number"], asked["version"]
         if client and (client, number) in self._given:
             return self._given[client, number]
         record = self.records.get(run, client, version)
+        here = Here(session.runner, self._export, client)
+        _refuse(fault(here, task) or out_of_turn(here, task, record))
+        if isinstance(task, Visit) and task.message.work != 0:
+            self._trained[client, version] += 1
+            if self._trained[client, version] > REPEATS:
+                raise RefusedError(f"client '{client}' has trained {REPEATS} times from one version of its record.")
         if self.diary is not None:
             self.diary.began(task)
-        answer, after = task.run(session.runner, record)
+        with noting() as errors:
+            answer, after = task.run(session.runner, record)
         if self.diary is not None:
             self.diary.ended(task, answer)
+        of = [callback for callback in session.runner.callbacks if callback.key == getattr(task, "callback", "")]
+        ours = all(type(callback).__module__.startswith("fedlightning.") for callback in of)
+        answer = self.texts.of_answer(task, answer, errors, ours)
         seconds = self._clock() - begun
         reply: dict[str, Any] = {
             "answer": answer,
@@ -278,11 +302,28 @@ class Site:
             raise RefusedError(f"models of clients do not leave site '{self.name}'.")
 
 
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise RefusedError(f"{reason}.")
+
+
 def _texts(asked: Mapping[str, Any], name: str) -> Collection[Any]:
     found = asked.get(name, [])
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise RefusedError(f"its '{name}' is no list of names.")
     return found
+
+
+def _without_paths(own: Any, theirs: Any) -> Any:
+    """Return a configuration without the paths in it that are this site's alone."""
+    if own == theirs:
+        return own
+    if isinstance(own, dict):
+        known = theirs if isinstance(theirs, dict) else {}
+        return {name: _without_paths(value, known.get(name)) for name, value in own.items()}
+    if isinstance(own, list):
+        return [_without_paths(value, None) for value in own]
+    return "(a path there)" if isinstance(own, str) and ("/" in own or "\\" in own) else own
 
 
 def _samples(facts: Any) -> str:
@@ -291,9 +332,10 @@ def _samples(facts: Any) -> str:
     return f"{facts['samples']} samples in batches of {facts['batch_size']} (hash {facts['content']})"
 
 
-def _assigned(found: Any) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(word, str) for pair in found.items() for word in pair):
-        raise RefusedError("it does not say who has which model.")
+def _assigned(found: dict[str, str], blueprint: Blueprint) -> dict[str, str]:
+    unknown = next((name for name in found.values() if name not in blueprint.architectures), None)
+    if unknown is not None:
+        raise RefusedError(f"it gives clients the model '{unknown:.80}', which is not here.")
     return found
 
 

@@ -41,6 +41,7 @@ def a_site(
     algorithm: Any = None,
     full: bool = False,
     export: bool = False,
+    send_texts: bool = False,
     **arguments: Any,
 ) -> Site:
     """Return a site that has some clients of the toy data, its own module and its own callbacks."""
@@ -61,6 +62,7 @@ def a_site(
         without(data, [client for client in data.client_ids if client not in clients]),
         root,
         export=export,
+        send_texts=send_texts,
     )
 
 

@@ -1,0 +1,143 @@
+"""What can leave a client is its own side's list: no message widens it, and nothing is lost because it was sent."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fedlightning.blueprint.blueprint import Blueprint
+from fedlightning.blueprint.settings import LocalSettings
+from fedlightning.callbacks import FENDA, SCAFFOLD, FedBN, FedPer, FedRep, LGFedAvg, PLayerFL
+from fedlightning.catalogue import ALGORITHMS
+from fedlightning.catalogue.algorithm import WHOLE
+from fedlightning.errors import ConfigurationError
+from fedlightning.hooks import POOLED, CallbackList, FederatedCallback
+from fedlightning.messages import Message, Wire
+from fedlightning.testing.runs import same_tree
+from fedlightning.testing.toys import ToyData, ToyModule, federate
+from fedlightning.visit.leaving import leaving_of
+from fedlightning.visit.requests import Evaluate
+from tests.conformance.case import Case, collect
+
+CASES: dict[str, Case] = collect("CASES")
+
+
+def run(algorithm, **given):
+    return federate(copy.deepcopy(algorithm), ToyData(), None, **{"max_rounds": 2, "local_steps": 2} | given)
+
+
+def visit(trainer, **fields):
+    """Carry out one more visit of the first client, as a server may ask for it; return the update, and both records."""
+    engine, client = trainer.federation.engine, trainer.server.clients[0]
+    before = engine.store.get(client)
+    given = {"round": 2, "client": client, "state": {}, "returns": (), "work": 0} | fields
+    (update,) = engine.run([Message(**given)], Evaluate())
+    return update, before, engine.store.get(client)
+
+
+@pytest.mark.parametrize("work", [0, 1])
+@pytest.mark.parametrize(
+    "algorithm, full, private",
+    [
+        (FedPer(), False, "head.weight"),
+        (FedRep(), False, "head.bias"),
+        (LGFedAvg(), False, "body.0.weight"),
+        (FENDA(head="head"), False, None),
+        (FedBN(), True, None),
+    ],
+    ids=["FedPer", "FedRep", "LGFedAvg", "FENDA", "FedBN"],
+)
+def test_a_message_that_asks_for_private_entries_is_a_failed_visit(algorithm, full, private, work):
+    trainer = run(algorithm, full=full)
+    leaving = leaving_of(trainer.server.blueprint, "site0")
+    assert not leaving.is_whole and leaving.entries
+    private = private or sorted(leaving.private)[0]
+    shared = sorted(leaving.entries)[0]
+    state = {name: trainer.server.model[name] for name in leaving.entries}
+    update, before, after = visit(trainer, returns=(shared, private), work=work, state=state)
+    assert f"'{private}' stays with the client" in update.error and not update.state
+    assert after is before and private in after.personal
+
+
+def test_what_the_client_alone_has_is_not_lost_because_it_was_sent():
+    """A method of which everything may leave in some round, and a message that asks for what is personal now."""
+    trainer = run(PLayerFL())
+    personal = trainer.federation.engine.store.get("site0").personal
+    update, before, after = visit(trainer, returns=tuple(personal))
+    assert update.error is None and same_tree(dict(update.state), dict(personal))
+    assert same_tree(before.personal, after.personal)
+
+
+def test_extras_that_nobody_declared_and_private_entries_in_them_stay():
+    class Leak(FederatedCallback):
+        def __init__(self, key: str = "Leak", spec: str = "state") -> None:
+            self.where, self.spec = key, spec
+
+        def wire(self, module):
+            return Wire(up={"more": self.spec})
+
+        def on_send(self, client, update):
+            state = {"head.weight": client.model_state()["head.weight"]}
+            update.extras[self.where] = {"more": {"a": state} if self.spec == "states" else state}
+
+    for leak, reason in (
+        (Leak(), "Leak puts private entries into its 'more': 'head.weight' stays"),
+        (Leak(spec="parameters"), "Leak puts private entries into its 'more': 'head.weight' stays"),
+        (Leak(spec="tensors"), "Leak puts private entries into its 'more': 'head.weight' stays"),
+        (Leak(spec="states"), "Leak puts private entries into its 'more': 'head.weight' stays"),
+        (Leak("Nobody"), "extras of 'Nobody' are in the update, and no callback has that key"),
+    ):
+        with pytest.raises(RuntimeError) as failed:
+            run(FedPer(), others=[leak])
+        assert reason in str(failed.value)
+
+
+def test_two_methods_leave_what_both_let_leave():
+    server = run(FedPer(), others=[FedBN()], full=True).server
+    leaving = leaving_of(server.blueprint, "site0")
+    assert leaving.entries == set(server.shared_names())
+    one, other = (leaving_of(_built(method, full=True), "site0").entries for method in (FedPer(), FedBN()))
+    assert leaving.entries == one & other not in (one, other)
+    assert set(run(SCAFFOLD()).federation.engine.runner.leaving("site0").extras) == {"SCAFFOLD"}
+
+
+@pytest.mark.parametrize("buffers", ["local", "server"])
+def test_running_statistics_leave_only_where_they_are_averaged(buffers):
+    server = run(None, full=True, float_buffers=buffers).server
+    leaving = leaving_of(server.blueprint, "site0")
+    assert leaving.entries == set(server.returned_names())
+    assert {server.kinds[name] for name in leaving.private} == {"float_buffer", "int_buffer"}
+    assert leaving_of(server.blueprint, POOLED).is_whole
+
+
+def test_a_method_that_needs_the_server_for_its_answer_is_refused_before_round_1():
+    class Asks(FederatedCallback):
+        def shared_names(self, server, module):
+            return list(server.kinds) if server.round else []
+
+    with pytest.raises(ConfigurationError, match=r"Asks cannot say without a server.*may_leave\(module\)"):
+        run(Asks())
+
+    class Says(Asks):
+        def may_leave(self, module):
+            return ["body"]
+
+    assert not leaving_of(_built(Says()), "site0").is_whole
+
+
+def _built(algorithm, **arguments):
+    torch.manual_seed(0)
+    settings = LocalSettings(seed=0, max_rounds=1, trainer_arguments={"accelerator": "cpu"})
+    return Blueprint(ToyModule(**arguments), CallbackList([algorithm]), settings)
+
+
+@pytest.mark.parametrize("row", ALGORITHMS, ids=lambda row: row.name)
+def test_the_catalogue_says_what_can_leave(row):
+    """That it is the whole model where it is, that it is not where some of it is private, and nothing where nothing is."""
+    case = next(case for case in CASES.values() if type(case.algorithm).__name__ == row.name)
+    arguments = {name: value for name, value in case.arguments.items() if name == "full"}
+    leaving = leaving_of(_built(copy.deepcopy(case.algorithm), **arguments), "site0")
+    assert row.leaves.startswith(WHOLE) == leaving.is_whole
+    assert row.leaves.startswith("no entry") == (not leaving.entries)
