@@ -121,7 +121,7 @@ def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
         if reason is not None:
             diary.connection(reason)
         else:
-            with programs.supernode(home, server, own) as answer_all:
+            with programs.supernode(home, server, own, site.name, diary.refused) as answer_all:
                 answer_all(site.answer, lives)
             lives()
             reason = reach.unreachable(server, authority)
