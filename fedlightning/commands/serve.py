@@ -58,6 +58,7 @@ class Serve(Commands):
         resume: str | None = None,
         allow_config_change: bool = False,
         allow_new_clients: bool = False,
+        allow_other_code: bool = False,
     ) -> None:
         """Train a federation whose clients are at sites: other machines, started with `fedlightning site`.
 
@@ -77,6 +78,8 @@ class Serve(Commands):
             resume: Resume an interrupted run: "last", "auto", or the folder of a run.
             allow_config_change: Resume although the configuration has changed, at the sites too.
             allow_new_clients: Resume although there are more sites or clients than before, which join the run.
+            allow_other_code: Let sites take part whose model or callbacks have other code than here, if they are started
+                with the same option.
         """
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
@@ -105,7 +108,7 @@ class Serve(Commands):
             only_writer(home),
             _told(Board(home, sites, self._shown, known)) as board,
             programs.superlink(home, host, port, None if insecure else own, sites) as link,
-            connected(link, export == "server"),
+            connected(link, export == "server", allow_other_code),
             showing(board),
         ):
             try:

@@ -37,6 +37,7 @@ class AtSite(FederatedCLI):
         certificates: str | None = None,
         insecure: bool = False,
         export: Literal["sites", "server"] = "sites",
+        allow_other_code: bool = False,
     ) -> None:
         """Take part in a federation with data that stay here.
 
@@ -53,6 +54,8 @@ class AtSite(FederatedCLI):
             insecure: No TLS and no authentication, for a server on a machine of your own only.
             export: Whether the clients' models stay at the "sites", or the "server" is given them when a run ends, if it
                 asks for them.
+            allow_other_code: Take part although model or callbacks have other code here than at the server, if that is
+                started with the same option.
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import without
@@ -77,8 +80,9 @@ class AtSite(FederatedCLI):
             if missing is not None:
                 raise InputError(f"clients: there is no client '{missing}'. The data have {', '.join(known[:20])}.")
             data = without(data, [client for client in known if client not in here])
-        site = Site(name, self.trainer.blueprint(self.model), data, home, export=export == "server")
         programs.prepare(home / "flower")
+        blueprint, may_export = self.trainer.blueprint(self.model), export == "server"
+        site = Site(name, blueprint, data, home, export=may_export, allow_other_code=allow_other_code)
         stopped = False
         with only_writer(home):
             print(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C.", flush=True)

@@ -23,8 +23,8 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid

@@ -18,7 +18,7 @@ pytest.importorskip("flwr", reason="Flower is in an environment of its own: make
 
 from fedlightning.engines.flower import programs
 from fedlightning.engines.flower.certificates import CA, make
-from fedlightning.wire import read, write
+from fedlightning.wire import read
 
 LONG = 120.0
 MODEL = b"entries of a model" * 100_000
