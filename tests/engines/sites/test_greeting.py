@@ -30,13 +30,13 @@ def greetings(line: Line, root: Path, algorithm=None, public=False) -> list[byte
         return data
 
     line.reply = note
-    at_sites(line, root, algorithm, public=public, max_rounds=1)
+    at_sites(line, root, algorithm, public=public)
     return found
 
 
 def on_the_page() -> dict[str, str]:
     page = Path("docs/deploy.md").read_text().partition("### What a greeting tells")[2].partition("\n## ")[0]
-    return {name: how for name, how in re.findall(r"^\| `(\w+)` \| ([a-z ]+?) \|", page, flags=re.M)}
+    return dict(re.findall(r"^\| `(\w+)` \| ([a-z ]+?) \|", page, flags=re.M))
 
 
 def test_the_page_lists_every_field_of_a_real_greeting(tmp_path):
@@ -77,7 +77,7 @@ def test_a_server_that_asks_for_more_is_told_no_more(tmp_path):
         return data
 
     line.watch = ask
-    at_sites(line, tmp_path / "server", max_rounds=1)
+    at_sites(line, tmp_path / "server")
     assert said and all(set(one.classes.values()) == {None} and one.public is None and not one.pooled for one in said)
 
 
