@@ -126,7 +126,7 @@ class Serve(Commands):
                     leave_nothing(self.trainer)
                 raise self._with_path(error) from error.__cause__
             if self.trainer.stopped_by is not None:
-                board.outcome = "stopped by a signal; it goes on with --resume last"
+                board.outcome = "stopped by a signal; it goes on with --resume auto"
         if is_writer():
             self._report()
         if self.trainer.stopped_by is not None:

@@ -19,7 +19,7 @@ from fedlightning.engines.sites.answers import fault, is_note, is_version
 from fedlightning.engines.sites.board import Doing, board_of
 from fedlightning.engines.sites.link import Link
 from fedlightning.engines.sites.meeting import SENTENCE, Meeting, Reply
-from fedlightning.engines.sites.status import printable
+from fedlightning.engines.sites.status import printable, stamped
 from fedlightning.engines.sites.store import SiteStore
 from fedlightning.engines.sites.window import BUDGET, Entry, Window
 from fedlightning.engines.sites.words import in_words
@@ -34,6 +34,8 @@ from fedlightning.visit.runner import LocalRunner
 
 POLL = 1.0
 """Seconds between looks at who is connected and who takes too long."""
+NOTICE = 15.0
+"""Seconds that a site has to take note of why it is refused, before the server ends."""
 PATIENCE = 600.0
 """Seconds that all sites have to answer before round 1."""
 
@@ -126,7 +128,7 @@ class SitesEngine(Engine):
         said = ""
         while len(self.meeting.names) < self._wanted:
             if (waits := self.meeting.waits(self._wanted)) != said:
-                rank_zero_info(said := waits)
+                rank_zero_info(stamped(said := waits))
             self._waits_for = f"waits for sites: {len(self.meeting.names)} of {self._wanted} are here"
             self._listen()
         self._waits_for = ""
@@ -175,8 +177,10 @@ class SitesEngine(Engine):
         self.meeting.greet()
         found = self.meeting.receive(POLL)
         self.board.look(self.meeting, self._doing, self._waits_for)
-        for node in self.meeting.refused:
-            raise ConfigurationError(f"The run does not begin: {self.meeting.why(node)}")
+        for node in list(self.meeting.refused):
+            why = self.meeting.why(node)
+            self.meeting.tell(NOTICE)
+            raise ConfigurationError(f"The run does not begin: {why}")
         return found
 
     def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
@@ -224,7 +228,7 @@ class SitesEngine(Engine):
     def beside(self, runner: LocalRunner) -> Engine:
         raise ConfigurationError(
             "engine='flower' does not onboard new clients. Start a site that has them, and resume the run with "
-            "`fedlightning serve --resume last --allow_new_clients true`: they join it."
+            "`fedlightning serve --resume auto --allow_new_clients true`: they join it."
         )
 
     def ask(self, task: Task[Answer]) -> Answer:

@@ -82,6 +82,7 @@ class Meeting:
     _offered: dict[str, str] = field(default_factory=dict)  # the session of a hello, by number
     _pings: dict[str, str] = field(default_factory=dict)
     _sent: dict[str, str] = field(default_factory=dict)  # other requests
+    _notices: dict[str, str] = field(default_factory=dict)  # what sites that are refused are told
     _heard: dict[str, float] = field(default_factory=dict)  # when something was last sent to or came from a node
 
     def is_ready(self, node: str | None) -> bool:
@@ -111,6 +112,7 @@ class Meeting:
         self.refused = {node: why for node, why in self.refused.items() if node in nodes}  # it may come back mended
         here = set(self.names.values())
         self._replaced = {node: name for node, name in self._replaced.items() if name in here}
+        self._notices = {number: node for number, node in self._notices.items() if node in nodes}
         for number, node in list(self._hellos.items()):
             if node not in nodes:
                 del self._hellos[number], self._offered[number]
@@ -141,7 +143,9 @@ class Meeting:
             timeout: Seconds to wait for one, at most.
         """
         found: list[Reply] = []
-        for number, data in self.link.receive({*self._hellos, *self._pings, *self._sent}, timeout):
+        for number, data in self.link.receive({*self._hellos, *self._pings, *self._sent, *self._notices}, timeout):
+            if self._notices.pop(number, None) is not None:
+                continue
             node = self._hellos.get(number) or self._pings.get(number) or self._sent.get(number)
             if node is None:
                 continue
@@ -176,6 +180,17 @@ class Meeting:
         for number in lost:
             del self._sent[number]
         return [Reply(node, number, {"unknown": ""}) for number in lost]
+
+    def tell(self, timeout: float) -> None:
+        """Wait until sites that are refused have been told why.
+
+        Args:
+            timeout: Seconds to wait for that, at most.
+        """
+        ends = self.clock() + timeout
+        while self._notices and self.clock() < ends:
+            self.greet()
+            self.receive(min(timeout, 1.0))
 
     def forget(self, number: str) -> None:
         """Wait for a reply no more."""
@@ -216,6 +231,9 @@ class Meeting:
                 self.refused.pop(node, None)
                 return
         self.refused[node] = f"{session} {reason or 'it does not say who it is'}"
+        if "refused" not in content:  # else it knows
+            asked = {"do": "turned away", "session": session, "why": self.why(node)}
+            self._notices[self._post(node, asked)] = node
         warn(f"A site does not take part: {self.why(node)}")
 
     def _compare_versions(self, name: str, theirs: Any) -> None:

@@ -133,6 +133,10 @@ class Site:
             raise RefusedError("it is no request of a server.")
         if asked["do"] == "hello":
             return write(self._hello(asked))
+        if asked["do"] == "turned away":
+            if self.diary is not None:
+                self.diary.turned_away(str(asked.get("why")))
+            return write({"answer": None})
         session = self._session
         if session is None or session.key != asked["session"]:
             return write({"unknown": asked["session"]})
