@@ -19,6 +19,7 @@ from fedlightning.engines.flower import programs, reach
 from fedlightning.engines.sites.board import Board, Run, showing
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.link import connected
+from fedlightning.errors import warn
 from fedlightning.run.files import is_writer
 from fedlightning.run.lock import only_writer
 
@@ -94,6 +95,11 @@ class Serve(Commands):
                     f"sites={sites}, but {own / 'sites'} has keys of {len(known)}: no other can connect. Give fewer, or "
                     "make certificates for all sites."
                 )
+        if insecure and not reach.is_own(host):
+            warn(
+                f"insecure=True and host={host!r}: whoever reaches port {port} can take part under any name, and reads and "
+                "changes what is sent. Make certificates with `fedlightning certificates`, or listen on 127.0.0.1."
+            )
         if self.trainer.arguments["client_timeout"] is None:
             raise InputError(
                 "trainer.client_timeout is not set: set it to the seconds that a visit of a client may take at most, with "

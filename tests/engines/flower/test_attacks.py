@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 import stat
 import subprocess
@@ -97,6 +98,17 @@ def test_the_public_certificate_opens_nothing_but_what_asks_for_a_key(two):
         assert two.posted(path, b"") == 403
     assert two.posted("/v1/fleet/pull-messages", b"", **{"Content-Type": "application/x-protobuf"}) in (400, 401, 415)
     assert two.posted("/v1/fleet/push-object", MODEL) == 413
+    assert two.ask("a", b"work")["answer"] == "a"
+
+
+def test_a_site_s_own_port_opens_nothing(two):
+    """SuperNodes listen at 127.0.0.1, where every user of the machine comes."""
+    place = re.findall(r"running on (http://127\.0\.0\.1:\d+)", (two.folder / "a" / "supernode.log").read_text())[-1]
+    for path in ("acquire-task", "pull-task-input", "pull-messages", "push-messages", "push-task-output", "pull-object"):
+        asked = urllib.request.Request(f"{place}/v1/runtime/{path}", b"", {"Content-Type": "application/x-protobuf"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(asked, timeout=60)
+        assert refused.value.code in (400, 401, 403, 404, 412), path
     assert two.ask("a", b"work")["answer"] == "a"
 
 
