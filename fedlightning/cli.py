@@ -86,7 +86,7 @@ def _interrupted(command: str) -> int:
         print("\nStopped. Go on with the same command.", file=sys.stderr)
     else:
         again = command if command == "serve" else "fit"
-        print(f"\nInterrupted. Go on with: fedlightning {again} --config ... --resume last", file=sys.stderr)
+        print(f"\nInterrupted. Go on with: fedlightning {again} --config ... --resume auto", file=sys.stderr)
     return 130
 
 
