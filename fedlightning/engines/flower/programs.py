@@ -52,7 +52,8 @@ def prepare(home: Path) -> None:
     os.umask(0o077)  # what is written from now on, here and by Flower, is this user's only
     home.mkdir(parents=True, exist_ok=True)
     for folder in (home.parent, home):  # they may be older
-        folder.chmod(0o700)
+        with suppress(PermissionError):  # somebody else's, who has given this user a place
+            folder.chmod(0o700)
     os.environ.update(QUIET | {"FLWR_HOME": str(home)})
     try:
         import flwr  # noqa: F401

@@ -199,9 +199,11 @@ class FlowerLink:
             if lost:
                 return [(name, write({"lost": ""})) for name in lost]
             pulled: list[Message] = []
-            if waiting:
-                pulled = self._ask(lambda: list(self._grid.pull_messages(list(waiting))), pulled)
-            found = [self._read(message) for message in pulled]
+            if waiting:  # and what is waited for no more: it would lie in the SuperLink's memory until the run ends
+                pulled = self._ask(lambda: list(self._grid.pull_messages(list(self._sent))), pulled)
+            read = [self._read(message) for message in pulled]
+            self._sent.difference_update(name for name, _ in read)
+            found = [(name, content) for name, content in read if name in waiting]
             if found or time.monotonic() > ends:
                 return found
             time.sleep(POLL)
