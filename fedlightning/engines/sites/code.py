@@ -91,7 +91,8 @@ def differences(theirs: Mapping[str, Any], own: Code) -> list[str]:
             found.append(f"{top} ({_in_words(there)} there, {_in_words(here)} here)")
             continue
         files = sorted({*there, *here})
-        found += [f"{top}/{file}" for file in files if there.get(file) != here.get(file) or here[file] == UNSEEN]
+        other = [file for file in files if there.get(file) != here.get(file) or here[file] == UNSEEN]
+        found += [file if file == f"{top}.py" else f"{top}/{file}" for file in other]
     return found
 
 

@@ -81,7 +81,7 @@ def test_every_file_of_the_package_counts_and_of_what_it_imports(made, init):
     ]
     place = make("three", init=init)
     (place[0] / "help_of_mine.py").write_text("y = 3\n")
-    assert code.differences(one, found(*place)) == ["help_of_mine/help_of_mine.py"]
+    assert code.differences(one, found(*place)) == ["help_of_mine.py"]
     if init is not None:
         place = make("four", init=init)
         (place[0] / "mine" / "loss").mkdir()  # a package is found before a file of its name
