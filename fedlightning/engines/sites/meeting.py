@@ -289,7 +289,7 @@ class Meeting:
         some = printable("; ".join(map(str, told[:5])) if isinstance(told, list) else told, SENTENCE)
         if not self.allow_other_code:
             return (
-                f"site '{name}' has other code than the server ({some}): start the server with --allow-other-code true"
+                f"site '{name}' has other code than the server ({some}): start the server with --allow_other_code true"
             )
         warn(f"Site '{name}' has other code than the server ({some}), which is allowed here and there.")
         return None

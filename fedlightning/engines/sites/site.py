@@ -196,7 +196,7 @@ class Site:
             raise RefusedError(
                 f"the server's code is not that of site '{self.name}': {'; '.join(other[:5])}"
                 f"{f' and {len(other) - 5} more' if len(other) > 5 else ''}. Install the same on both, or start both with "
-                "--allow-other-code true."
+                "--allow_other_code true."
             )
         template, stage = asked.get("template"), asked.get("stage")
         if not isinstance(template, dict) or stage not in ("fit", "test") or not isinstance(asked.get("run"), str):

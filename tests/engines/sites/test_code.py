@@ -138,7 +138,7 @@ def test_other_code_is_refused_and_both_sides_can_allow_it(tmp_path, monkeypatch
     line = Line(sites(tmp_path / "sites"))
     site = with_code(tmp_path / "sites", 1, {"mine": OTHER["mine"] | {"loss.py": "3"}})
     line.sites["1"] = site.answer
-    with pytest.raises(ConfigurationError, match=r"that of site .home of site1.: mine/loss.py. Install.*other-code"):
+    with pytest.raises(ConfigurationError, match=r"that of site .home of site1.: mine/loss.py. Install.*other_code"):
         at_sites(line, tmp_path / "server")
     site._allow_other_code = True
     with pytest.raises(
