@@ -115,6 +115,13 @@ def test_a_site_knows_its_clients_before_flower_is_asked(tmp_path, monkeypatch):
     assert told == [["cleveland"]]
 
 
+def test_no_keys_on_an_address_for_all_is_said_with_the_time(capsys, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: "2031-01-02 03:04:05 ")
+    found = said(capsys, *SERVE, "--host=0.0.0.0", "--trainer.client_timeout=null")
+    assert found.startswith("2031-01-02 03:04:05 Warning: insecure=True and host='0.0.0.0': whoever reaches port 8443")
+    assert "whoever reaches" not in said(capsys, *SERVE, "--trainer.client_timeout=null")
+
+
 class Plain(LightningDataModule):
     """It knows nothing of clients, and makes its data anew in every setup."""
 
