@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -63,7 +64,7 @@ def main(args: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())  # classes in the current folder; last, so that nothing installed is shadowed
     use_lightning_if_possible()
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # they are about Lightning's own calls
-    with _short_warnings():
+    with _short_warnings(command in ("serve", "site")):
         try:
             return _find(command)(rest)
         except SystemExit as stop:  # raised by --help and --print_config
@@ -86,7 +87,7 @@ def _interrupted(command: str) -> int:
         print("\nStopped. Go on with the same command.", file=sys.stderr)
     else:
         again = command if command == "serve" else "fit"
-        print(f"\nInterrupted. Go on with: fedlightning {again} --config ... --resume last", file=sys.stderr)
+        print(f"\nInterrupted. Go on with: fedlightning {again} --config ... --resume auto", file=sys.stderr)
     return 130
 
 
@@ -154,8 +155,8 @@ def _report(command: str, error: Exception, debug: bool) -> int:
 
 
 @contextmanager
-def _short_warnings() -> Iterator[None]:
-    """Print warnings as one line, without their place in the source."""
+def _short_warnings(timed: bool = False) -> Iterator[None]:
+    """Print warnings as one line, without their place in the source; `timed`: with the time in front, as for days."""
 
     def show(
         message: Warning | str,
@@ -165,7 +166,8 @@ def _short_warnings() -> Iterator[None]:
         file: TextIO | None = None,
         line: Any = None,
     ) -> None:
-        print(f"Warning: {message}", file=file or sys.stderr)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S ") if timed else ""
+        print(f"{stamp}Warning: {message}", file=file or sys.stderr)
 
     with warnings.catch_warnings():
         warnings.showwarning = show

@@ -19,6 +19,7 @@ from fedlightning.engines.flower import programs, reach
 from fedlightning.engines.sites.board import Board, Run, showing
 from fedlightning.engines.sites.elsewhere import DataElsewhere
 from fedlightning.engines.sites.link import connected
+from fedlightning.errors import warn
 from fedlightning.run.files import is_writer
 from fedlightning.run.lock import only_writer
 
@@ -58,6 +59,7 @@ class Serve(Commands):
         resume: str | None = None,
         allow_config_change: bool = False,
         allow_new_clients: bool = False,
+        allow_other_code: bool = False,
     ) -> None:
         """Train a federation whose clients are at sites: other machines, started with `fedlightning site`.
 
@@ -77,6 +79,8 @@ class Serve(Commands):
             resume: Resume an interrupted run: "last", "auto", or the folder of a run.
             allow_config_change: Resume although the configuration has changed, at the sites too.
             allow_new_clients: Resume although there are more sites or clients than before, which join the run.
+            allow_other_code: Let sites take part whose model or callbacks have other code than here, if they are started
+                with the same option.
         """
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")
@@ -91,6 +95,11 @@ class Serve(Commands):
                     f"sites={sites}, but {own / 'sites'} has keys of {len(known)}: no other can connect. Give fewer, or "
                     "make certificates for all sites."
                 )
+        if insecure and not reach.is_own(host):
+            warn(
+                f"insecure=True and host={host!r}: whoever reaches port {port} can take part under any name, and reads and "
+                "changes what is sent. Make certificates with `fedlightning certificates`, or listen on 127.0.0.1."
+            )
         if self.trainer.arguments["client_timeout"] is None:
             raise InputError(
                 "trainer.client_timeout is not set: set it to the seconds that a visit of a client may take at most, with "
@@ -105,7 +114,7 @@ class Serve(Commands):
             only_writer(home),
             _told(Board(home, sites, self._shown, known)) as board,
             programs.superlink(home, host, port, None if insecure else own, sites) as link,
-            connected(link, export == "server"),
+            connected(link, export == "server", allow_other_code),
             showing(board),
         ):
             try:
@@ -123,7 +132,7 @@ class Serve(Commands):
                     leave_nothing(self.trainer)
                 raise self._with_path(error) from error.__cause__
             if self.trainer.stopped_by is not None:
-                board.outcome = "stopped by a signal; it goes on with --resume last"
+                board.outcome = "stopped by a signal; it goes on with --resume auto"
         if is_writer():
             self._report()
         if self.trainer.stopped_by is not None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
 
 from fedlightning.commands.folders import refuse_taken
 from fedlightning.config.errors import InputError
 from fedlightning.config.parsing import FederatedCLI
+from fedlightning.datamodules import FederatedDataModule, NaturalPartitioner, Partitioned
 from fedlightning.engines.flower import certificates as files
 from fedlightning.engines.flower import programs, reach
 from fedlightning.engines.sites.diary import Diary
 from fedlightning.engines.sites.site import Site
-from fedlightning.engines.sites.status import NAME, printable
+from fedlightning.engines.sites.status import NAME, printable, stamped
 from fedlightning.run.lock import only_writer
 from fedlightning.trainer import FederatedTrainer
 
@@ -38,12 +42,14 @@ class AtSite(FederatedCLI):
         insecure: bool = False,
         export: Literal["sites", "server"] = "sites",
         send_texts: bool = False,
+        allow_other_code: bool = False,
     ) -> None:
         """Take part in a federation with data that stay here.
 
         It starts Flower's SuperNode and trains what the server asks for, until it is stopped. The configuration is the run's,
-        with this site's own data section; the server's must be the same but for that, and is refused otherwise. Models and
-        records of the clients lie in a folder here: start the site with the same folder again after it was stopped.
+        with this site's own data section; the server's must be the same but for that, and is refused otherwise. A data module
+        that knows no clients is one client, which is called as the site is. Models and records of the clients lie in a folder
+        here: start the site with the same folder again after it was stopped.
 
         Args:
             superlink: Address of the server, host:port.
@@ -56,6 +62,8 @@ class AtSite(FederatedCLI):
                 asks for them.
             send_texts: Whether the server is sent the texts of errors here, and what modules log besides numbers. Else it is
                 told the kind of an error and a reference: the text lies under that in errors.log in the folder.
+            allow_other_code: Take part although model or callbacks have other code here than at the server, if that is
+                started with the same option.
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import without
@@ -70,7 +78,7 @@ class AtSite(FederatedCLI):
         if not insecure:
             files.needed(own, (files.CA, files.SITE, files.SIGNED))
         refuse_taken(home, "a site")
-        data = federated_data(self.datamodule, None, None, None)
+        data = federated_data(one_client(self.datamodule, name), None, None, None)
         data.prepare_data()
         data.setup("fit")  # now: data that are not there are said before anybody waits for this site
         known = here = list(data.client_ids)
@@ -80,13 +88,20 @@ class AtSite(FederatedCLI):
             if missing is not None:
                 raise InputError(f"clients: there is no client '{missing}'. The data have {', '.join(known[:20])}.")
             data = without(data, [client for client in known if client not in here])
-        site = Site(
-            name, self.trainer.blueprint(self.model), data, home, export=export == "server", send_texts=send_texts
-        )
         programs.prepare(home / "flower")
+        blueprint, may_export = self.trainer.blueprint(self.model), export == "server"
+        site = Site(
+            name,
+            blueprint,
+            data,
+            home,
+            export=may_export,
+            send_texts=send_texts,
+            allow_other_code=allow_other_code,
+        )
         stopped = False
         with only_writer(home):
-            print(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C.", flush=True)
+            print(stamped(f"Site '{name}' takes part in what {superlink} asks for. Stop it with Ctrl-C."), flush=True)
             site.diary = Diary(home, name, superlink, here)
             try:
                 take_part(site, home, superlink, None if insecure else own)
@@ -95,8 +110,22 @@ class AtSite(FederatedCLI):
             finally:
                 site.diary.end()
         if stopped:
-            print("Stopped. Start it again with the same folder.", flush=True)
+            print(stamped("Stopped. Start it again with the same folder."), flush=True)
             raise SystemExit(130)
+
+
+def one_client(data: Any, name: str) -> Any:
+    """Return a plain data module as that of one client, which is called as the site is; any other as it is.
+
+    Args:
+        data: The data module.
+        name: The site's name.
+    """
+    if not isinstance(data, LightningDataModule) or isinstance(data, FederatedDataModule):
+        return data
+    print(stamped(f"{type(data).__name__} knows no clients: all of its data are those of client '{name}'."), flush=True)
+    whole = NaturalPartitioner(groups=lambda dataset: np.full(len(dataset), name))
+    return Partitioned(data, whole, val_fraction=0.0, test_fraction=0.0)  # what it has for validation and test
 
 
 def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
@@ -126,7 +155,7 @@ def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
         if reason is not None:
             diary.connection(reason)
         else:
-            with programs.supernode(home, server, own) as answer_all:
+            with programs.supernode(home, server, own, site.name, diary.refused) as answer_all:
                 answer_all(site.answer, lives)
             lives()
             reason = reach.unreachable(server, authority)

@@ -104,7 +104,7 @@ def _settle(status: ServerStatus | OwnStatus) -> None:
 def _server(status: ServerStatus, holder: dict[str, Any] | None, now: float) -> Iterator[Text | Table]:
     run = printable(shown(Path(status.run))) if status.run else "not begun"
     yield _line("Run", f"{run}, {status.rounds_done} of {status.max_rounds} rounds finished")
-    yield _line("Server", _process(holder, status, now, "fedlightning serve ... --resume last"))
+    yield _line("Server", _process(holder, status, now, "fedlightning serve ... --resume auto"))
     if status.doing:
         yield _line("Now", printable(status.doing))
     here = sum(1 for site in status.sites if site.state == "connected")

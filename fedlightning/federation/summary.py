@@ -123,7 +123,7 @@ def describe_data(data: Description, clients: Sequence[str] | None = None) -> di
     return {
         "module": data.module,
         "partition": data.partition_name,
-        "splits": dict(data.splits),
+        "splits": {split: data.splits[split] for split in SPLITS if split in data.splits},
         "clients": describe_clients(data, data.client_ids if clients is None else clients),
         **({} if data.planted_groups is None else {"groups": data.planted_groups}),
         **({} if data.public is None else {"public": data.public}),

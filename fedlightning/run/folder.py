@@ -86,7 +86,7 @@ class RunFolder:
                 for path in (self.path / "metrics.csv", *self.path.glob("logs*")):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if (self.path / "metrics.csv").exists():
-            way_out = f", or resume it with resume='{self.path}'" if has_state(self.path) else ""
+            way_out = f", or resume it with resume='auto' or resume='{self.path}'" if has_state(self.path) else ""
             raise ValueError(
                 f"There is a run in {self.path} already. Choose another version, or leave version out{way_out}."
             )
@@ -223,6 +223,6 @@ def find_last(root: str | Path, name: str) -> Path:
     if not manifests:
         raise FileNotFoundError(
             f"There is nothing to resume: no run under {Path(root) / name} has checkpoints/last/manifest.json. "
-            "Start without resume, or give the run's folder."
+            "Start without resume, give resume='auto' to start or to go on, whichever there is, or the run's folder."
         )
     return max(manifests, key=lambda path: path.stat().st_mtime).parents[2]

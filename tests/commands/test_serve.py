@@ -7,10 +7,14 @@ import sys
 import threading
 
 import pytest
+import torch
 import yaml
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.cli import main
 from fedlightning.commands.serve import Serve
+from fedlightning.commands.site import one_client
 from fedlightning.engines.flower import reach
 from fedlightning.engines.flower.programs import Log, free_port
 from fedlightning.errors import ConfigurationError
@@ -109,6 +113,36 @@ def test_a_site_knows_its_clients_before_flower_is_asked(tmp_path, monkeypatch):
     words = ["site", "--config", "configs/sites/run.yaml", "--config", "configs/sites/data.yaml", "--superlink=x:1"]
     assert main([*words, "--name=a", "--insecure=true", f"--folder={tmp_path}", f"--data.root={tmp_path}"]) == 0
     assert told == [["cleveland"]]
+
+
+def test_no_keys_on_an_address_for_all_is_said_with_the_time(capsys, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: "2031-01-02 03:04:05 ")
+    found = said(capsys, *SERVE, "--host=0.0.0.0", "--trainer.client_timeout=null")
+    assert found.startswith("2031-01-02 03:04:05 Warning: insecure=True and host='0.0.0.0': whoever reaches port 8443")
+    assert "whoever reaches" not in said(capsys, *SERVE, "--trainer.client_timeout=null")
+
+
+class Plain(LightningDataModule):
+    """It knows nothing of clients, and makes its data anew in every setup."""
+
+    def setup(self, stage=None):
+        self.data = TensorDataset(torch.randn(20, 3), torch.arange(20) % 2)
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.data, batch_size=5)
+
+
+def test_a_plain_data_module_is_one_client_called_as_its_site(capsys):
+    data = one_client(Plain(), "basel")
+    data.prepare_data()
+    data.setup("fit")
+    assert data.client_ids == ["basel"] and data.sizes_of(["basel"]) == {"basel": (20, 20, 0)}
+    assert data.client_dataloader("basel", "train").batch_size == 4
+    assert "Plain knows no clients: all of its data are those of client 'basel'." in capsys.readouterr().out
+    assert one_client(data, "zug") is data and one_client(None, "zug") is None
 
 
 def test_a_folder_that_another_process_works_with(tmp_path, capsys):

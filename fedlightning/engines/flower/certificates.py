@@ -38,6 +38,7 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
             f"{folder} is there already. Choose a new folder, or remove that one: its keys get lost."
         )
     _check(sites)
+    folder.mkdir(parents=True, mode=0o700)
 
     def signed(
         subject: str, key: Any, issuer: str, by: Any, names: Sequence[x509.GeneralName] = ()
@@ -70,8 +71,8 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
     own = folder / "server"
     _write(own / CA, ca)
     _write(own / SERVER, certificate)
-    _write(own / KEY, server.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain), private=True)
-    _write(own / SIGN, signing.private_bytes_raw(), private=True)
+    _write(own / KEY, server.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    _write(own / SIGN, signing.private_bytes_raw())
     return [own, *(_site(folder, site, ca, signing) for site in sites)]
 
 
@@ -117,7 +118,7 @@ def _site(folder: Path, site: str, ca: bytes, signing: Any) -> Path:
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
-    _write(folder / site / SITE, private, private=True)
+    _write(folder / site / SITE, private)
     return folder / site
 
 
@@ -147,9 +148,9 @@ def _host(host: str) -> Any:
         return x509.DNSName(host)
 
 
-def _write(path: Path, content: bytes, private: bool = False) -> None:
+def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644), "wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 

@@ -23,6 +23,8 @@ from flwr.supercore.interceptors import (
 from flwr.supercore.retry import RetryInvoker, exponential
 from flwr.supercore.runtime import RuntimeHttpClient
 
+from fedlightning.engines.flower.gate import HEADER, pass_of
+
 ENTRY = "fedlightning"
 POLL = 0.2
 """Seconds between looks for a task or a reply."""
@@ -73,6 +75,21 @@ def heartbeat(client: RuntimeHttpClient, ended: Callable[[], None]) -> Callable[
     return beat
 
 
+class Pass:
+    """Shows a secret at the gate of a SuperLink.
+
+    Args:
+        secret: The secret that was shared with it.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._shown = pass_of(secret)
+
+    def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
+        context.request.headers[HEADER] = self._shown
+        return call_next(context)
+
+
 @dataclass(frozen=True)
 class Address:
     """Where a SuperLink or SuperNode is reached.
@@ -93,7 +110,7 @@ class Address:
             server_address=self.place,
             insecure=self.certificate is None,
             root_certificates=self.certificate,
-            interceptors=[RuntimeVersionHttpInterceptor(component_name=name), *interceptors],
+            interceptors=[RuntimeVersionHttpInterceptor(component_name=name), Pass(self.secret), *interceptors],
             retry_invoker=retry,
         )
 

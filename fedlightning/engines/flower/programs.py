@@ -41,15 +41,19 @@ START = 60.0
 
 
 def prepare(home: Path) -> None:
-    """Set what Flower reads from the environment, before it is imported.
+    """Set what Flower reads from the environment, before it is imported, and keep files to this user.
 
     Args:
-        home: Flower's own folder, in the place of the user's.
+        home: Flower's own folder, in the place of the user's; it lies in that of the server or the site.
 
     Raises:
         ConfigurationError: If Flower is not installed.
     """
+    os.umask(0o077)  # what is written from now on, here and by Flower, is this user's only
     home.mkdir(parents=True, exist_ok=True)
+    for folder in (home.parent, home):  # they may be older
+        with suppress(PermissionError):  # somebody else's, who has given this user a place
+            folder.chmod(0o700)
     os.environ.update(QUIET | {"FLWR_HOME": str(home)})
     try:
         import flwr  # noqa: F401
@@ -83,7 +87,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(
-    program: str, arguments: Sequence[str], port: int, log: Path, host: str = "127.0.0.1"
+    program: str, arguments: Sequence[str], port: int, log: Path, host: str = "127.0.0.1", by: Sequence[str] = ()
 ) -> Iterator[Callable[[], bool]]:
     """Run one of Flower's programs inside the block; it has its own group, and is ended with all that it started.
 
@@ -95,12 +99,14 @@ def running(
         port: Port that it listens on once it has started.
         log: File of what it says.
         host: Address that it listens on.
+        by: What runs it, if it is not run itself.
 
     Raises:
         ConfigurationError: If it does not start; its last line is told.
     """
     found = Path(sys.executable).with_name(program)
-    command = [sys.executable, "-I", "-S", "-c", GUARD, str(found) if found.exists() else program, *arguments]
+    command = [*by, program] if by else [str(found) if found.exists() else program]
+    command = [sys.executable, "-I", "-S", "-c", GUARD, *command, *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -193,7 +199,11 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
         sites: Number of sites to wait for.
     """
     path, secret = secret_file(home)
-    words = ["--host", host, "--port", str(port), "--database", str(home / "superlink.db")]
+    for old in home.glob("superlink.db*"):  # of an earlier version: models and updates went through it
+        old.unlink()
+    keys = None if own is None else own / "sites"
+    words = [str(path), "" if keys is None else str(keys), "--host", host, "--port", str(port)]
+    words += ["--database", ":flwr-in-memory:"]  # nothing that went through it is left, nor is a site unknown for ever
     words += ["--isolation", "process", "--superexec-auth-secret-file", str(path)]
     words += ["--disable-runtime-dependency-installation"]
     if own is None:
@@ -204,28 +214,33 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
         words += ["--enable-supernode-auth"]
     local = itself(host)
     with ExitStack() as stack:
-        lives = stack.enter_context(running("flower-superlink", words, port, home / "superlink.log", host))
+        by = [sys.executable, "-P", str(Path(__file__).with_name("gate.py"))]
+        lives = stack.enter_context(running("flower-superlink", words, port, home / "superlink.log", host, by))
         from fedlightning.engines.flower import connection, server, signatures
 
         address = connection.Address(f"{local}:{port}", None if own is None else str(own / files.CA), secret)
-        server.stop_runs(address)
-        if own is None:
+        if keys is None or own is None:
             link = server.FlowerLink(address, sites, lives=lives)
         else:
-            allowed = server.register(address, sorted((own / "sites").glob("*.pub")))
-            link = server.FlowerLink(address, sites, allowed, signatures.signer(own / files.SIGN), lives)
+            allowed = server.register(address, keys)
+            sign = signatures.signer(own / files.SIGN, signatures.begin(home / "began"))
+            link = server.FlowerLink(address, sites, allowed, sign, lives)
         stack.callback(link.close)
         yield link
 
 
 @contextmanager
-def supernode(home: Path, place: str, own: Path | None) -> Iterator[Any]:
+def supernode(
+    home: Path, place: str, own: Path | None, name: str = "", refused: Callable[[str], None] = print
+) -> Iterator[Any]:
     """Run a SuperNode inside the block, and give what answers its messages with a site.
 
     Args:
         home: Folder for what it keeps.
         place: Address of the SuperLink.
         own: The site's certificates and keys; `None`: without.
+        name: The site's name.
+        refused: Is told why a request is refused before the site sees it.
     """
     path, secret = secret_file(home)
     port = free_port()
@@ -241,7 +256,10 @@ def supernode(home: Path, place: str, own: Path | None) -> Iterator[Any]:
         address = connection.Address(f"127.0.0.1:{port}", None, secret)
 
         def answer_all(answer: Answer, beside: Callable[[], bool]) -> None:
-            known = answer if own is None else signatures.verified(answer, own / files.SIGNED)
+            known = answer
+            if own is not None:
+                heard = signatures.Heard(home / "heard")
+                known = signatures.verified(answer, own / files.SIGNED, name, heard, refused)
             node.serve_site(address, known, lambda: beside() and lives())
 
         yield answer_all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 import ssl
 import time
@@ -36,6 +37,19 @@ def host_and_port(place: str) -> tuple[str, int]:
             "1 to 65535 and nothing in front."
         )
     return bare, int(port)
+
+
+def is_own(host: str) -> bool:
+    """Return whether nobody but this machine reaches what listens on an address.
+
+    Example:
+        >>> is_own("127.0.0.1"), is_own("localhost"), is_own("0.0.0.0")
+        (True, True, False)
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_port(host: str, port: int) -> None:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import httpx
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.app import Message
+from flwr.common.constant import SubStatus
 from flwr.common.serde import context_from_proto, fab_to_proto, run_from_proto
 from flwr.proto.control_pb2 import (
-    ListNodesRequest,
     ListRunsRequest,
     RegisterNodeRequest,
     StartRunRequest,
-    StopRunRequest,
 )
 from flwr.proto.runtime_pb2 import PullTaskInputRequest
 from flwr.supercore.constant import TaskType
@@ -27,7 +24,8 @@ from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
-from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import push_task_output
@@ -43,13 +41,14 @@ from fedlightning.engines.flower.connection import (
     patient,
     records_of,
 )
+from fedlightning.engines.flower.gate import public_keys
 from fedlightning.engines.sites.link import LostConnectionError
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.wire import write
 
 MESSAGE_TYPE = "train"
 FOREVER = 10 * 365 * 24 * 3600.0
-ENDED = "The SuperLink has ended; its log says why. Go on with --resume last."
+ENDED = "The SuperLink has ended; its log says why. Go on with --resume auto."
 R = TypeVar("R")
 
 
@@ -60,7 +59,7 @@ class FlowerLink:
         address: The SuperLink's address.
         expected: Number of sites without which no run begins.
         allowed: Names of the sites that may take part, by the ids of their nodes; `None`: all that are connected.
-        sign: Signs a request.
+        sign: Signs a request to the site of a name.
         lives: Whether the SuperLink runs.
 
     Attributes:
@@ -72,7 +71,7 @@ class FlowerLink:
         address: Address,
         expected: int,
         allowed: Mapping[int, str] | None = None,
-        sign: Callable[[bytes], bytes] = lambda request: request,
+        sign: Callable[[str, bytes], bytes] = lambda to, request: request,
         lives: Callable[[], bool] = lambda: True,
     ) -> None:
         self.expected = expected
@@ -101,6 +100,8 @@ class FlowerLink:
         certificate = None if address.certificate is None else open(address.certificate, "rb").read()  # noqa: SIM115
         self._grid = HttpGrid(address.place, certificate is None, certificate, token=token)
         self._grid._retry_invoker = retry
+        guard = RuntimeTokenHttpInterceptor(token)  # its own client knows nothing of the gate
+        self._grid._client = address.client(RuntimeHttpClient, guard, name="flwr-serverapp", retry=retry)
         self._client = self._grid._runtime_client  # the interface that Flower's own runner uses
         self._heart = HeartbeatSender(heartbeat(self._client, self._end))
         self._heart.start()
@@ -135,14 +136,28 @@ class FlowerLink:
         except httpx.TransportError as error:
             if not self._lives():
                 raise LostConnectionError(ENDED) from None
-            raise LostConnectionError(f"The SuperLink does not answer ({error}). Go on with --resume last.") from error
-        warn(
-            "The SuperLink has not heard of this process for a minute or longer (asleep, or the machine is too busy) and has "
-            "given the connection up. Another is begun, and sites are asked again for what was on the way."
-        )
+            raise LostConnectionError(f"The SuperLink does not answer ({error}). Go on with --resume auto.") from error
+        warn(f"{self._cause()} Another is begun, and sites are asked again for what was on the way.")
         self._close(says=False)
         self._connect()
         return otherwise
+
+    def _cause(self) -> str:
+        """Return why the SuperLink knows this process no more."""
+        status = None
+        with suppress(httpx.HTTPError):
+            status = self._control.ListRuns(ListRunsRequest(run_id=self._grid.run.run_id)).run_dict.get(
+                self._grid.run.run_id
+            )
+        if status is not None and status.status.sub_status == SubStatus.STOPPED:
+            return (
+                "The run of Flower was stopped, and not by this process: another one can read the file 'secret' in the "
+                "server's folder, which is for this user only."
+            )
+        return (
+            "The SuperLink has not heard of this process for a minute or longer (asleep, or the machine is too busy) and has "
+            "given the connection up."
+        )
 
     def nodes(self) -> list[str]:
         if not self._lives():
@@ -160,7 +175,7 @@ class FlowerLink:
         return None if self._allowed is None else self._allowed.get(int(node))
 
     def send(self, node: str, request: bytes) -> str:
-        content = records_of(self._sign(request))
+        content = records_of(self._sign(self.owner(node) or "", request))
 
         def push() -> str | None:
             message = Message(content, dst_node_id=int(node), message_type=MESSAGE_TYPE, ttl=FOREVER)
@@ -184,9 +199,11 @@ class FlowerLink:
             if lost:
                 return [(name, write({"lost": ""})) for name in lost]
             pulled: list[Message] = []
-            if waiting:
-                pulled = self._ask(lambda: list(self._grid.pull_messages(list(waiting))), pulled)
-            found = [self._read(message) for message in pulled]
+            if waiting:  # and what is waited for no more: it would lie in the SuperLink's memory until the run ends
+                pulled = self._ask(lambda: list(self._grid.pull_messages(list(self._sent))), pulled)
+            read = [self._read(message) for message in pulled]
+            self._sent.difference_update(name for name, _ in read)
+            found = [(name, content) for name, content in read if name in waiting]
             if found or time.monotonic() > ends:
                 return found
             time.sleep(POLL)
@@ -213,28 +230,18 @@ class FlowerLink:
         self._control.close()
 
 
-def stop_runs(address: Address) -> None:
-    """Stop what runs on a SuperLink: a server that was killed has left its run there."""
+def register(address: Address, folder: Path) -> dict[int, str]:
+    """Let sites connect; return their names by node.
+
+    Args:
+        address: The SuperLink's address.
+        folder: Has a file NAME.pub for each.
+    """
     control = address.client(ControlHttpClient, name="flwr CLI", retry=patient())
     try:
-        for run_id, run in control.ListRuns(ListRunsRequest()).run_dict.items():
-            if run.status.status != "finished":
-                control.StopRun(StopRunRequest(run_id=run_id))
-    finally:
-        control.close()
-
-
-def register(address: Address, keys: Sequence[Path]) -> dict[int, str]:
-    """Let sites with these public keys connect; return the names of the sites, which those of the files are, by node."""
-    control = address.client(ControlHttpClient, name="flwr CLI", retry=patient())
-    try:
-        known = {node.public_key: node.node_id for node in control.ListNodes(ListNodesRequest()).nodes_info}
-        found: dict[int, str] = {}
-        for path in keys:
-            key = load_ssh_public_key(path.read_bytes())
-            content = public_key_to_bytes(cast(EllipticCurvePublicKey, key))
-            made = known.get(content) or control.RegisterNode(RegisterNodeRequest(public_key=content)).node_id
-            found[int(made)] = path.stem
-        return found
+        return {
+            int(control.RegisterNode(RegisterNodeRequest(public_key=key)).node_id): name
+            for name, key in public_keys(folder).items()
+        }
     finally:
         control.close()

@@ -6,10 +6,9 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
-from typing import Any, get_args
+from typing import Any
 
 from fedlightning.engines.sites.window import MOST
-from fedlightning.visit.description import Part
 
 TEXT = 256
 """Characters of a name in a request, such as a tag or a model's key."""
@@ -70,7 +69,6 @@ def _is_word(value: Any) -> bool:
 
 
 _NUMBER = when(lambda here, value: _is_word(value), "it is a name of letters and digits")
-_PARTS = all_in(lambda here: get_args(Part), "it names what a site tells of its data")
 ENVELOPES: dict[str, dict[str, Rule]] = {
     "hello": {
         "run": when(
@@ -96,8 +94,19 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
         ),
         "export": YES_OR_NO,
         "template": when(lambda here, value: isinstance(value, dict), "it holds the weights that the run begins with"),
-        "parts": _PARTS,
+        "code": when(
+            lambda here, value: (
+                isinstance(value, dict)
+                and len(value) <= NAMES
+                and all(
+                    is_text(top) and isinstance(files, dict) and len(files) <= NAMES for top, files in value.items()
+                )
+                and all(is_text(word) for files in value.values() for pair in files.items() for word in pair)
+            ),
+            "it says which files the code of the server has",
+        ),
     },
+    "turned away": {"why": when(lambda here, value: type(value) is str, "it is a sentence")},
     "tasks": {
         "tasks": when(
             lambda here, value: isinstance(value, list) and len(value) <= MOST, f"it is a list of at most {MOST}"
@@ -106,7 +115,7 @@ ENVELOPES: dict[str, dict[str, Rule]] = {
             lambda here, value: isinstance(value, int | float) and 0 <= value < math.inf, "it is a number of seconds"
         ),
     },
-    "describe": {"leave_out": TEXTS, "parts": _PARTS},
+    "describe": {"leave_out": TEXTS},
     "ping": {},
     "task": {
         "task": lambda here, value: None,  # the site looks at its kind, and RULES at the rest

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlightning.engines.sites.meeting import Meeting
-from fedlightning.engines.sites.status import NAME, ServerStatus, SiteStatus, StatusFile, of_clients, printable
+from fedlightning.engines.sites.status import NAME, ServerStatus, SiteStatus, StatusFile, of_clients, printable, stamped
 
 Doing = Mapping[str, tuple[str, int | None]]
 """What each site does that has something to do, by its name, and the round of that."""
@@ -35,7 +35,7 @@ class Run:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # a progress bar on the terminal makes room for it
+    print(stamped(text), file=sys.stderr, flush=True)  # a progress bar on the terminal makes room for it
 
 
 class Board:

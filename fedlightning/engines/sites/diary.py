@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlightning.engines.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable
+from fedlightning.engines.sites.status import LISTED, OwnStatus, StatusFile, of_clients, printable, stamped
 from fedlightning.engines.sites.words import VERBS, in_words
 from fedlightning.federation.engine import Visit
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    print(stamped(text), flush=True)
 
 
 class Diary:
@@ -52,13 +52,29 @@ class Diary:
         Args:
             reason: Why it is not; `None`: it is.
         """
-        status, state = self.status, "connected" if reason is None else "not connected"
+        self._state("connected" if reason is None else "not connected", reason)
+
+    def turned_away(self, reason: str) -> None:
+        """Note that the server does not let this site take part.
+
+        Args:
+            reason: Why, as the server says.
+        """
+        self._state("refused", printable(reason))
+
+    def _state(self, state: str, reason: str | None) -> None:
+        status = self.status
         if (state, reason or "") == (status.state, status.reason):
             return
         if state != status.state or status.since is None:
             status.since = self._clock()
         status.state, status.reason = state, reason or ""
-        self._say(f"Connected to {status.server}." if reason is None else f"{reason} Trying again until it works.")
+        if reason is None:
+            self._say(f"Connected to {status.server}.")
+        elif state == "refused":
+            self._say(f"{status.server} does not let this site take part: {reason}.")
+        else:
+            self._say(f"{reason} Waiting: it is tried again until it works.")
         self.write()
 
     def joined(self, run: str, leaves: str = "") -> None:

@@ -7,18 +7,19 @@ Nothing is pickled on the way. A client's record stays at its site; the server k
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.public_only import public_facts
+from fedlightning.engines.sites import code
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.answers import fault, is_note, is_version
 from fedlightning.engines.sites.board import Doing, board_of
 from fedlightning.engines.sites.link import Link
 from fedlightning.engines.sites.meeting import SENTENCE, Meeting, Reply
-from fedlightning.engines.sites.status import printable
+from fedlightning.engines.sites.status import printable, stamped
 from fedlightning.engines.sites.store import SiteStore
 from fedlightning.engines.sites.window import BUDGET, Entry, Window
 from fedlightning.engines.sites.words import in_words
@@ -33,8 +34,8 @@ from fedlightning.visit.runner import LocalRunner
 
 POLL = 1.0
 """Seconds between looks at who is connected and who takes too long."""
-PARTS = get_args(Part)
-"""What a site tells of its data when it is greeted: all that a run asks for."""
+NOTICE = 15.0
+"""Seconds that a site has to take note of why it is refused, before the server ends."""
 PATIENCE = 600.0
 """Seconds that all sites have to answer before round 1."""
 
@@ -49,6 +50,7 @@ class SitesEngine(Engine):
         store: The versions of the clients' records.
         link: The connection.
         export: Whether the clients' models are sent to the server when the run ends.
+        allow_other_code: Whether a site may have other code under the same names, if it allows that too.
     """
 
     data_here = False
@@ -59,11 +61,15 @@ class SitesEngine(Engine):
         "share of the clients' samples (public=0.1) cannot be everybody's where data do not leave their sites."
     )
 
-    def __init__(self, runner: LocalRunner, store: SiteStore, link: Link, export: bool = False) -> None:
+    def __init__(
+        self, runner: LocalRunner, store: SiteStore, link: Link, export: bool = False, allow_other_code: bool = False
+    ) -> None:
         super().__init__(runner, store)
         self.brings_models = export
         self.versions = store
         self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
+        self.meeting.allow_other_code = allow_other_code
+        self._code = code.of_blueprint(runner.blueprint)
         self.board = board_of(link.expected)
         self._wanted = link.expected
         self._waits_for = ""  # what keeps the run from its beginning, for the board
@@ -93,6 +99,7 @@ class SitesEngine(Engine):
             "stage": self._stage,
             "left_out": list(self._left_out),
             "public": self._public,
+            "code": self._code,
             "export": self.brings_models,
         }
 
@@ -108,7 +115,7 @@ class SitesEngine(Engine):
 
     def _hello(self) -> dict[str, Any]:
         session, weights = self._session(), module_state(self.runner.blueprint.template)
-        return {"do": "hello", "session": session, "template": weights, "parts": list(PARTS), **self._about()}
+        return {"do": "hello", "session": session, "template": weights, **self._about()}
 
     def _known(self, session: str) -> Description | None:
         return self._merged[1] if self._merged is not None and self._merged[0] == session else None
@@ -121,7 +128,7 @@ class SitesEngine(Engine):
         said = ""
         while len(self.meeting.names) < self._wanted:
             if (waits := self.meeting.waits(self._wanted)) != said:
-                rank_zero_info(said := waits)
+                rank_zero_info(stamped(said := waits))
             self._waits_for = f"waits for sites: {len(self.meeting.names)} of {self._wanted} are here"
             self._listen()
         self._waits_for = ""
@@ -134,12 +141,12 @@ class SitesEngine(Engine):
     def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
         """Describe the clients' data; they stay the same in a session, in whose greeting every site has told of its own."""
         if leave_out:
-            return self._merge(self._ask_all({"do": "describe", "leave_out": list(leave_out), "parts": list(parts)}))
+            return self._merge(self._ask_all({"do": "describe", "leave_out": list(leave_out)}))
         session = self._session()
         known = self._known(session)
         if known is None:
             found = self._ask_all(
-                {"do": "describe", "leave_out": [], "parts": list(PARTS)},
+                {"do": "describe", "leave_out": []},
                 lambda: {name: told for name, (when, told) in self.meeting.told.items() if when == session},
             )
             known = self._merge(found)
@@ -170,8 +177,10 @@ class SitesEngine(Engine):
         self.meeting.greet()
         found = self.meeting.receive(POLL)
         self.board.look(self.meeting, self._doing, self._waits_for)
-        for node in self.meeting.refused:
-            raise ConfigurationError(f"The run does not begin: {self.meeting.why(node)}")
+        for node in list(self.meeting.refused):
+            why = self.meeting.why(node)
+            self.meeting.tell(NOTICE)
+            raise ConfigurationError(f"The run does not begin: {why}")
         return found
 
     def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
@@ -219,7 +228,7 @@ class SitesEngine(Engine):
     def beside(self, runner: LocalRunner) -> Engine:
         raise ConfigurationError(
             "engine='flower' does not onboard new clients. Start a site that has them, and resume the run with "
-            "`fedlightning serve --resume last --allow_new_clients true`: they join it."
+            "`fedlightning serve --resume auto --allow_new_clients true`: they join it."
         )
 
     def ask(self, task: Task[Answer]) -> Answer:

@@ -93,26 +93,28 @@ class Loopback:
         return []
 
 
-_current: list[tuple[Link, bool]] = []
+_current: list[tuple[Link, bool, bool]] = []
 
 
 @contextmanager
-def connected(link: Link, export: bool = False) -> Iterator[Link]:
+def connected(link: Link, export: bool = False, allow_other_code: bool = False) -> Iterator[Link]:
     """Let trainers with `engine="flower"` that are fitted inside the block reach their sites over a connection.
 
     Args:
         link: The connection.
         export: Ask for the clients' models when the run ends; every site must allow it.
+        allow_other_code: Let sites take part that have other code under the same names, and allow it.
     """
-    _current.append((link, export))
+    about = (link, export, allow_other_code)
+    _current.append(about)
     try:
         yield link
     finally:
-        _current.remove((link, export))
+        _current.remove(about)
 
 
-def current() -> tuple[Link, bool]:
-    """Return the connection of this process, and whether clients' models are asked for.
+def current() -> tuple[Link, bool, bool]:
+    """Return the connection of this process, whether clients' models are asked for, and whether other code is allowed.
 
     Raises:
         ConfigurationError: If there is none.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from fedlightning.engines.sites.agreement import versions
+from fedlightning.engines.sites.greeting import CODE
 from fedlightning.engines.sites.link import Link
 from fedlightning.engines.sites.status import NAME, printable
 from fedlightning.errors import warn
+from fedlightning.visit.description import Description
 from fedlightning.wire import Limits, WireError, read, write
 
 PING = 10.0
@@ -56,6 +58,7 @@ class Meeting:
         refused: Why a node does not take part.
         since: When each site that is here came, or came anew, by its name; seconds since 1970.
         heard: When each site last answered, by its name.
+        allow_other_code: Whether a site may have other code under the same names.
     """
 
     link: Link
@@ -71,6 +74,7 @@ class Meeting:
     refused: dict[str, str] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
+    allow_other_code: bool = False
     _replaced: dict[str, str] = field(default_factory=dict)  # by node: a site that is here by another node now
     _lost: list[Reply] = field(default_factory=list)  # to return with the next ones
     _greeted: dict[str, str] = field(default_factory=dict)  # the session that a node knows
@@ -78,6 +82,7 @@ class Meeting:
     _offered: dict[str, str] = field(default_factory=dict)  # the session of a hello, by number
     _pings: dict[str, str] = field(default_factory=dict)
     _sent: dict[str, str] = field(default_factory=dict)  # other requests
+    _notices: dict[str, str] = field(default_factory=dict)  # what sites that are refused are told
     _heard: dict[str, float] = field(default_factory=dict)  # when something was last sent to or came from a node
 
     def is_ready(self, node: str | None) -> bool:
@@ -107,6 +112,7 @@ class Meeting:
         self.refused = {node: why for node, why in self.refused.items() if node in nodes}  # it may come back mended
         here = set(self.names.values())
         self._replaced = {node: name for node, name in self._replaced.items() if name in here}
+        self._notices = {number: node for number, node in self._notices.items() if node in nodes}
         for number, node in list(self._hellos.items()):
             if node not in nodes:
                 del self._hellos[number], self._offered[number]
@@ -137,7 +143,9 @@ class Meeting:
             timeout: Seconds to wait for one, at most.
         """
         found: list[Reply] = []
-        for number, data in self.link.receive({*self._hellos, *self._pings, *self._sent}, timeout):
+        for number, data in self.link.receive({*self._hellos, *self._pings, *self._sent, *self._notices}, timeout):
+            if self._notices.pop(number, None) is not None:
+                continue
             node = self._hellos.get(number) or self._pings.get(number) or self._sent.get(number)
             if node is None:
                 continue
@@ -173,6 +181,17 @@ class Meeting:
             del self._sent[number]
         return [Reply(node, number, {"unknown": ""}) for number in lost]
 
+    def tell(self, timeout: float) -> None:
+        """Wait until sites that are refused have been told why.
+
+        Args:
+            timeout: Seconds to wait for that, at most.
+        """
+        ends = self.clock() + timeout
+        while self._notices and self.clock() < ends:
+            self.greet()
+            self.receive(min(timeout, 1.0))
+
     def forget(self, number: str) -> None:
         """Wait for a reply no more."""
         self._sent.pop(number, None)
@@ -199,6 +218,7 @@ class Meeting:
         reason = content.get("refused")
         if isinstance(answer, dict) and isinstance(answer.get("name"), str) and _is_names(answer.get("clients")):
             reason = self._objection(node, answer["name"], answer["clients"]) or self._others(session, answer)
+            reason = reason or self._other_code(answer["name"], answer.get("other_code"))
             if reason is None:
                 if answer["name"] not in self.clients:
                     self._compare_versions(answer["name"], answer.get("versions"))
@@ -211,6 +231,9 @@ class Meeting:
                 self.refused.pop(node, None)
                 return
         self.refused[node] = f"{session} {reason or 'it does not say who it is'}"
+        if "refused" not in content:  # else it knows
+            asked = {"do": "turned away", "session": session, "why": self.why(node)}
+            self._notices[self._post(node, asked)] = node
         warn(f"A site does not take part: {self.why(node)}")
 
     def _compare_versions(self, name: str, theirs: Any) -> None:
@@ -247,12 +270,29 @@ class Meeting:
         """Return why a site cannot come back with these data: the run has begun with others."""
         since, told = self.relied
         own = told.get(answer["name"]) if since == session else None
-        if own is None or answer.get("data") is None or answer["data"] == own:
+        if own is None or answer.get("data") is None or self._compared(answer["data"]) == self._compared(own):
             return None
         return (
-            f"site '{answer['name']}' comes back with other clients or data than those with which it began this run: start "
-            "it with the same data section and the same files as before"
+            f"site '{answer['name']}' comes back with other clients or data than those with which it began this run, or with "
+            "other code of its data module: start it with the same data section and the same files as before"
         )
+
+    def _compared(self, told: Any) -> Any:
+        if not self.allow_other_code or not isinstance(told, Description):
+            return told
+        return replace(told, splits={part: one for part, one in told.splits.items() if part != CODE})
+
+    def _other_code(self, name: str, told: Any) -> str | None:
+        """Return why a site cannot take part that has other code than this server, by its own account."""
+        if not told:
+            return None
+        some = printable("; ".join(map(str, told[:5])) if isinstance(told, list) else told, SENTENCE)
+        if not self.allow_other_code:
+            return (
+                f"site '{name}' has other code than the server ({some}): start the server with --allow_other_code true"
+            )
+        warn(f"Site '{name}' has other code than the server ({some}), which is allowed here and there.")
+        return None
 
     def _enter(self, node: str, name: str) -> None:
         """Let a site in. One that has started anew may be connected by its old node for a while: that one is let go."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import LightningDataModule
+
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.base import FederatedDataModule
 from fedlightning.datamodules.public_only import public_facts
+from fedlightning.engines.sites import code
 from fedlightning.engines.sites.agreement import agreement, versions
 from fedlightning.engines.sites.asked import ENVELOPES, fault_of_request
 from fedlightning.engines.sites.bounds import REPEATS, Here, fault, out_of_turn
 from fedlightning.engines.sites.diary import Diary
+from fedlightning.engines.sites.greeting import PARTS, leaving, own_key
 from fedlightning.engines.sites.records import Records
 from fedlightning.engines.sites.texts import Texts
 from fedlightning.errors import ConfigurationError
@@ -52,12 +56,16 @@ class Session:
         key: A hash of all of it; every request names it.
         run: Name of the run, under which records are kept.
         runner: Opens, fits and scores the site's clients.
+        public: Whether the server has public data.
+        other_code: Where its code is another than the server's, if that is allowed.
         told: What it has told of its data when it was greeted.
     """
 
     key: str
     run: str
     runner: LocalRunner
+    public: bool = False
+    other_code: Collection[str] = ()
     told: Description | None = None
 
 
@@ -73,6 +81,7 @@ class Site:
         export: Whether clients' models may be sent to the server when a run ends.
         send_texts: Whether the texts of errors leave, and what modules log besides numbers; else the kind and a reference.
         clock: Seconds; a test brings its own.
+        allow_other_code: Take part although the server has other code under the same names, if it allows that too.
 
     Attributes:
         diary: Is told what happens here, for people.
@@ -90,8 +99,11 @@ class Site:
         export: bool = False,
         send_texts: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        allow_other_code: bool = False,
     ) -> None:
         self.name = name
+        self._code, self._allow_other_code = code.of_blueprint(blueprint), allow_other_code  # now: what was imported
+        self._data_code, self._key = code.digest(code.of_objects([data, *_within(data)])), own_key(folder / "key")
         self.records = Records(folder / "records")
         self.texts = Texts(folder, send_texts)
         self._folder = folder
@@ -129,6 +141,11 @@ class Site:
             raise RefusedError(f"it asks to {asked['do']!r:.40}, which no site does.")
         if asked["do"] == "hello":
             return write(self._hello(asked))
+        if asked["do"] == "turned away":
+            _refuse(fault_of_request("turned away", asked))
+            if self.diary is not None:
+                self.diary.turned_away(asked["why"])
+            return write({"answer": None})
         session = self._session
         if session is None or session.key != asked["session"]:
             return write({"unknown": asked["session"]})
@@ -138,7 +155,7 @@ class Site:
             _refuse(fault_of_request("describe", asked))
             here = {*session.runner.data.client_ids}  # others are left out where they are
             leave_out = [client for client in _texts(asked, "leave_out") if client in here]
-            return write({"answer": session.runner.describe(leave_out, _texts(asked, "parts"))})
+            return write({"answer": self._told(session.runner.describe(leave_out, PARTS), session)})
         return write({"answer": None})
 
     # -- a run -------------------------------------------------------------------------------------------------------
@@ -152,15 +169,16 @@ class Site:
             self._session = self._open(asked)
             if self.diary is not None:
                 self.diary.joined(self._session.run, self._leaves(self._session.runner))
-        session, parts = self._session, _texts(asked, "parts")
-        if session.told is None and parts:
-            session.told = session.runner.describe(parts=parts)
+        session = self._session
+        if session.told is None:
+            session.told = self._told(session.runner.describe(parts=PARTS), session)
         return {
             "answer": {
                 "name": self.name,
                 "clients": list(session.runner.data.client_ids),
                 "data": session.told,
                 "versions": versions(),
+                "other_code": list(session.other_code),
             }
         }
 
@@ -169,6 +187,9 @@ class Site:
         told = sorted({str(runner.leaving(client)) for client in runner.data.client_ids})
         allowed = {"the models": self._export, "the texts of errors": self.texts.allowed}
         return ", or ".join(told) + "".join(f"; {what}" for what, yes in allowed.items() if yes)
+
+    def _told(self, found: Description, session: Session) -> Description:
+        return leaving(found, self._key, self._data_code, session.public)
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)
@@ -188,6 +209,13 @@ class Site:
                 f"the server asks for the models of the clients (export='server'), and site '{self.name}' does not give "
                 "them away. Start the site with --export server to allow it, or the server without."
             )
+        other = code.differences(asked["code"], self._code)
+        if other and not self._allow_other_code:
+            raise RefusedError(
+                f"the server's code is not that of site '{self.name}': {'; '.join(other[:5])}"
+                f"{f' and {len(other) - 5} more' if len(other) > 5 else ''}. Install the same on both, or start both with "
+                "--allow_other_code true."
+            )
         stage = asked["stage"]
         blueprint = Blueprint(
             copy.deepcopy(self._blueprint.template),
@@ -205,7 +233,7 @@ class Site:
         runner.leave_out([client for client in _texts(asked, "left_out") if client in known])
         self._given.clear()
         self._trained.clear()
-        return Session(asked["session"], asked["run"], runner)
+        return Session(asked["session"], asked["run"], runner, asked.get("public") is not None, other)
 
     def _compare_public(self, theirs: Any) -> None:
         """Refuse public data that are not those of the server.
@@ -305,6 +333,14 @@ class Site:
 def _refuse(reason: str | None) -> None:
     if reason is not None:
         raise RefusedError(f"{reason}.")
+
+
+def _within(data: Any) -> Iterator[Any]:
+    """Yield the data modules and data sets that a data module holds."""
+    for value in list(getattr(data, "__dict__", {}).values()):
+        if isinstance(value, LightningDataModule):
+            yield value
+            yield from _within(value)
 
 
 def _texts(asked: Mapping[str, Any], name: str) -> Collection[Any]:

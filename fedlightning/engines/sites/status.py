@@ -44,6 +44,11 @@ def printable(text: object, limit: int = REASON) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
+def stamped(text: str) -> str:
+    """Return a line for the terminal with the time of this machine in front."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}"
+
+
 def of_clients(clients: Sequence[str]) -> str:
     """Return clients in words.
 
@@ -127,9 +132,9 @@ class OwnStatus:
         started: When it was started.
         written: When this was written.
         clients: Its clients.
-        state: `"connected"`, `"not connected"` or `"ended"`.
+        state: `"connected"`, `"not connected"`, `"refused"` by its server, or `"ended"`.
         since: When that began.
-        reason: Why it is not connected.
+        reason: Why it is not connected, or refused.
         run: Name of the run that it takes part in.
         run_since: When it joined that.
         doing: What it does now.

@@ -212,7 +212,10 @@ def site(cases: dict[str, Case], home: Path, name: str, port: int) -> None:
 
     node.POLL = POLL
     while True:  # a SuperNode ends where the SuperLink does not know it yet
-        with supernode(home / name, f"127.0.0.1:{port}", home / "certificates" / name) as take_part, without_pickle():
+        with (
+            supernode(home / name, f"127.0.0.1:{port}", home / "certificates" / name, name) as take_part,
+            without_pickle(),
+        ):
             take_part(answer, lambda: True)
 
 

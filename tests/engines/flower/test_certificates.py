@@ -15,7 +15,7 @@ from fedlightning.cli import main
 from fedlightning.engines.flower import certificates
 from fedlightning.engines.flower.certificates import add, make
 from fedlightning.engines.flower.reach import check_certificate
-from fedlightning.engines.flower.signatures import signer, verified
+from fedlightning.engines.flower.signatures import Heard, signer, verified
 from fedlightning.errors import ConfigurationError
 
 
@@ -38,8 +38,8 @@ def test_a_site_that_comes_later_has_what_the_others_have(made: Path) -> None:
     assert after["c/ca.pem"] == after["a/ca.pem"] and after["c/sign.pub"] == after["a/sign.pub"]
     assert len({after[f"{site}/site.key"] for site in "abc"}) == 3
     assert stat.S_IMODE((made / "c" / "site.key").stat().st_mode) == 0o600
-    echoed = verified(lambda request: request, made / "c" / "sign.pub")
-    assert echoed(signer(made / "server" / "sign.key")(b"request")) == b"request"
+    echoed = verified(lambda request: request, made / "c" / "sign.pub", "c", Heard(made / "heard"))
+    assert echoed(signer(made / "server" / "sign.key", 1)("c", b"request")) == b"request"
 
 
 def test_the_server_reaches_itself_whatever_the_sites_call_it(tmp_path: Path) -> None:

@@ -144,7 +144,13 @@ def public_data(batch_size: int | None = None) -> PublicDataModule:
 
 
 def at_sites(
-    line: Line, root: Path, algorithm: Any = None, public: bool = False, export: bool = False, **arguments: Any
+    line: Line,
+    root: Path,
+    algorithm: Any = None,
+    public: bool = False,
+    export: bool = False,
+    allow_other_code: bool = False,
+    **arguments: Any,
 ) -> FederatedTrainer:
     """Run a federation whose clients are at sites, and return its trainer; `public`: the server has public data."""
     make = SitesEngine.__init__
@@ -153,7 +159,7 @@ def at_sites(
         make(engine, *parts)
         engine.attempts.clock = lambda: line.now
 
-    with connected(line, export), without_pickle():
+    with connected(line, export, allow_other_code), without_pickle():
         SitesEngine.__init__ = on_the_clock  # type: ignore[method-assign]
         try:
             given = RUN | {"client_timeout": 30.0} | arguments

@@ -219,7 +219,7 @@ HELLO: dict[str, list[Any]] = {
     "public": [3, {}, {"samples": 1, "batch_size": 1, "content": "x"}],
     "export": [True, None, "sites"],
     "template": [None, 3, {}, {"body.0.weight": torch.zeros(1)}],
-    "parts": [None, ["all"], [LONG], [3]],
+    "code": [None, 3, {}, {"x": 3}, {"x": {"y": 3}}, {LONG: {}}, {"fedlightning": {"": "0"}}],
 }
 TASK: dict[str, list[Any]] = {
     "task": [None, 3, {}, [1]],
@@ -233,6 +233,8 @@ def test_every_part_of_a_request_has_a_rule(running):
     assert set(ENVELOPES["hello"]) == set(HELLO) and set(ENVELOPES["task"]) == set(TASK)
     for asked in running[2]:  # an honest server's requests have these parts and no others
         assert set(asked) - {"do", "session"} == set(ENVELOPES[asked["do"]])
+    assert said(running[0], {"do": "turned away", "session": "", "why": "x"}) == {"answer": None}
+    for asked in running[2]:
         assert all(set(one) == set(ENVELOPES["task"]) for one in asked.get("tasks", []))
 
 
@@ -240,12 +242,13 @@ def test_every_part_of_a_request_has_a_rule(running):
 def test_a_hostile_greeting_is_refused_and_nothing_is_written(tmp_path, running, part, capfd):
     hello = next(asked for asked in running[2] if asked["do"] == "hello")
     site = a_site(tmp_path / "in" / "site", SHARES[0], FedPer())
+    before = files(tmp_path)
     for number, value in enumerate(HELLO[part]):
         reply = said(site, {**hello, "session": f"s{number}", part: value})
         assert "refused" in reply, f"{part}={value!r:.80}"
         assert "unknown" in said(site, {"do": "ping", "session": f"s{number}"})
     assert "refused" in said(site, {**hello, "more": 1, "session": "more"})
-    assert not files(tmp_path) and "Traceback" not in "".join(capfd.readouterr())
+    assert files(tmp_path) == before and "Traceback" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("part", TASK)
@@ -268,9 +271,10 @@ def test_a_hostile_part_of_a_task_is_refused(running, part, capfd):
             lambda session, budget=budget: {"do": "tasks", "session": session, "tasks": [], "budget": budget}
             for budget in (math.nan, math.inf, -1, "x", None)
         ),
-        lambda session: {"do": "describe", "session": session, "leave_out": [LONG], "parts": []},
+        lambda session: {"do": "describe", "session": session, "leave_out": [LONG]},
         lambda session: {"do": "describe", "session": session, "leave_out": [], "parts": ["all"]},
-        lambda session: {"do": "describe", "session": session, "leave_out": 3, "parts": []},
+        lambda session: {"do": "turned away", "session": session, "why": 3},
+        lambda session: {"do": "describe", "session": session, "leave_out": 3},
     ],
 )
 def test_other_hostile_requests_are_refused(running, request_of):

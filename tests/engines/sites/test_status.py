@@ -14,6 +14,7 @@ from fedlightning.errors import ConfigurationError
 from fedlightning.federation.failures import ClientFailedError
 from fedlightning.messages import Update
 from fedlightning.run.files import UnreadableError
+from fedlightning.wire import read as packed
 from fedlightning.wire import write
 from tests.engines.sites.helpers import SHARES, Line, a_site, at_sites, changed, sites
 from tests.engines.sites.test_failures import updates_of, visits_of
@@ -135,6 +136,40 @@ def test_two_sites_of_one_name_are_refused(tmp_path):
     parts["1"].name = NAMES[0]
     with pytest.raises(ConfigurationError, match="another site is here under the name"):
         at_sites(Line(parts), tmp_path / "server")
+
+
+def test_a_site_that_the_server_refuses_is_told_why(tmp_path):
+    """At its own terminal and in its own file, before the server ends; what it is told does nothing to the terminal."""
+    parts, said = sites(tmp_path / "sites"), []
+    parts["1"].name = NAMES[0]
+    parts["1"].diary = Diary(tmp_path, "basel", "fl:1", SHARES[1], say=said.append)
+    with pytest.raises(ConfigurationError, match="another site is here under the name"):
+        at_sites(Line(parts), tmp_path / "server")
+    assert said[-1].startswith(
+        "fl:1 does not let this site take part: another site is here under the name 'home of site0'"
+    )
+    found = read(tmp_path)
+    assert found.state == "refused" and "another site is here" in found.reason
+    parts["1"].answer(write({"do": "turned away", "session": "", "why": "x\x1b[2J"}))
+    assert said[-1] == "fl:1 does not let this site take part: x\\x1b[2J."
+
+
+def test_a_refused_site_that_hears_nothing_is_not_waited_for_for_ever(tmp_path):
+    parts = sites(tmp_path / "sites")
+    parts["1"].name = NAMES[0]
+    line = Line(parts)
+    line.watch = lambda node, data: None if packed(data).get("do") == "turned away" else data
+    with pytest.raises(ConfigurationError, match="another site is here under the name"):
+        at_sites(line, tmp_path / "server")
+    assert 10.0 < line.now < 60.0
+
+
+def test_lines_have_the_time_in_front(capsys, monkeypatch):
+    monkeypatch.setattr("time.strftime", lambda form: "2031-01-02 03:04:05")
+    Diary(None, "basel", "fl:1").connection(None)
+    Board(None, 1)._say("Site 'basel' is gone.")
+    out, err = capsys.readouterr()
+    assert out == "2031-01-02 03:04:05 Connected to fl:1.\n" and err == "2031-01-02 03:04:05 Site 'basel' is gone.\n"
 
 
 def test_a_site_that_started_anew_does_not_count_twice(tmp_path):
