@@ -15,6 +15,7 @@ from torch.optim import SGD
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Message,
@@ -152,7 +153,7 @@ class DSFL(FederatedCallback):
         """Declare ids to predict, ids and targets to distil down, probabilities up."""
         return Wire(
             down={"predict": (-1,), "ids": (-1,), "targets": (-1, -1)},
-            up={"probabilities": (-1, -1)},
+            up={"probabilities": Extra((-1, -1), low=0.0, high=1.0, due=(PREDICT,))},
         )
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:

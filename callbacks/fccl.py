@@ -9,7 +9,19 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Phase, Plan, Server, Setup, Update, Wire
+from fedlightning.algorithm import (
+    Client,
+    Extra,
+    FederatedCallback,
+    Job,
+    Message,
+    Phase,
+    Plan,
+    Server,
+    Setup,
+    Update,
+    Wire,
+)
 from fedlightning.callbacks.shared.distillation import (
     both_classes,
     check_own_logits,
@@ -142,7 +154,7 @@ class FCCL(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids and mean rows down, rows up."""
-        return Wire(down={"ids": (-1,), "mean": (-1, -1)}, up={"rows": (-1, -1)})
+        return Wire(down={"ids": (-1,), "mean": (-1, -1)}, up={"rows": Extra((-1, -1), due=(PREDICT,))})
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the logits: the output of the head."""

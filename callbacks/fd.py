@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Plan, Server, Setup, Update, Wire
+from fedlightning.algorithm import Client, Extra, FederatedCallback, Job, Message, Plan, Server, Setup, Update, Wire
 from fedlightning.callbacks.shared.distillation import both_classes
 from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
@@ -125,8 +125,9 @@ class FD(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare a row of outputs per class, and which class it is of, down and up."""
-        table = {"outputs": (-1, -1), "classes": (-1,)}
-        return Wire(down=table, up=table | ({"counts": (-1,)} if self.weighting == "samples" else {}))
+        table: dict[str, Extra] = {"outputs": Extra(("rows", -1)), "classes": Extra(("rows",), whole=True, low=0)}
+        counts = {"counts": Extra(("rows",), counts=True, whole=True)} if self.weighting == "samples" else {}
+        return Wire(down=table, up=table | counts)
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the logits: the output of the head."""

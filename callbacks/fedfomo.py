@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     Job,
     Message,
     Server,
@@ -117,7 +118,10 @@ class FedFomo(KeepsClientModels):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare M models down, by their client's place in the order of clients; these places and their scores up."""
-        return Wire(down={"models": "states"}, up={"candidates": (-1,), "scores": (-1,)})
+        return Wire(
+            down={"models": "states"},
+            up={"candidates": Extra(("models",), whole=True, low=0), "scores": Extra(("models",))},
+        )
 
     # -- server --------------------------------------------------------------------------------------------------------
     def preferences(self, server: Server) -> Tensor:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Plan,
@@ -207,7 +208,7 @@ class FedGH(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare one vector for each class, and which class it is of, up."""
-        return Wire(up={"prototypes": (-1, -1), "classes": (-1,)})
+        return Wire(up={"prototypes": Extra(("classes", -1)), "classes": Extra(("classes",), whole=True, low=0)})
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the header's input, the representation, and its output."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Message,
@@ -195,7 +196,11 @@ class FedGKT(FederatedCallback):
         """Declare logits of samples and the server's head down; features, logits and labels of samples up."""
         return Wire(
             down={"logits": (-1, -1), "head": "tensors"},
-            up={"features": (-1, -1), "logits": (-1, -1), "labels": (-1,)},
+            up={
+                "features": Extra(("samples", -1)),
+                "logits": Extra(("samples", -1)),
+                "labels": Extra(("samples",), whole=True),
+            },
         )
 
     # -- server --------------------------------------------------------------------------------------------------------

@@ -147,6 +147,11 @@ class FedKD(SharedPeer):
                         f"{other.key}, or set energy_start=1 and energy_end=1: then nothing is compressed."
                     )
 
+    @property
+    def sends_less(self) -> bool:  # type: ignore[override]
+        """Whether matrices go as factors, in the extras."""
+        return self.compresses
+
     def wire(self, module: nn.Module) -> Wire:
         """Declare the factors of every matrix of the student; down also the share of energy and the student's number."""
         state = module_state(module)

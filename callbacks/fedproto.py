@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Message,
@@ -137,8 +138,12 @@ class FedProto(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare one vector per class, and which class it is of, down and up."""
-        prototypes = {"prototypes": (-1, -1), "classes": (-1,)}
-        return Wire(down=prototypes, up=prototypes | ({"counts": (-1,)} if self.weighting == "samples" else {}))
+        prototypes: dict[str, Extra] = {
+            "prototypes": Extra(("classes", -1)),
+            "classes": Extra(("classes",), whole=True),
+        }
+        counts = {"counts": Extra(("classes",), counts=True, whole=True)} if self.weighting == "samples" else {}
+        return Wire(down=prototypes, up=prototypes | counts)
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the representation: the input of the head."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     Job,
     Message,
     Phase,
@@ -129,7 +130,7 @@ class Harmony(Clusters):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare which modalities a client has, and its biases, up."""
-        return Wire(up={"present": (-1,), "bias": (-1,)})
+        return Wire(up={"present": Extra((-1,), low=0.0, high=1.0, due=(ASK,)), "bias": Extra((-1,), due=(FUSION,))})
 
     # -- what belongs to whom ------------------------------------------------------------------------------------------
     def networks(self, module: nn.Module) -> dict[str, list[str]]:

@@ -57,6 +57,8 @@ class HetLoRA(ClientRanks):
         ((8, 8), 7, 1)
     """
 
+    sends_smaller = True
+
     def __init__(
         self,
         r: int | Sequence[int] | dict[str, int] = (16, 8, 4),

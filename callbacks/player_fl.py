@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Plan,
@@ -127,7 +128,7 @@ class PLayerFL(FederatedCallback):
     # -- what travels ------------------------------------------------------------------------------------------------
     def wire(self, module: nn.Module) -> Wire:
         """Declare F's terms and the order of the layers, which go up once."""
-        return Wire(up={"sensitivity": (-1,), "order": (-1,)})
+        return Wire(up={"sensitivity": Extra(("pieces",)), "order": Extra(("pieces",), whole=True, low=0)})
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str] | None:
         """Return all entries outside the personal layers; everything travels before p is known."""

@@ -6,6 +6,7 @@ optimizer and no data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,11 +18,48 @@ from fedlightning.tensors import State
 
 GLOBAL = "global"
 """Key of the server's model, unless an algorithm keeps several."""
-Shape = tuple[int, ...]
-Spec = Literal["scalar", "parameters", "state", "states", "tensors"] | Shape
-"""An extra's declaration: one number, a tensor shape (-1: any size), named tensors shaped as the trainable parameters
-(``"parameters"``) or as any entries of the model's state (``"state"``), several such states by name (``"states"``), or named
-tensors of any shape (``"tensors"``), such as a model of another architecture than the client's."""
+Form = Literal["scalar", "parameters", "state", "states", "tensors"] | tuple[int | str, ...]
+"""An extra's form: one number, a tensor shape (-1: any size; a word: one size for all extras with that word, which come
+together), named tensors shaped as the trainable parameters (``"parameters"``) or as any entries of the model's state
+(``"state"``), several such states by name (``"states"``), or named tensors of any shape (``"tensors"``), such as a model of
+another architecture."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An extra's form, and what its numbers may be: what the check on arrival holds every client to.
+
+    Attributes:
+        form: Its form.
+        low: Least number that it may hold.
+        high: Largest number that it may hold.
+        whole: Whether it is of whole numbers.
+        counts: Whether it counts training samples: not below 0, and together no more than the client has.
+        gaps: Whether a NaN or an infinity may stand for what is not there. Else all numbers are finite.
+        due: Tags of the messages (an ordinary visit's is empty) whose updates must bring it, if the client has trained or was
+            not to train.
+
+    Example:
+        >>> Wire(up={"accuracy": Extra("scalar", low=0, high=1, gaps=True)}).up["accuracy"].high
+        1
+    """
+
+    form: Form
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    counts: bool = False
+    gaps: bool = False
+    due: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, spec: Spec) -> Extra:
+        """Return a declaration in full: of a form alone, any finite numbers."""
+        return spec if isinstance(spec, Extra) else cls(spec)
+
+
+Spec = Form | Extra
+"""An extra's declaration."""
 
 
 @dataclass(frozen=True)
@@ -190,13 +228,14 @@ def check_extras(
     Raises:
         ValueError: Naming the callback, the entry, the rule.
     """
+    sizes: dict[str, int] = {}
     for name, value in extras.items():
         if name not in declared:
             raise ValueError(
                 f"{key} puts '{name}' on the wire but declares only {sorted(declared) or 'nothing'}. "
                 "Declare every extra in wire(): private values must not leave by accident."
             )
-        spec = declared[name]
+        spec = Extra.of(declared[name]).form
         if spec == "scalar":
             fits = isinstance(value, int | float | bool) or (isinstance(value, Tensor) and value.numel() == 1)
         elif spec in ("parameters", "state"):
@@ -211,11 +250,20 @@ def check_extras(
             fits = (
                 isinstance(value, Tensor)
                 and len(value.shape) == len(spec)
-                and all(want in (-1, have) for want, have in zip(spec, value.shape, strict=True))
+                and all(
+                    want in (-1, have) for want, have in zip(_sized(spec, sizes, value.shape), value.shape, strict=True)
+                )
             )
         if not fits:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{key} declares '{name}' as {spec!r} but sends {found}. Send what wire() declares.")
+
+
+def _sized(form: tuple[int | str, ...], sizes: dict[str, int], shape: torch.Size) -> list[int]:
+    """Return a form in numbers: a word is the size that it had first."""
+    return [
+        want if isinstance(want, int) else sizes.setdefault(want, have) for want, have in zip(form, shape, strict=True)
+    ]
 
 
 def _is_state(value: Any, shapes: Mapping[str, torch.Size]) -> bool:

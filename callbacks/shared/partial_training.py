@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
     NEWCOMER,
     POOLED,
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Message,
@@ -210,7 +211,14 @@ class PartialTraining(FederatedCallback):
 
     def wire(self, module: Any) -> Wire:
         """Declare the rate down; the classes of a client and, for static batch normalisation, statistics up."""
-        return Wire(down={"rate": "scalar"}, up={"classes": (-1,), "statistics": "state", "batches": "scalar"})
+        return Wire(
+            down={"rate": "scalar"},
+            up={
+                "classes": Extra((-1,), whole=True, low=0),
+                "statistics": "state",
+                "batches": Extra("scalar", whole=True, low=0),
+            },
+        )
 
     # -- 1. the server cuts --------------------------------------------------------------------------------------------
     def rate_of(self, server: Server, client: str, round: int | None = None) -> float:

@@ -60,7 +60,10 @@ class FederatedCallback(Callback):
             chooses what travels (:meth:`shared_names`), so that the rest trains at the client.
         in_step: True where what a client keeps and what the server has taken in of it have to agree, such as control variates
             and their mean: a client whose update is left out (it is late, or too old) keeps the state of before.
-        sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it.
+        sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it. In other runs
+            an update that lacks an entry is refused.
+        sends_smaller: True where `on_send` cuts entries that travel, for a `reduce` that knows such parts. In other runs an
+            entry comes in the shape in which it was sent.
         mixes_architectures: True where clients' models may have different architectures
             (:class:`~fedlightning.models.ClientModels`), and the server several models (:meth:`model_of`); else such a
             federation is refused.
@@ -99,6 +102,7 @@ class FederatedCallback(Callback):
     keeps: bool | None = None
     in_step: bool = False
     sends_less: bool = False
+    sends_smaller: bool = False
     mixes_architectures: bool = False
     asynchronous: bool | None = None
     arrivals: Arrivals | None = None
