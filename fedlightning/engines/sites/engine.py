@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.public_only import public_facts
+from fedlightning.engines.sites.absent import Absent
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.answers import fault, is_note, is_version
 from fedlightning.engines.sites.board import Doing, board_of
@@ -64,6 +65,7 @@ class SitesEngine(Engine):
         self.brings_models = export
         self.versions = store
         self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
+        self.absent = Absent(self.meeting)
         self.board = board_of(link.expected)
         self._wanted = link.expected
         self._waits_for = ""  # what keeps the run from its beginning, for the board
@@ -230,6 +232,9 @@ class SitesEngine(Engine):
         """Yield the answers of tasks in their order; see :meth:`fedlightning.federation.engine.Engine.map`."""
         source, window, is_over = iter(tasks), self._window, False
         self.close()
+        if self.absent.marked:  # they may have answered since, or are here again
+            self.meeting.greet()
+            self.meeting.receive(0.0)
         while True:
             while not is_over and window.has_room(self.width):
                 task = next(source, None)
@@ -240,6 +245,7 @@ class SitesEngine(Engine):
             if not window:
                 return
             self._hand_out()
+            self._go_on_without()
             yield from window.take()
             if window:
                 self._collect()
@@ -278,14 +284,26 @@ class SitesEngine(Engine):
                 entries is not None and "unknown" not in reply.content
             ):  # else it has started anew, and is sent them again
                 self._take(reply, entries)
-        meeting.ping()
+        meeting.ping(self.absent.nodes)
         self.board.look(meeting, self._doing)
         for entry in window.astray(meeting.names):  # the connection is gone: wait for another
             self._unsend(entry)
         timeout, now = self.attempts.policy.timeout, self.attempts.clock()
         for entry in [] if timeout is None else window.late(meeting.where, now, timeout):
             self._unsend(entry)
+            self.absent.mark(self.sites.get(entry.client, ""), now)
             self._give_up(entry, self.attempts.too_slow, lasts=True)
+        meeting.ping(self.absent.nodes)
+
+    def _go_on_without(self) -> None:
+        """Give up what absent sites are to do since they are: for their answers it was waited once."""
+        now, sites = self.attempts.clock(), self.sites
+        for entry in self._window if self.absent.marked else ():
+            since = None if entry.done else self.absent.since(sites.get(entry.client, ""), now)
+            if since is not None and entry.since is not None and entry.since >= since:
+                self._unsend(entry)
+                reason = f"{self.attempts.too_slow} before; the run goes on without its site until that is back"
+                self._give_up(entry, reason, lasts=True)
 
     def _doing(self) -> Doing:
         """Return what each site is at, for people: the first of what it was sent."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,8 @@ from fedlightning.wire import Limits, WireError, read, write
 
 PING = 10.0
 """Seconds after which a site that is at work is asked whether it still knows the run."""
+LOST = 600.0
+"""Seconds after which such a question counts as lost, where nothing else is asked."""
 SENTENCE = 2000
 """Characters of what a site says that are kept."""
 
@@ -56,6 +59,7 @@ class Meeting:
         refused: Why a node does not take part.
         since: When each site that is here came, or came anew, by its name; seconds since 1970.
         heard: When each site last answered, by its name.
+        answers: How often each site has answered or was greeted, by its name.
     """
 
     link: Link
@@ -71,6 +75,7 @@ class Meeting:
     refused: dict[str, str] = field(default_factory=dict)
     since: dict[str, float] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
+    answers: Counter[str] = field(default_factory=Counter)
     _replaced: dict[str, str] = field(default_factory=dict)  # by node: a site that is here by another node now
     _lost: list[Reply] = field(default_factory=list)  # to return with the next ones
     _greeted: dict[str, str] = field(default_factory=dict)  # the session that a node knows
@@ -123,9 +128,18 @@ class Meeting:
         self._sent[number] = node
         return number
 
-    def ping(self) -> None:
-        """Ask nodes that are silent for a while whether they still know the run: one that has started anew does not."""
+    def ping(self, absent: Iterable[str] = ()) -> None:
+        """Ask nodes that are silent for a while whether they still know the run: one that has started anew does not.
+
+        Args:
+            absent: Nodes that are asked though they were sent nothing, and at once.
+        """
         now = self.clock()
+        for node in absent:
+            if now - self._heard.get(node, now) > LOST:
+                self._pings = {number: of for number, of in self._pings.items() if of != node}
+            if node not in self._pings.values() and self.is_ready(node):
+                self._pings[self._post(node, {"do": "ping", "session": self.session()})] = node
         for node in set(self._sent.values()):
             if node not in self._pings.values() and now - self._heard.get(node, now) > PING and self.is_ready(node):
                 self._pings[self._post(node, {"do": "ping", "session": self.session()})] = node
@@ -145,6 +159,7 @@ class Meeting:
             content = self.read(data)
             if node in self.names and "lost" not in content:
                 self.heard[self.names[node]] = time.time()
+                self.answers[self.names[node]] += 1
             if number in self._hellos:
                 del self._hellos[number]
                 session = self._offered.pop(number)
@@ -265,6 +280,7 @@ class Meeting:
         self._replaced.pop(node, None)
         self.names[node] = name
         self.heard[name] = time.time()
+        self.answers[name] += 1
         self.since.setdefault(name, self.heard[name])
 
     def owner(self, node: str) -> str | None:
