@@ -10,20 +10,24 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedlightning.blueprint.ray_options import RayOptions
+from fedlightning.engines import ray_sweep
 from fedlightning.engines.pool import one_thread, usable_cores
-from fedlightning.errors import ConfigurationError
+from fedlightning.engines.ray_sweep import sweep
+from fedlightning.errors import ConfigurationError, warn
 
 MISSING = (
     "engine='ray' needs Ray, which is not installed here: pip install 'fedlightning[ray]'. Without it engine='processes' "
@@ -35,6 +39,19 @@ HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """With this a Ray of our own listens on the loopback interface only. It is read when `ray` is imported."""
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 """With these nobody else on this machine gets into a Ray of our own. They are read when `ray` is imported, and by `init`."""
+
+PATIENT = {
+    "RAY_worker_register_timeout_seconds": "600",
+    "RAY_gcs_server_request_timeout_seconds": "120",
+    "RAY_health_check_timeout_ms": "60000",
+}
+"""With these a Ray of our own gives its processes the time that they need where many others want the cores."""
+MARK = {"FEDLIGHTNING_RAY": secrets.token_hex(16)}
+"""All processes of a Ray of our own have this in their environment; see :mod:`fedlightning.engines.ray_sweep`."""
+TRIES = 3
+"""How often a Ray of our own is started, until it is there."""
+SECONDS = 180.0
+"""That a start may take."""
 
 
 @dataclass(eq=False)
@@ -67,6 +84,7 @@ class Kept:
 
 _kept: list[Kept] = []  # actors without work, the most recently used last
 _own = False  # whether the engine has started Ray
+_sweeper: subprocess.Popen[bytes] | None = None
 _guarded = False  # whether `ray` was imported with TOKEN
 
 
@@ -89,7 +107,7 @@ def load(options: RayOptions) -> None:
         raise ConfigurationError(MISSING)
     own, first = options.address is None, "ray" not in sys.modules
     _guarded = _guarded or (own and first and not any(name.startswith("RAY_AUTH_") for name in os.environ))
-    with _environment(QUIET | (HERE_ONLY if own else {}) | (TOKEN if _guarded else {})):
+    with _environment(QUIET | (HERE_ONLY | PATIENT if own else {}) | (TOKEN if _guarded else {})):
         import ray
 
     private: Any = getattr(ray, "_private", None)
@@ -106,7 +124,8 @@ def connect(options: RayOptions, workers: int) -> None:
         workers: Number of workers that a Ray of our own must have room for.
 
     Raises:
-        ConfigurationError: If Ray is not installed, there is no such cluster, or the program is connected to another one.
+        ConfigurationError: If Ray is not installed, there is no such cluster, the program is connected to another one, or a Ray
+            of our own does not start.
     """
     load(options)
     if sys.modules["ray"].is_initialized():
@@ -124,9 +143,13 @@ def connect(options: RayOptions, workers: int) -> None:
     else:
         arguments |= {"address": options.address}
         _knock(options.address)
+    arguments |= dict(options.init or {})
     try:
-        _in_a_thread(arguments | dict(options.init or {}), own=options.address is None)
-    except ConnectionError as error:
+        if options.address is None:
+            _start(arguments)
+        else:
+            _in_a_thread(arguments, own=False)
+    except (ConnectionError, FutureTimeout) as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise ConfigurationError(
             f"ray: address={options.address!r}: no Ray cluster answers there ({said}). Start one with "
@@ -159,6 +182,52 @@ def is_own() -> bool:
     return _own
 
 
+def _start(arguments: Mapping[str, Any]) -> None:
+    """Start a Ray of our own; on a machine that is busy, more than once.
+
+    Raises:
+        ConfigurationError: If it does not start.
+    """
+    _watch()
+    for number in range(1, TRIES + 1):
+        try:
+            return _in_a_thread(arguments, own=True)
+        except (TypeError, ValueError):  # of the arguments
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split())[:300].rstrip(".") or f"it took longer than {SECONDS:g} seconds"
+            _clear_away()
+            if number == TRIES:
+                raise ConfigurationError(
+                    f"Ray has not started in {TRIES} tries; the last: {said}. The load of this machine is {load_now()}: wait until "
+                    "it is less, or use engine='processes', which needs no services. Ray's logs are below /tmp/ray."
+                ) from error
+            warn(f"Ray has not started ({said}), at a load of {load_now()}: try {number + 1} of {TRIES}.")
+
+
+def load_now() -> str:
+    """Return the load of this machine, in words."""
+    return f"{os.getloadavg()[0]:.0f} on {usable_cores()} cores"
+
+
+def _clear_away() -> None:
+    """End what a start that failed has left."""
+    import ray
+
+    ending = threading.Thread(target=ray.shutdown, daemon=True)
+    ending.start()
+    ending.join(SECONDS / 6)
+    sweep(MARK["FEDLIGHTNING_RAY"].encode())
+
+
+def _watch() -> None:
+    """Let a program beside this one end what Ray leaves behind; it ends with that."""
+    global _sweeper
+    if _sweeper is None and sys.platform == "linux":
+        program = [sys.executable, "-I", "-S", ray_sweep.__file__, MARK["FEDLIGHTNING_RAY"]]
+        _sweeper = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
+
+
 def _in_a_thread(arguments: Mapping[str, Any], own: bool) -> None:
     """Call `ray.init` in a thread that stays: in the main thread it would replace Python's handler of SIGTERM.
 
@@ -170,7 +239,8 @@ def _in_a_thread(arguments: Mapping[str, Any], own: bool) -> None:
     def start() -> None:
         global _own
         try:
-            with _environment(QUIET | (TOKEN if own and _guarded else {})), one_thread():
+            own_ones = PATIENT | MARK | (TOKEN if _guarded else {}) if own else {}
+            with _environment(QUIET | own_ones), one_thread():
                 import ray
 
                 logging.getLogger("ray").setLevel(logging.ERROR)  # else it says that this is not the main thread
@@ -183,7 +253,7 @@ def _in_a_thread(arguments: Mapping[str, Any], own: bool) -> None:
         threading.Event().wait()
 
     threading.Thread(target=start, name="fedlightning-ray", daemon=True).start()
-    done.result()
+    done.result(SECONDS)
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is not None:
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 

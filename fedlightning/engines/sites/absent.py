@@ -8,8 +8,8 @@ from fedlightning.engines.sites.meeting import PING, Meeting
 class Absent:
     """Knows which sites are not to be waited for.
 
-    A site that was too slow once is asked whether it is there. If it says so, nothing has happened; one that is not connected,
-    was refused, or is silent for :data:`~fedlightning.engines.sites.meeting.PING` seconds more is absent until it answers
+    A site that was too slow once is asked whether it is there. If it says so, nothing has happened; one that is not
+    connected, was refused, or is silent for `PING` seconds more is absent until it answers
     anything, or is greeted again.
 
     Args:

@@ -234,7 +234,7 @@ class SitesEngine(Engine):
         self.close()
         if self.absent.marked:  # they may have answered since, or are here again
             self.meeting.greet()
-            self.meeting.receive(0.0)
+            self._receive(0.0)
         while True:
             while not is_over and window.has_room(self.width):
                 task = next(source, None)
@@ -278,12 +278,7 @@ class SitesEngine(Engine):
     def _collect(self) -> None:
         meeting, window = self.meeting, self._window
         meeting.greet()
-        for reply in meeting.receive(POLL):
-            entries = window.came(reply.number)
-            if (
-                entries is not None and "unknown" not in reply.content
-            ):  # else it has started anew, and is sent them again
-                self._take(reply, entries)
+        self._receive(POLL)
         meeting.ping(self.absent.nodes)
         self.board.look(meeting, self._doing)
         for entry in window.astray(meeting.names):  # the connection is gone: wait for another
@@ -295,15 +290,32 @@ class SitesEngine(Engine):
             self._give_up(entry, self.attempts.too_slow, lasts=True)
         meeting.ping(self.absent.nodes)
 
+    def _receive(self, seconds: float) -> None:
+        for reply in self.meeting.receive(seconds):
+            entries = self._window.came(reply.number)
+            if (
+                entries is not None and "unknown" not in reply.content
+            ):  # else it has started anew, and is sent them again
+                self._take(reply, entries)
+
     def _go_on_without(self) -> None:
-        """Give up what absent sites are to do since they are: for their answers it was waited once."""
-        now, sites = self.attempts.clock(), self.sites
-        for entry in self._window if self.absent.marked else ():
-            since = None if entry.done else self.absent.since(sites.get(entry.client, ""), now)
-            if since is not None and entry.since is not None and entry.since >= since:
+        """Give up what absent sites are to do, when nothing else is left to wait for: for their answers it was waited once."""
+        if not self.absent.marked or not self._waits_only_for_absent():
+            return
+        if self.meeting.greet():  # somebody has just come
+            self._receive(POLL)
+        reason = f"{self.attempts.too_slow} before; the run goes on without its site until that is back"
+        for entry in self._window:
+            if not entry.done and self._is_absent(entry):
                 self._unsend(entry)
-                reason = f"{self.attempts.too_slow} before; the run goes on without its site until that is back"
                 self._give_up(entry, reason, lasts=True)
+
+    def _waits_only_for_absent(self) -> bool:
+        return all(entry.done or self._is_absent(entry) for entry in self._window)
+
+    def _is_absent(self, entry: Entry) -> bool:
+        since = self.absent.since(self.sites.get(entry.client, ""), self.attempts.clock())
+        return since is not None and entry.since is not None and entry.since >= since
 
     def _doing(self) -> Doing:
         """Return what each site is at, for people: the first of what it was sent."""

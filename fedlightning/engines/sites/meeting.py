@@ -103,8 +103,12 @@ class Meeting:
         missing = sorted(self.link.missing())
         return f"{found} Not connected: {', '.join(missing)}." if missing else found
 
-    def greet(self) -> None:
-        """Send a hello to every connected node that does not know the run as it is now; forget those that are gone."""
+    def greet(self) -> int:
+        """Send a hello to every connected node that does not know the run as it is now; forget those that are gone.
+
+        Returns:
+            Number of hellos that were sent.
+        """
         session, nodes = self.session(), set(self.link.nodes())
         for node in [node for node in self.names if node not in nodes]:
             self._leave(self.names.pop(node))
@@ -115,12 +119,14 @@ class Meeting:
         for number, node in list(self._hellos.items()):
             if node not in nodes:
                 del self._hellos[number], self._offered[number]
+        before = len(self._hellos)
         for node in sorted(nodes - set(self._replaced)):
             waits = node in self._hellos.values() or self.refused.get(node, "").startswith(session)
             if self._greeted.get(node) != session and not waits:
                 self._greeted.pop(node, None)
                 number = self._post(node, self.hello())
                 self._hellos[number], self._offered[number] = node, session
+        return len(self._hellos) - before
 
     def send(self, node: str, request: Mapping[str, Any]) -> str:
         """Send a request to a node that is ready, and return the name of its reply."""
