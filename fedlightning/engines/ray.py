@@ -22,6 +22,7 @@ from fedlightning.engines import ray_cluster
 from fedlightning.engines.arena import Broadcast
 from fedlightning.engines.pool import Setup, UnpicklableError, usable_cores, warn_again
 from fedlightning.engines.ray_cluster import Kept
+from fedlightning.engines.ray_start import load_now
 from fedlightning.engines.ray_worker import Pieces, Source, environment_for, packed, packer, unpacked
 from fedlightning.engines.scheduling import WorkersEngine
 from fedlightning.engines.worker import READY, Reply
@@ -253,8 +254,8 @@ class RayEngine(WorkersEngine):
         waited_for = time.monotonic() - self._since
         if nobody and not found and waited_for > LIMIT and ray_cluster.is_own():
             raise FederationError(
-                f"Ray has started no worker in {LIMIT:g} seconds, at a load of {ray_cluster.load_now()}. The state of the rounds "
-                "before is intact: resume when the machine is less busy, or with engine='processes', which needs no services."
+                f"Ray has started no worker in {LIMIT:g} seconds, at a load of {load_now()}. The state of the "
+                "rounds before is intact: resume when the machine is less busy, or with engine='processes'."
             )
         if nobody and not found and not self._told and waited_for > PATIENCE:
             self._told = True

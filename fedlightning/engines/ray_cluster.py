@@ -7,51 +7,24 @@ import importlib.util
 import logging
 import math
 import os
-import secrets
-import signal
 import socket
-import subprocess
 import sys
 import sysconfig
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedlightning.blueprint.ray_options import RayOptions
-from fedlightning.engines import ray_sweep
-from fedlightning.engines.pool import one_thread, usable_cores
-from fedlightning.engines.ray_sweep import sweep
-from fedlightning.errors import ConfigurationError, warn
+from fedlightning.engines.pool import usable_cores
+from fedlightning.engines.ray_start import HERE_ONLY, PATIENT, QUIET, TOKEN, environment, in_a_thread, start
+from fedlightning.errors import ConfigurationError
 
 MISSING = (
     "engine='ray' needs Ray, which is not installed here: pip install 'fedlightning[ray]'. Without it engine='processes' "
     "trains on several cores of this machine."
 )
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Variables for a Ray that tells nobody of itself, and does not warn of workers without a GPU."""
-HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""With this a Ray of our own listens on the loopback interface only. It is read when `ray` is imported."""
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""With these nobody else on this machine gets into a Ray of our own. They are read when `ray` is imported, and by `init`."""
-
-PATIENT = {
-    "RAY_worker_register_timeout_seconds": "600",
-    "RAY_gcs_server_request_timeout_seconds": "120",
-    "RAY_health_check_timeout_ms": "60000",
-}
-"""With these a Ray of our own gives its processes the time that they need where many others want the cores."""
-MARK = {"FEDLIGHTNING_RAY": secrets.token_hex(16)}
-"""All processes of a Ray of our own have this in their environment; see :mod:`fedlightning.engines.ray_sweep`."""
-TRIES = 3
-"""How often a Ray of our own is started, until it is there."""
-SECONDS = 180.0
-"""That a start may take."""
 
 
 @dataclass(eq=False)
@@ -84,7 +57,6 @@ class Kept:
 
 _kept: list[Kept] = []  # actors without work, the most recently used last
 _own = False  # whether the engine has started Ray
-_sweeper: subprocess.Popen[bytes] | None = None
 _guarded = False  # whether `ray` was imported with TOKEN
 
 
@@ -107,7 +79,7 @@ def load(options: RayOptions) -> None:
         raise ConfigurationError(MISSING)
     own, first = options.address is None, "ray" not in sys.modules
     _guarded = _guarded or (own and first and not any(name.startswith("RAY_AUTH_") for name in os.environ))
-    with _environment(QUIET | (HERE_ONLY | PATIENT if own else {}) | (TOKEN if _guarded else {})):
+    with environment(QUIET | (HERE_ONLY | PATIENT if own else {}) | (TOKEN if _guarded else {})):
         import ray
 
     private: Any = getattr(ray, "_private", None)
@@ -124,9 +96,10 @@ def connect(options: RayOptions, workers: int) -> None:
         workers: Number of workers that a Ray of our own must have room for.
 
     Raises:
-        ConfigurationError: If Ray is not installed, there is no such cluster, the program is connected to another one, or a Ray
-            of our own does not start.
+        ConfigurationError: If Ray is not installed, there is no such cluster, the program is connected to another one, or a
+            Ray of our own does not start.
     """
+    global _own
     load(options)
     if sys.modules["ray"].is_initialized():
         if _own and options.address is not None:
@@ -146,15 +119,16 @@ def connect(options: RayOptions, workers: int) -> None:
     arguments |= dict(options.init or {})
     try:
         if options.address is None:
-            _start(arguments)
+            start(arguments, _guarded)
         else:
-            _in_a_thread(arguments, own=False)
-    except (ConnectionError, FutureTimeout) as error:
+            in_a_thread(arguments)
+    except (ConnectionError, TimeoutError) as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise ConfigurationError(
             f"ray: address={options.address!r}: no Ray cluster answers there ({said}). Start one with "
             "`ray start --head`, or leave address out for a Ray of this program's own."
         ) from error
+    _own = options.address is None
     atexit.register(_kept.clear)
     _without_messages()
 
@@ -180,94 +154,6 @@ def _knock(address: str, seconds: float = 10.0) -> None:
 def is_own() -> bool:
     """Return whether Ray was started for engines of this program, which it ends with."""
     return _own
-
-
-def _start(arguments: Mapping[str, Any]) -> None:
-    """Start a Ray of our own; on a machine that is busy, more than once.
-
-    Raises:
-        ConfigurationError: If it does not start.
-    """
-    _watch()
-    for number in range(1, TRIES + 1):
-        try:
-            return _in_a_thread(arguments, own=True)
-        except (TypeError, ValueError):  # of the arguments
-            raise
-        except Exception as error:
-            said = " ".join(str(error).split())[:300].rstrip(".") or f"it took longer than {SECONDS:g} seconds"
-            _clear_away()
-            if number == TRIES:
-                raise ConfigurationError(
-                    f"Ray has not started in {TRIES} tries; the last: {said}. The load of this machine is {load_now()}: wait until "
-                    "it is less, or use engine='processes', which needs no services. Ray's logs are below /tmp/ray."
-                ) from error
-            warn(f"Ray has not started ({said}), at a load of {load_now()}: try {number + 1} of {TRIES}.")
-
-
-def load_now() -> str:
-    """Return the load of this machine, in words."""
-    return f"{os.getloadavg()[0]:.0f} on {usable_cores()} cores"
-
-
-def _clear_away() -> None:
-    """End what a start that failed has left."""
-    import ray
-
-    ending = threading.Thread(target=ray.shutdown, daemon=True)
-    ending.start()
-    ending.join(SECONDS / 6)
-    sweep(MARK["FEDLIGHTNING_RAY"].encode())
-
-
-def _watch() -> None:
-    """Let a program beside this one end what Ray leaves behind; it ends with that."""
-    global _sweeper
-    if _sweeper is None and sys.platform == "linux":
-        program = [sys.executable, "-I", "-S", ray_sweep.__file__, MARK["FEDLIGHTNING_RAY"]]
-        _sweeper = subprocess.Popen(program, stdin=subprocess.PIPE, start_new_session=True)
-
-
-def _in_a_thread(arguments: Mapping[str, Any], own: bool) -> None:
-    """Call `ray.init` in a thread that stays: in the main thread it would replace Python's handler of SIGTERM.
-
-    The thread stays because the kernel ends what it has started when it ends. Beneath Python's handler Ray installs another
-    one of its own, which ends the process by SIGABRT; so Python's is put in its place again.
-    """
-    done: Future[None] = Future()
-
-    def start() -> None:
-        global _own
-        try:
-            own_ones = PATIENT | MARK | (TOKEN if _guarded else {}) if own else {}
-            with _environment(QUIET | own_ones), one_thread():
-                import ray
-
-                logging.getLogger("ray").setLevel(logging.ERROR)  # else it says that this is not the main thread
-                ray.init(**arguments)
-            _own = own
-        except BaseException as error:
-            done.set_exception(error)
-            return
-        done.set_result(None)
-        threading.Event().wait()
-
-    threading.Thread(target=start, name="fedlightning-ray", daemon=True).start()
-    done.result(SECONDS)
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is not None:
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Within the block, set variables that the user has not set."""
-    new = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
 
 
 def _without_messages() -> None:

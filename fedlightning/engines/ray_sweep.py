@@ -1,7 +1,7 @@
 """Ends what a Ray of our own leaves behind: a program beside the run, which waits for its end. It imports nothing of ours.
 
-The kernel ends most of Ray's processes with the program that has started them; not one that was just being started as the program
-was killed, nor helpers of helpers that look for their parent only now and then.
+The kernel ends most of Ray's processes with the program that has started them; not one that was just being started as the
+program was killed, nor helpers of helpers that look for their parent only now and then.
 """
 
 import os

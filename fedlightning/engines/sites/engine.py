@@ -299,7 +299,7 @@ class SitesEngine(Engine):
                 self._take(reply, entries)
 
     def _go_on_without(self) -> None:
-        """Give up what absent sites are to do, when nothing else is left to wait for: for their answers it was waited once."""
+        """Give up what absent sites are to do, when nothing else is left to wait for: for them it was waited once."""
         if not self.absent.marked or not self._waits_only_for_absent():
             return
         if self.meeting.greet():  # somebody has just come
