@@ -35,6 +35,7 @@ from fedlightning.federation.refusals import (
     refuse_loop,
     refuse_participation,
     refuse_scores_of_some,
+    tell_of_sizes,
 )
 from fedlightning.federation.sanity import check_steps, first_tries
 from fedlightning.federation.server import Server
@@ -229,6 +230,8 @@ class Federation:
         due = {"val": self.evaluate_data if self.evaluate_every > 0 and self.stages else (), "test": self.test_data}
         refuse_scores_of_some(server, engine, [split for split, data in due.items() if "local" in data])
         refuse_data_elsewhere(self._left_out, self.evaluate_data)
+        if not engine.data_here:
+            tell_of_sizes(server.num_samples, engine.sites)
         refuse_mixed(server)
         splits = (("val",) if self.evaluate_every > 0 and self.stages else ()) + (("test",) if self.test_data else ())
         tries = first_tries(engine, splits) if self.sanity_check else []

@@ -25,6 +25,10 @@ will be cannot be seen from a model that has not trained. `"entries"` are extras
 TINY = 1e-6
 """Root mean square below which what was sent, being all zeros, tells nothing of the size of its numbers: it counts as 1."""
 
+FAST = (torch.float32, torch.float64)
+CHUNK = 2**17
+"""Numbers whose differences are taken at a time: they stay in the cache."""
+
 
 @dataclass
 class Norms:
@@ -70,7 +74,7 @@ class Norms:
         """
         for what, norm in found.items():
             if 0.0 < norm < math.inf:
-                self._now.setdefault(what, {})[client, visit] = norm
+                self._now.setdefault(what, {})[client, visit] = float(f"{norm:.6g}")  # the same in every engine
 
     def end_round(self) -> None:
         """Note what was usual in a round."""
@@ -88,15 +92,35 @@ class Norms:
 
 
 def norm_of(values: Iterable[Tensor]) -> float:
-    """Return the norm of some tensors together, in float64: squares of finite float32 numbers do not overflow there."""
-    found = (value if value.is_floating_point() or value.is_complex() else value.double() for value in values)
-    wide = {True: torch.complex128, False: torch.float64}
-    return math.hypot(*(float(torch.linalg.vector_norm(value, dtype=wide[value.is_complex()])) for value in found))
+    """Return the norm of some tensors together; finite if all their numbers are (as far as float64 goes)."""
+    return math.hypot(*map(_norm, values))
 
 
 def norm_of_change(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> float:
     """Return the norm of `value - base` over all pairs; without a base, of the value."""
-    return norm_of(value if base is None else value - base.to(value.device) for value, base in pairs)
+    return math.hypot(
+        *(_norm(value) if base is None else _distance(value, base.to(value.device)) for value, base in pairs)
+    )
+
+
+def _distance(value: Tensor, base: Tensor) -> float:
+    if value.numel() <= CHUNK:
+        return _norm(value - base)
+    parts = zip(value.reshape(-1).split(CHUNK), base.reshape(-1).split(CHUNK), strict=True)
+    return math.hypot(*(_norm(a - b) for a, b in parts))
+
+
+def _norm(value: Tensor) -> float:
+    if value.dtype in FAST:
+        norm = float(torch.linalg.vector_norm(value))
+        if math.isfinite(norm):
+            return norm
+    if not value.is_floating_point() and not value.is_complex():
+        value = value.double()
+    wide = (
+        torch.complex128 if value.is_complex() else torch.float64
+    )  # the squares of finite numbers can overflow in others
+    return float(torch.linalg.vector_norm(value, dtype=wide))
 
 
 def norm_of_sent(values: Iterable[Tensor]) -> float:

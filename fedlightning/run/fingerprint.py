@@ -101,6 +101,8 @@ def fingerprint(
     for other in ordinary:
         found |= {f"{type(other).__name__}.{name}": value for name, value in _options(other).items()}
     found |= {f"data ({split} split)": data.splits[split] for split in ("train", "val")}
+    if not data.together:  # else the hashes of the splits are our own
+        found["data (train sizes)"] = _hash({client: data.num_samples(client) for client in data.client_ids})
     if held_out:  # else nothing, as in runs of earlier versions
         sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
         found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
