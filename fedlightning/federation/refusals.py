@@ -143,6 +143,6 @@ def tell_of_sizes(sizes: Mapping[str, int], sites: Mapping[str, str]) -> None:
         share = sizes[client] / sum(sizes.values())
         said = f"client '{client}' says that it has {sizes[client]} training samples, {share:.1%} of all"
         warn(
-            f"{at_site(said, client, sites.get(client))}; the median of the others is {usual}. By samples it is weighted in a "
-            "mean, and nobody here can check them: if you do not believe it, leave it out, or weight uniformly."
+            f"{at_site(said, client, sites.get(client))}; the median of the others is {usual}. It is weighted by them in a "
+            "mean, and nobody here can check it: if you do not believe it, leave it out, or weight uniformly."
         )
