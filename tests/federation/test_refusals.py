@@ -82,9 +82,7 @@ def test_a_loop_that_holds_records_back_has_them_here():
 
 def test_a_claim_of_nearly_all_samples_is_told_of():
     """Nobody at the server can check it: the size is as greeted, and it weighs."""
-    with pytest.warns(
-        UserWarning, match=r"client 'b' at site 'rome' says .* 1000000000 .* 100\.0% of all.* is 40\b"
-    ):
+    with pytest.warns(UserWarning, match=r"client 'b' at site 'rome' says .* 1000000000 .* 100\.0% of all.* is 40\b"):
         tell_of_sizes({"a": 20, "b": 10**9, "c": 40, "d": 50}, {"b": "rome"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
