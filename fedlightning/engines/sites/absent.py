@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from fedlightning.engines.sites.meeting import PING, Meeting
+from fedlightning.engines.sites.window import Entry, Window
+
+WITHOUT = "the run goes on without its site until that is back"
+"""What is said of a task that is given up at once."""
 
 
 class Absent:
@@ -44,6 +50,23 @@ class Absent:
             return None
         here = site in self._meeting.names.values()
         return None if here and now <= marked + PING else marked
+
+    def to_give_up(self, window: Window, sites: Mapping[str, str], now: float) -> list[Entry]:
+        """Return tasks that came when their sites were absent already; none while there is another one to wait for.
+
+        Args:
+            window: The tasks.
+            sites: Name of each client's site.
+            now: The time.
+        """
+        waiting = [entry for entry in window if not entry.done] if self.marked else []
+        found = []
+        for entry in waiting:
+            since = self.since(sites.get(entry.client, ""), now)
+            if since is None or entry.since is None or entry.since < since:
+                return []
+            found.append(entry)
+        return found
 
     @property
     def marked(self) -> bool:

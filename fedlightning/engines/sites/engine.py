@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.public_only import public_facts
-from fedlightning.engines.sites.absent import Absent
+from fedlightning.engines.sites.absent import WITHOUT, Absent
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.answers import fault, is_note, is_version
 from fedlightning.engines.sites.board import Doing, board_of
@@ -300,22 +300,13 @@ class SitesEngine(Engine):
 
     def _go_on_without(self) -> None:
         """Give up what absent sites are to do, when nothing else is left to wait for: for them it was waited once."""
-        if not self.absent.marked or not self._waits_only_for_absent():
+        if not self.absent.to_give_up(self._window, self.sites, self.attempts.clock()):
             return
         if self.meeting.greet():  # somebody has just come
             self._receive(POLL)
-        reason = f"{self.attempts.too_slow} before; the run goes on without its site until that is back"
-        for entry in self._window:
-            if not entry.done and self._is_absent(entry):
-                self._unsend(entry)
-                self._give_up(entry, reason, lasts=True)
-
-    def _waits_only_for_absent(self) -> bool:
-        return all(entry.done or self._is_absent(entry) for entry in self._window)
-
-    def _is_absent(self, entry: Entry) -> bool:
-        since = self.absent.since(self.sites.get(entry.client, ""), self.attempts.clock())
-        return since is not None and entry.since is not None and entry.since >= since
+        for entry in self.absent.to_give_up(self._window, self.sites, self.attempts.clock()):
+            self._unsend(entry)
+            self._give_up(entry, f"{self.attempts.too_slow} before; {WITHOUT}", lasts=True)
 
     def _doing(self) -> Doing:
         """Return what each site is at, for people: the first of what it was sent."""
