@@ -152,8 +152,8 @@ class DSFL(FederatedCallback):
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids to predict, ids and targets to distil down, probabilities up."""
         return Wire(
-            down={"predict": (-1,), "ids": (-1,), "targets": (-1, -1)},
-            up={"probabilities": Extra((-1, -1), low=0.0, high=1.0, due=(PREDICT,))},
+            down={"predict": ("public",), "ids": (-1,), "targets": (-1, -1)},
+            up={"probabilities": Extra(("public", -1), low=0.0, high=1.0, due=(PREDICT,))},
         )
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:

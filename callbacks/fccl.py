@@ -154,7 +154,7 @@ class FCCL(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids and mean rows down, rows up."""
-        return Wire(down={"ids": (-1,), "mean": (-1, -1)}, up={"rows": Extra((-1, -1), due=(PREDICT,))})
+        return Wire(down={"ids": ("public",), "mean": (-1, -1)}, up={"rows": Extra(("public", -1), due=(PREDICT,))})
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the logits: the output of the head."""

@@ -24,6 +24,7 @@ from fedlightning.algorithm import (
     module_state,
     select,
 )
+from fedlightning.callbacks.shared.representations import refuse_classes
 from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, sent_models
 
 ITSELF = "itself"
@@ -204,6 +205,15 @@ class FedFomo(KeepsClientModels):
             }
 
     # -- server, after the visits --------------------------------------------------------------------------------------
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse scores of models that were not sent.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_classes(found["candidates"], len(server.clients), "client")
+
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Add ``s_n`` to ``P[i, n]``, and replace the last round's models by this round's."""
         preferences = self.preferences(server).clone()

@@ -310,6 +310,17 @@ class FedGKT(FederatedCallback):
             logits = logits_of(module, batch)
             return torch.cat([rows(tap.features), logits], 1)
 
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse labels that the logits do not have.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if (found := update.extras.get(self.key)) and int(found["labels"].max()) >= found["logits"].shape[1]:
+            raise ValueError(
+                f"it has a label {int(found['labels'].max())}, and logits of {found['logits'].shape[1]} classes"
+            )
+
     # -- evaluation ----------------------------------------------------------------------------------------------------
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:
         """Return the extractor below the server's head; the small network before there is one, and at stage L2."""

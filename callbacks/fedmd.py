@@ -137,7 +137,9 @@ class FedMD(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids and consensus down, logits up."""
-        return Wire(down={"ids": (-1,), "consensus": (-1, -1)}, up={"logits": Extra((-1, -1), due=(SCORES,))})
+        return Wire(
+            down={"ids": ("public",), "consensus": (-1, -1)}, up={"logits": Extra(("public", -1), due=(SCORES,))}
+        )
 
     # -- server --------------------------------------------------------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:

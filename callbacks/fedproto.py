@@ -27,6 +27,7 @@ from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
     labels_of,
+    refuse_classes,
     refuse_other_widths,
     rows,
 )
@@ -142,8 +143,8 @@ class FedProto(FederatedCallback):
             "prototypes": Extra(("classes", -1)),
             "classes": Extra(("classes",), whole=True),
         }
-        counts = {"counts": Extra(("classes",), counts=True, whole=True)} if self.weighting == "samples" else {}
-        return Wire(down=prototypes, up=prototypes | counts)
+        counts = {"counts": Extra(("classes",), counts="samples", whole=True)} if self.weighting == "samples" else {}
+        return Wire(down={"prototypes": (-1, -1), "classes": (-1,)}, up=prototypes | counts)
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the representation: the input of the head."""
@@ -206,6 +207,15 @@ class FedProto(FederatedCallback):
         client.state[self.key] = {"classes": sorted(means.sums)}
 
     # -- server, after the visits --------------------------------------------------------------------------------------
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse a class that comes twice.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_classes(found["classes"])
+
     def on_update(self, server: Server, update: Update) -> None:
         """Add the client's prototypes to the sums of their classes.
 

@@ -319,6 +319,19 @@ class Harmony(Clusters):
             found = [bias(start, now, names) for names, has in zip(encoders.values(), there, strict=True) if has]
             update.extras[self.key] = {"bias": torch.stack(found)}
 
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse other modalities, and another number of biases than the client has modalities.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        found, known = update.extras.get(self.key, {}), len(self.networks(server.module))
+        if "present" in found and len(found["present"]) != known:
+            raise ValueError(f"it tells of {len(found['present'])} modalities, and there are {known}")
+        own = server.state.get(self.key, {}).get("modalities", {}).get(update.client)
+        if "bias" in found and own is not None and len(found["bias"]) != len(own):
+            raise ValueError(f"it has {len(found['bias'])} biases for {len(own)} modalities")
+
     def _present(self, client: Client) -> Tensor:
         """Return which modalities the client's training data have, bool `(modalities,)`."""
         modalities = list(self.networks(client.module))

@@ -19,10 +19,10 @@ from fedlightning.tensors import State
 GLOBAL = "global"
 """Key of the server's model, unless an algorithm keeps several."""
 Form = Literal["scalar", "parameters", "state", "states", "tensors"] | tuple[int | str, ...]
-"""An extra's form: one number, a tensor shape (-1: any size; a word: one size for all extras with that word, which come
-together), named tensors shaped as the trainable parameters (``"parameters"``) or as any entries of the model's state
-(``"state"``), several such states by name (``"states"``), or named tensors of any shape (``"tensors"``), such as a model of
-another architecture."""
+"""An extra's form: one number, a tensor shape (-1: any size; a word: one size for all extras with that word, down and up, and
+those up come together), named tensors shaped as the trainable parameters (``"parameters"``) or as any entries of the
+model's state (``"state"``), several such states by name (``"states"``), or named tensors of any shape (``"tensors"``), such
+as a model of another architecture."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Extra:
         low: Least number that it may hold.
         high: Largest number that it may hold.
         whole: Whether it is of whole numbers.
-        counts: Whether it counts training samples: not below 0, and together no more than the client has.
+        counts: Whether it counts training samples: `"samples"`: together no more than the client has; `"seen"`: once for each
+            epoch or step of the visit.
         gaps: Whether a NaN or an infinity may stand for what is not there. Else all numbers are finite.
         due: Tags of the messages (an ordinary visit's is empty) whose updates must bring it, if the client has trained or was
             not to train.
@@ -48,7 +49,7 @@ class Extra:
     low: float = -math.inf
     high: float = math.inf
     whole: bool = False
-    counts: bool = False
+    counts: Literal["", "samples", "seen"] = ""
     gaps: bool = False
     due: tuple[str, ...] = ()
 
@@ -215,7 +216,11 @@ def tree_bytes(tree: Any) -> int:
 
 
 def check_extras(
-    key: str, extras: Mapping[str, Any], declared: Mapping[str, Spec], shapes: Mapping[str, torch.Size]
+    key: str,
+    extras: Mapping[str, Any],
+    declared: Mapping[str, Spec],
+    shapes: Mapping[str, torch.Size],
+    sizes: Mapping[str, int] | None = None,
 ) -> None:
     """Compare the extras that a callback sends with those it declared.
 
@@ -224,11 +229,12 @@ def check_extras(
         extras: The payload.
         declared: Its `wire()` for this direction.
         shapes: Shape of every state entry of the model.
+        sizes: What words in shapes are, as far as it is known.
 
     Raises:
         ValueError: Naming the callback, the entry, the rule.
     """
-    sizes: dict[str, int] = {}
+    known = dict(sizes or {})
     for name, value in extras.items():
         if name not in declared:
             raise ValueError(
@@ -251,7 +257,7 @@ def check_extras(
                 isinstance(value, Tensor)
                 and len(value.shape) == len(spec)
                 and all(
-                    want in (-1, have) for want, have in zip(_sized(spec, sizes, value.shape), value.shape, strict=True)
+                    want in (-1, have) for want, have in zip(_sized(spec, known, value.shape), value.shape, strict=True)
                 )
             )
         if not fits:
@@ -259,7 +265,22 @@ def check_extras(
             raise ValueError(f"{key} declares '{name}' as {spec!r} but sends {found}. Send what wire() declares.")
 
 
-def _sized(form: tuple[int | str, ...], sizes: dict[str, int], shape: torch.Size) -> list[int]:
+def sizes_in(extras: Mapping[str, Any], declared: Mapping[str, Spec]) -> dict[str, int]:
+    """Return what the words in the shapes of some extras are.
+
+    Args:
+        extras: The extras.
+        declared: Their declaration.
+    """
+    sizes: dict[str, int] = {}
+    for name, value in extras.items():
+        form = Extra.of(declared[name]).form if name in declared else ()
+        if isinstance(form, tuple) and isinstance(value, Tensor) and value.ndim == len(form):
+            _sized(form, sizes, value.shape)
+    return sizes
+
+
+def _sized(form: Any, sizes: dict[str, int], shape: torch.Size) -> list[int]:
     """Return a form in numbers: a word is the size that it had first."""
     return [
         want if isinstance(want, int) else sizes.setdefault(want, have) for want, have in zip(form, shape, strict=True)

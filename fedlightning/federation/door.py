@@ -19,7 +19,7 @@ from fedlightning.datamodules.base import SPLITS
 from fedlightning.federation.norms import norm_of, norm_of_change, norm_of_sent, numbers_in
 from fedlightning.federation.server import Server
 from fedlightning.hooks import FederatedCallback
-from fedlightning.messages import ClientLog, Extra, Message, Update, check_extras
+from fedlightning.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in
 from fedlightning.scoring.metrics import outside
 from fedlightning.scoring.rows import EVERYBODY
 from fedlightning.tensors import first_nonfinite
@@ -183,9 +183,9 @@ def _fault_of_state(server: Server, message: Message, update: Update, norms: dic
 def _fault_of_part(server: Server, message: Message, name: str, value: Tensor, whole: Tensor) -> str | None:
     """Return what is wrong with the shape of a part of an entry: it is that of what was sent, or smaller where it may be."""
     sent = message.state.get(name)
-    if sent is not None and value.shape != sent.shape and not any(one.sends_smaller for one in server.callbacks):
-        return f"'{name}' has shape {tuple(value.shape)}, and was sent in {tuple(sent.shape)}"
     most = whole if sent is None else sent
+    if value.shape != most.shape and not any(one.sends_smaller for one in server.callbacks):
+        return f"'{name}' has shape {tuple(value.shape)}, and is to have {tuple(most.shape)}"
     if value.ndim != most.ndim or any(have > want for have, want in zip(value.shape, most.shape, strict=True)):
         return f"'{name}' has shape {tuple(value.shape)}, which is no part of {tuple(most.shape)}"
     return None
@@ -240,9 +240,12 @@ def _fault_of_extras(
         return "its extras are not named values by callback"
     key, own = callback.key, server.architecture_of(message.client)
     found = extras.get(key, {})
-    if not found and not callback.claims("wire"):
+    if not found:
+        extras.pop(key, None)  # nothing is as good as none
+    if not found and not callback.claims("wire") and not callback.claims("check_update"):
         return None
-    declared = callback.wire(own.module).up
+    wire = callback.wire(own.module)
+    declared = wire.up
     for name, spec in declared.items():
         extra = Extra.of(spec)
         if name not in found and message.tag in extra.due and (message.work == 0 or update.steps):
@@ -253,7 +256,9 @@ def _fault_of_extras(
             if isinstance(form, tuple) and words & {*form}:
                 return f"{key}'s '{other}' comes without '{name}'"
     try:
-        check_extras(key, found, declared, own.shapes)
+        known = sizes_in(message.extras.get(key, {}), wire.down)
+        check_extras(key, found, declared, own.shapes, known)
+        callback.check_update(server, message, update)
     except ValueError as error:
         return str(error)
     model = server.models[update.model]
@@ -295,6 +300,7 @@ def _fault_of_extra(
             if one.numel() and not (low - slack <= float(one.min()) and float(one.max()) <= extra.high + slack):
                 return f"{what} is not in [{low:g}, {extra.high:g}]"
     total = server.num_samples.get(update.client, math.inf)
+    total *= max(server.blueprint.settings.work, 1) if extra.counts == "seen" else 1
     if extra.counts and sum(float(one.sum(dtype=torch.float64)) for one in numbers) > total:
         return f"{what} counts more samples than the {total} of client '{update.client}'"
     if extra.whole or extra.counts or extra.gaps:

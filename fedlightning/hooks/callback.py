@@ -191,6 +191,13 @@ class FederatedCallback(Callback):
     def on_send(self, client: Client, update: Update) -> None:
         """Add extras to an update that is about to leave, drop or encode entries, store client state."""
 
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse an update that what is declared in :meth:`wire` cannot tell from a good one, before it is taken in.
+
+        Raises:
+            ValueError: With a sentence: its client has failed. Any other exception says the same.
+        """
+
     def on_update(self, server: Server, update: Update) -> None:
         """See an update without error while it is folded in, in client order."""
 
