@@ -94,8 +94,8 @@ class DSFL(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import DSFL
         >>> module = nn.Linear(2, 3)
-        >>> DSFL().shared_names(None, module), DSFL().wire(module).up
-        ([], {'probabilities': (-1, -1)})
+        >>> DSFL().shared_names(None, module), list(DSFL().wire(module).up)
+        ([], ['probabilities'])
     """
 
     mixes_architectures = True

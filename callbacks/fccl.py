@@ -84,8 +84,8 @@ class FCCL(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FCCL
         >>> module = nn.Linear(2, 3)
-        >>> FCCL().shared_names(None, module), FCCL().wire(module).up
-        ([], {'rows': (-1, -1)})
+        >>> FCCL().shared_names(None, module), list(FCCL().wire(module).up)
+        ([], ['rows'])
     """
 
     mixes_architectures = True

@@ -60,8 +60,8 @@ class FD(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FD
         >>> module = nn.Linear(2, 3)
-        >>> FD().shared_names(None, module), FD().wire(module).up
-        ([], {'outputs': (-1, -1), 'classes': (-1,)})
+        >>> FD().shared_names(None, module), list(FD().wire(module).up)
+        ([], ['outputs', 'classes'])
     """
 
     mixes_architectures = True

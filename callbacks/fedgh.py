@@ -79,8 +79,8 @@ class FedGH(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FedGH
         >>> module = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3))
-        >>> FedGH().shared_names(SimpleNamespace(round=0), module), FedGH().wire(module).up
-        (['2.weight', '2.bias'], {'prototypes': (-1, -1), 'classes': (-1,)})
+        >>> FedGH().shared_names(SimpleNamespace(round=0), module), list(FedGH().wire(module).up)
+        (['2.weight', '2.bias'], ['prototypes', 'classes'])
     """
 
     mixes_architectures = True

@@ -90,8 +90,8 @@ class FedGKT(FederatedCallback):
     Example:
         >>> from torch import nn
         >>> from fedlightning.callbacks import FedGKT
-        >>> FedGKT().wire(nn.Linear(2, 3)).up
-        {'features': (-1, -1), 'logits': (-1, -1), 'labels': (-1,)}
+        >>> list(FedGKT().wire(nn.Linear(2, 3)).up)
+        ['features', 'logits', 'labels']
     """
 
     mixes_architectures = True

@@ -75,8 +75,8 @@ class FedMD(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FedMD
         >>> module = nn.Linear(2, 3)
-        >>> FedMD().shared_names(None, module), FedMD().wire(module).up
-        ([], {'logits': (-1, -1)})
+        >>> FedMD().shared_names(None, module), list(FedMD().wire(module).up)
+        ([], ['logits'])
     """
 
     mixes_architectures = True

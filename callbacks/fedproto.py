@@ -69,8 +69,8 @@ class FedProto(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FedProto
         >>> module = nn.Linear(2, 3)
-        >>> FedProto().shared_names(None, module), FedProto().wire(module).up
-        ([], {'prototypes': (-1, -1), 'classes': (-1,)})
+        >>> FedProto().shared_names(None, module), list(FedProto().wire(module).up)
+        ([], ['prototypes', 'classes'])
     """
 
     mixes_architectures = True
