@@ -15,6 +15,7 @@ from torch.optim import SGD
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Message,
@@ -93,8 +94,8 @@ class DSFL(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import DSFL
         >>> module = nn.Linear(2, 3)
-        >>> DSFL().shared_names(None, module), DSFL().wire(module).up
-        ([], {'probabilities': (-1, -1)})
+        >>> DSFL().shared_names(None, module), list(DSFL().wire(module).up)
+        ([], ['probabilities'])
     """
 
     mixes_architectures = True
@@ -151,8 +152,8 @@ class DSFL(FederatedCallback):
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids to predict, ids and targets to distil down, probabilities up."""
         return Wire(
-            down={"predict": (-1,), "ids": (-1,), "targets": (-1, -1)},
-            up={"probabilities": (-1, -1)},
+            down={"predict": ("public",), "ids": (-1,), "targets": (-1, -1)},
+            up={"probabilities": Extra(("public", -1), low=0.0, high=1.0, due=(PREDICT,))},
         )
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:

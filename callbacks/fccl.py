@@ -9,7 +9,19 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Phase, Plan, Server, Setup, Update, Wire
+from fedlightning.algorithm import (
+    Client,
+    Extra,
+    FederatedCallback,
+    Job,
+    Message,
+    Phase,
+    Plan,
+    Server,
+    Setup,
+    Update,
+    Wire,
+)
 from fedlightning.callbacks.shared.distillation import (
     both_classes,
     check_own_logits,
@@ -72,8 +84,8 @@ class FCCL(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FCCL
         >>> module = nn.Linear(2, 3)
-        >>> FCCL().shared_names(None, module), FCCL().wire(module).up
-        ([], {'rows': (-1, -1)})
+        >>> FCCL().shared_names(None, module), list(FCCL().wire(module).up)
+        ([], ['rows'])
     """
 
     mixes_architectures = True
@@ -142,7 +154,7 @@ class FCCL(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids and mean rows down, rows up."""
-        return Wire(down={"ids": (-1,), "mean": (-1, -1)}, up={"rows": (-1, -1)})
+        return Wire(down={"ids": ("public",), "mean": (-1, -1)}, up={"rows": Extra(("public", -1), due=(PREDICT,))})
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the logits: the output of the head."""

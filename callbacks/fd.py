@@ -10,9 +10,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Plan, Server, Setup, Update, Wire
+from fedlightning.algorithm import Client, Extra, FederatedCallback, Job, Message, Plan, Server, Setup, Update, Wire
 from fedlightning.callbacks.shared.distillation import both_classes
-from fedlightning.callbacks.shared.representations import features_at_start, head_path, labels_of
+from fedlightning.callbacks.shared.representations import (
+    features_at_start,
+    head_path,
+    labels_of,
+    refuse_classes,
+)
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
 from fedlightning.wrappers import FeatureTap
 
@@ -55,8 +60,8 @@ class FD(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FD
         >>> module = nn.Linear(2, 3)
-        >>> FD().shared_names(None, module), FD().wire(module).up
-        ([], {'outputs': (-1, -1), 'classes': (-1,)})
+        >>> FD().shared_names(None, module), list(FD().wire(module).up)
+        ([], ['outputs', 'classes'])
     """
 
     mixes_architectures = True
@@ -125,8 +130,9 @@ class FD(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare a row of outputs per class, and which class it is of, down and up."""
-        table = {"outputs": (-1, -1), "classes": (-1,)}
-        return Wire(down=table, up=table | ({"counts": (-1,)} if self.weighting == "samples" else {}))
+        table: dict[str, Extra] = {"outputs": Extra(("rows", -1)), "classes": Extra(("rows",), whole=True, low=0)}
+        counts = {"counts": Extra(("rows",), counts="seen", whole=True)} if self.weighting == "samples" else {}
+        return Wire(down={"outputs": (-1, -1), "classes": (-1,)}, up=table | counts)
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the logits: the output of the head."""
@@ -220,6 +226,15 @@ class FD(FederatedCallback):
         client.scratch[self.key] = (sums, counts)
 
     # -- server, after the visits --------------------------------------------------------------------------------------
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse classes that the outputs do not have.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_classes(found["classes"], found["outputs"].shape[1])
+
     def on_update(self, server: Server, update: Update) -> None:
         """Note the client's rows. What it sent before stays for labels that it did not meet this time.
 

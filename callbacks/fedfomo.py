@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     Job,
     Message,
     Server,
@@ -24,6 +25,7 @@ from fedlightning.algorithm import (
     select,
     ties,
 )
+from fedlightning.callbacks.shared.representations import refuse_classes
 from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, sent_models
 
 ITSELF = "itself"
@@ -118,7 +120,10 @@ class FedFomo(KeepsClientModels):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare M models down, by their client's place in the order of clients; these places and their scores up."""
-        return Wire(down={"models": "states"}, up={"candidates": (-1,), "scores": (-1,)})
+        return Wire(
+            down={"models": "states"},
+            up={"candidates": Extra(("models",), whole=True, low=0), "scores": Extra(("models",))},
+        )
 
     # -- server --------------------------------------------------------------------------------------------------------
     def preferences(self, server: Server) -> Tensor:
@@ -201,6 +206,15 @@ class FedFomo(KeepsClientModels):
             }
 
     # -- server, after the visits --------------------------------------------------------------------------------------
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse scores of models that were not sent.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_classes(found["candidates"], len(server.clients), "client")
+
     def reduce(self, server: Server, updates: list[Update]) -> State:
         """Add ``s_n`` to ``P[i, n]``, and replace the last round's models by this round's."""
         preferences = self.preferences(server).clone()

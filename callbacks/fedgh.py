@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Plan,
@@ -78,8 +79,8 @@ class FedGH(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FedGH
         >>> module = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 3))
-        >>> FedGH().shared_names(SimpleNamespace(round=0), module), FedGH().wire(module).up
-        (['2.weight', '2.bias'], {'prototypes': (-1, -1), 'classes': (-1,)})
+        >>> FedGH().shared_names(SimpleNamespace(round=0), module), list(FedGH().wire(module).up)
+        (['2.weight', '2.bias'], ['prototypes', 'classes'])
     """
 
     mixes_architectures = True
@@ -211,7 +212,7 @@ class FedGH(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare one vector for each class, and which class it is of, up."""
-        return Wire(up={"prototypes": (-1, -1), "classes": (-1,)})
+        return Wire(up={"prototypes": Extra(("classes", -1)), "classes": Extra(("classes",), whole=True, low=0)})
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the header's input, the representation, and its output."""

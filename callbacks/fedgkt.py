@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Message,
@@ -89,8 +90,8 @@ class FedGKT(FederatedCallback):
     Example:
         >>> from torch import nn
         >>> from fedlightning.callbacks import FedGKT
-        >>> FedGKT().wire(nn.Linear(2, 3)).up
-        {'features': (-1, -1), 'logits': (-1, -1), 'labels': (-1,)}
+        >>> list(FedGKT().wire(nn.Linear(2, 3)).up)
+        ['features', 'logits', 'labels']
     """
 
     mixes_architectures = True
@@ -195,7 +196,11 @@ class FedGKT(FederatedCallback):
         """Declare logits of samples and the server's head down; features, logits and labels of samples up."""
         return Wire(
             down={"logits": (-1, -1), "head": "tensors"},
-            up={"features": (-1, -1), "logits": (-1, -1), "labels": (-1,)},
+            up={
+                "features": Extra(("samples", -1)),
+                "logits": Extra(("samples", -1)),
+                "labels": Extra(("samples",), whole=True),
+            },
         )
 
     # -- server --------------------------------------------------------------------------------------------------------
@@ -304,6 +309,17 @@ class FedGKT(FederatedCallback):
         with FeatureTap(module, head_path(module, self.head)) as tap:
             logits = logits_of(module, batch)
             return torch.cat([rows(tap.features), logits], 1)
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse labels that the logits do not have.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if (found := update.extras.get(self.key)) and int(found["labels"].max()) >= found["logits"].shape[1]:
+            raise ValueError(
+                f"it has a label {int(found['labels'].max())}, and logits of {found['logits'].shape[1]} classes"
+            )
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
     def personal_module(self, client: Client, stage: Stage) -> LightningModule:

@@ -147,6 +147,11 @@ class FedKD(SharedPeer):
                         f"{other.key}, or set energy_start=1 and energy_end=1: then nothing is compressed."
                     )
 
+    @property
+    def sends_less(self) -> bool:  # type: ignore[override]
+        """Whether matrices go as factors, in the extras."""
+        return self.compresses
+
     def wire(self, module: nn.Module) -> Wire:
         """Declare the factors of every matrix of the student; down also the share of energy and the student's number."""
         state = module_state(module)
@@ -206,6 +211,23 @@ class FedKD(SharedPeer):
         update.state = state
         update.extras[self.key] = extras
         client.state[self.key] = {"student": dict(client.received), "version": int(sent["version"])}
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse a matrix that is neither there nor in three factors that fit.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        extras = update.extras.get(self.key, {})
+        for name in message.returns if self.compresses and update.steps and message.work != 0 else ():
+            sizes = {
+                value.shape[place]
+                for part, place in (("u", 1), ("s", 0), ("v", 0))
+                if (value := extras.get(f"{name}/{part}")) is not None
+            }
+            parts = sum(f"{name}/{part}" in extras for part in "usv")
+            if (name in update.state) == bool(parts) or (parts and (parts, len(sizes)) != (3, 1)):
+                raise ValueError(f"'{name}' is neither sent nor there in three factors")
 
     def on_update(self, server: Server, update: Update) -> None:
         """Note which student the client has."""

@@ -10,7 +10,19 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, FederatedCallback, Job, Message, Phase, Plan, Server, Setup, Update, Wire
+from fedlightning.algorithm import (
+    Client,
+    Extra,
+    FederatedCallback,
+    Job,
+    Message,
+    Phase,
+    Plan,
+    Server,
+    Setup,
+    Update,
+    Wire,
+)
 from fedlightning.callbacks.shared.distillation import (
     check_public_logits,
     kl,
@@ -63,8 +75,8 @@ class FedMD(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FedMD
         >>> module = nn.Linear(2, 3)
-        >>> FedMD().shared_names(None, module), FedMD().wire(module).up
-        ([], {'logits': (-1, -1)})
+        >>> FedMD().shared_names(None, module), list(FedMD().wire(module).up)
+        ([], ['logits'])
     """
 
     mixes_architectures = True
@@ -125,7 +137,9 @@ class FedMD(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare ids and consensus down, logits up."""
-        return Wire(down={"ids": (-1,), "consensus": (-1, -1)}, up={"logits": (-1, -1)})
+        return Wire(
+            down={"ids": ("public",), "consensus": (-1, -1)}, up={"logits": Extra(("public", -1), due=(SCORES,))}
+        )
 
     # -- server --------------------------------------------------------------------------------------------------------
     def plan_round(self, server: Server) -> Plan:

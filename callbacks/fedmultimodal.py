@@ -56,6 +56,11 @@ class FedMultimodal(FederatedCallback):
     ) -> None:
         self.encoders, self.holders_only, self.weighting = encoders, holders_only, weighting
 
+    @property
+    def sends_less(self) -> bool:  # type: ignore[override]
+        """Whether encoders may be left out."""
+        return self.holders_only
+
     def check(self, setup: Setup) -> None:
         """Refuse modules without encoders, and those that train an encoder without its modality.
 

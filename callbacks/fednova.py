@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Message,
@@ -98,7 +99,7 @@ class FedNova(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare ``mu`` down and ``A_i`` up."""
-        return Wire(down={"mu": "scalar"}, up={"a": "scalar"})
+        return Wire(down={"mu": "scalar"}, up={"a": Extra("scalar", low=0.0)})
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the strength of FedProx's proximal term.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Message,
@@ -26,6 +27,7 @@ from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
     labels_of,
+    refuse_classes,
     refuse_other_widths,
     rows,
 )
@@ -67,8 +69,8 @@ class FedProto(FederatedCallback):
         >>> from torch import nn
         >>> from fedlightning.callbacks import FedProto
         >>> module = nn.Linear(2, 3)
-        >>> FedProto().shared_names(None, module), FedProto().wire(module).up
-        ([], {'prototypes': (-1, -1), 'classes': (-1,)})
+        >>> FedProto().shared_names(None, module), list(FedProto().wire(module).up)
+        ([], ['prototypes', 'classes'])
     """
 
     mixes_architectures = True
@@ -137,8 +139,12 @@ class FedProto(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare one vector per class, and which class it is of, down and up."""
-        prototypes = {"prototypes": (-1, -1), "classes": (-1,)}
-        return Wire(down=prototypes, up=prototypes | ({"counts": (-1,)} if self.weighting == "samples" else {}))
+        prototypes: dict[str, Extra] = {
+            "prototypes": Extra(("classes", -1)),
+            "classes": Extra(("classes",), whole=True),
+        }
+        counts = {"counts": Extra(("classes",), counts="samples", whole=True)} if self.weighting == "samples" else {}
+        return Wire(down={"prototypes": (-1, -1), "classes": (-1,)}, up=prototypes | counts)
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the representation: the input of the head."""
@@ -201,6 +207,15 @@ class FedProto(FederatedCallback):
         client.state[self.key] = {"classes": sorted(means.sums)}
 
     # -- server, after the visits --------------------------------------------------------------------------------------
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse a class that comes twice.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_classes(found["classes"])
+
     def on_update(self, server: Server, update: Update) -> None:
         """Add the client's prototypes to the sums of their classes.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedlightning.algorithm import (
     NEWCOMER,
     Client,
+    Extra,
     GradientContext,
     Job,
     Message,
@@ -125,8 +126,10 @@ class FedSoft(Clusters):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare all centres, or the point that they pull to, down; counts of samples up."""
+        shares = Extra((self.num_clusters,), low=0.0, high=1.0, due=(ESTIMATE,))
         return Wire(
-            down={"centres": "states", "target": "parameters", "total": "scalar"}, up={"shares": (self.num_clusters,)}
+            down={"centres": "states", "target": "parameters", "total": "scalar"},
+            up={"shares": shares},
         )
 
     # -- server --------------------------------------------------------------------------------------------------------

@@ -191,6 +191,19 @@ class FLoRA(ClientRanks):
         client.received |= fresh  # what terms in the gradient, as FedProx's, pull to
         client.state[self.key] = {"version": own["version"]}
 
+    sends_smaller = True
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse factors of another rank than the client's.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        rank = self.rank_of(server, update.client)
+        for path, layer in adapted_layers(server.module).items():
+            if layer.a in update.state and (len(update.state[layer.a]), update.state[layer.b].shape[1]) != (rank, rank):
+                raise ValueError(f"the factors of '{path}' do not have the rank {rank}")
+
     def on_update(self, server: Server, update: Update) -> None:
         """Note what the client has."""
         kept = server.state.get(self.key, {"version": 0, "stacks": {}, "has": {}})

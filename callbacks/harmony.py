@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     Job,
     Message,
     Phase,
@@ -129,7 +130,7 @@ class Harmony(Clusters):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare which modalities a client has, and its biases, up."""
-        return Wire(up={"present": (-1,), "bias": (-1,)})
+        return Wire(up={"present": Extra((-1,), low=0.0, high=1.0, due=(ASK,)), "bias": Extra((-1,), due=(FUSION,))})
 
     # -- what belongs to whom ------------------------------------------------------------------------------------------
     def networks(self, module: nn.Module) -> dict[str, list[str]]:
@@ -317,6 +318,19 @@ class Harmony(Clusters):
             start, now = client.state[self.key]["start"], client.entries
             found = [bias(start, now, names) for names, has in zip(encoders.values(), there, strict=True) if has]
             update.extras[self.key] = {"bias": torch.stack(found)}
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse other modalities, and another number of biases than the client has modalities.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        found, known = update.extras.get(self.key, {}), len(self.networks(server.module))
+        if "present" in found and len(found["present"]) != known:
+            raise ValueError(f"it tells of {len(found['present'])} modalities, and there are {known}")
+        own = server.state.get(self.key, {}).get("modalities", {}).get(update.client)
+        if "bias" in found and own is not None and len(found["bias"]) != len(own):
+            raise ValueError(f"it has {len(found['bias'])} biases for {len(own)} modalities")
 
     def _present(self, client: Client) -> Tensor:
         """Return which modalities the client's training data have, bool `(modalities,)`."""

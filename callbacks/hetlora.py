@@ -57,6 +57,8 @@ class HetLoRA(ClientRanks):
         ((8, 8), 7, 1)
     """
 
+    sends_smaller = True
+
     def __init__(
         self,
         r: int | Sequence[int] | dict[str, int] = (16, 8, 4),
@@ -193,6 +195,16 @@ class HetLoRA(ClientRanks):
         if client.steps and float(self._tail(own, client.entries)) < own["norm"]:
             rank = self.pruned(rank)
         update.state = self._truncated(update.state, own["layers"], rank)
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse factors that do not fit each other.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        for path, layer in adapted_layers(server.module).items():
+            if layer.a in update.state and len(update.state[layer.a]) != update.state[layer.b].shape[1]:
+                raise ValueError(f"the two factors of '{path}' have different ranks")
 
     def on_update(self, server: Server, update: Update) -> None:
         """Note the rank of a client that has pruned."""

@@ -13,6 +13,7 @@ from torch import nn
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Extra,
     Job,
     Message,
     Plan,
@@ -131,7 +132,13 @@ class IFCA(Clusters):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the other centres down; the choice and, for option 1, a gradient up."""
-        return Wire(down={"centres": "states"}, up={"cluster": "scalar", "gradient": "parameters"})
+        return Wire(
+            down={"centres": "states"},
+            up={
+                "cluster": Extra("scalar", low=0, high=self.num_clusters - 1, due=("", GRADIENT)),
+                "gradient": "parameters",
+            },
+        )
 
     # -- server --------------------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Plan,
@@ -124,7 +125,8 @@ class MaxFL(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the weight and whether the client is satisfied, up."""
-        return Wire(up={"weight": "scalar", "satisfied": "scalar"})
+        flag = Extra("scalar", low=0, high=1, due=("",))
+        return Wire(up={"weight": Extra("scalar", low=0.0, high=0.25, due=("",)), "satisfied": flag})
 
     # -- server --------------------------------------------------------------------------------------------------------
     def on_federation_start(self, server: Server) -> None:

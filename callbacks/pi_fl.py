@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Extra,
     Job,
     Message,
     Plan,
@@ -212,7 +213,12 @@ class PIFL(PIFLRound):
     def wire(self, module: nn.Module) -> Wire:
         """Declare all cluster models down; importance weights or an accuracy up."""
         return Wire(
-            down={"models": "states"}, up={"importance": (self.num_clusters,), "utility": "scalar", "f1": (-1,)}
+            down={"models": "states"},
+            up={
+                "importance": Extra((self.num_clusters,), due=(BID,)),
+                "utility": Extra("scalar", gaps=True, due=(UTILITY,)),
+                "f1": Extra((-1,), gaps=True, due=(CLASSES,)),
+            },
         )
 
     # -- server: the round ---------------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
     Client,
+    Extra,
     FederatedCallback,
     Job,
+    Message,
     Plan,
     Server,
     Setup,
@@ -23,12 +25,14 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     ordered_layers,
+    pieces,
     state_names,
 )
 from fedlightning.callbacks.checkpoints import GlobalCheckpoint
 from fedlightning.callbacks.diagnostics.sensitivity import Sensitivity, SensitivityAccumulator, scale_of
 from fedlightning.callbacks.diagnostics.sensitivity_files import write_sensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent
+from fedlightning.callbacks.shared.representations import refuse_classes
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.player_fl_stacked import StackedSensitivities
@@ -127,7 +131,7 @@ class PLayerFL(FederatedCallback):
     # -- what travels ------------------------------------------------------------------------------------------------
     def wire(self, module: nn.Module) -> Wire:
         """Declare F's terms and the order of the layers, which go up once."""
-        return Wire(up={"sensitivity": (-1,), "order": (-1,)})
+        return Wire(up={"sensitivity": Extra(("pieces",)), "order": Extra(("pieces",), whole=True, low=0)})
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str] | None:
         """Return all entries outside the personal layers; everything travels before p is known."""
@@ -154,6 +158,17 @@ class PLayerFL(FederatedCallback):
             yield [Job(client, work=0, down=(), returns=shared, tag=COLLECT) for client in answered]
 
     # -- the decision ------------------------------------------------------------------------------------------------
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse another number of sensitivities than the model has pieces.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_classes(found["order"], known := len(pieces(server.module)), "piece")
+            if len(found["order"]) != known:
+                raise ValueError(f"it has sensitivities of {len(found['order'])} pieces, and the model has {known}")
+
     def on_update(self, server: Server, update: Update) -> None:
         """Collect F's terms. If clients meet the layers in different orders, the first client's order holds."""
         extras = update.extras.get(self.key)

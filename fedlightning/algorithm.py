@@ -40,7 +40,7 @@ from fedlightning.layers import (
     pieces,
     state_names,
 )
-from fedlightning.messages import GLOBAL, Message, Update, Wire
+from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire
 from fedlightning.run.round_table import add_round
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import (
@@ -74,6 +74,7 @@ from fedlightning.visit.probes import NoLossError, move_batch, training_loss
 
 __all__ = [
     # the contract
+    "Extra",
     "FederatedCallback",
     "Arrivals",
     "Setup",

@@ -135,6 +135,7 @@ class Assembly(Fitted):
         )
         server.evaluated = arguments.evaluated_clients(a["evaluate_clients"], server.clients, everybody.seed)
         server.public_source, server.together = engine.public, known.together
+        server.sizes, server.norms.factor = known.sizes, a["update_limit"]
         engine.attempts.policy = arguments.failure_policy(a)
         loggers = arguments.loggers(self._logger_argument, run) if is_writer() and go_on else []
         self.recorder = Recorder(run, loggers)

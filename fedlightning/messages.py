@@ -6,6 +6,7 @@ optimizer and no data.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,11 +18,49 @@ from fedlightning.tensors import State
 
 GLOBAL = "global"
 """Key of the server's model, unless an algorithm keeps several."""
-Shape = tuple[int, ...]
-Spec = Literal["scalar", "parameters", "state", "states", "tensors"] | Shape
-"""An extra's declaration: one number, a tensor shape (-1: any size), named tensors shaped as the trainable parameters
-(``"parameters"``) or as any entries of the model's state (``"state"``), several such states by name (``"states"``), or named
-tensors of any shape (``"tensors"``), such as a model of another architecture than the client's."""
+Form = Literal["scalar", "parameters", "state", "states", "tensors"] | tuple[int | str, ...]
+"""An extra's form: one number, a tensor shape (-1: any size; a word: one size for all extras with that word, down and up, and
+those up come together), named tensors shaped as the trainable parameters (``"parameters"``) or as any entries of the
+model's state (``"state"``), several such states by name (``"states"``), or named tensors of any shape (``"tensors"``), such
+as a model of another architecture."""
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An extra's form, and what its numbers may be: what the check on arrival holds every client to.
+
+    Attributes:
+        form: Its form.
+        low: Least number that it may hold.
+        high: Largest number that it may hold.
+        whole: Whether it is of whole numbers.
+        counts: Whether it counts training samples: `"samples"`: together no more than the client has; `"seen"`: once for each
+            epoch or step of the visit.
+        gaps: Whether a NaN or an infinity may stand for what is not there. Else all numbers are finite.
+        due: Tags of the messages (an ordinary visit's is empty) whose updates must bring it, if the client has trained or was
+            not to train.
+
+    Example:
+        >>> Wire(up={"accuracy": Extra("scalar", low=0, high=1, gaps=True)}).up["accuracy"].high
+        1
+    """
+
+    form: Form
+    low: float = -math.inf
+    high: float = math.inf
+    whole: bool = False
+    counts: Literal["", "samples", "seen"] = ""
+    gaps: bool = False
+    due: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, spec: Spec) -> Extra:
+        """Return a declaration in full: of a form alone, any finite numbers."""
+        return spec if isinstance(spec, Extra) else cls(spec)
+
+
+Spec = Form | Extra
+"""An extra's declaration."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +216,11 @@ def tree_bytes(tree: Any) -> int:
 
 
 def check_extras(
-    key: str, extras: Mapping[str, Any], declared: Mapping[str, Spec], shapes: Mapping[str, torch.Size]
+    key: str,
+    extras: Mapping[str, Any],
+    declared: Mapping[str, Spec],
+    shapes: Mapping[str, torch.Size],
+    sizes: Mapping[str, int] | None = None,
 ) -> None:
     """Compare the extras that a callback sends with those it declared.
 
@@ -186,17 +229,19 @@ def check_extras(
         extras: The payload.
         declared: Its `wire()` for this direction.
         shapes: Shape of every state entry of the model.
+        sizes: What words in shapes are, as far as it is known.
 
     Raises:
         ValueError: Naming the callback, the entry, the rule.
     """
+    known = dict(sizes or {})
     for name, value in extras.items():
         if name not in declared:
             raise ValueError(
                 f"{key} puts '{name}' on the wire but declares only {sorted(declared) or 'nothing'}. "
                 "Declare every extra in wire(): private values must not leave by accident."
             )
-        spec = declared[name]
+        spec = Extra.of(declared[name]).form
         if spec == "scalar":
             fits = isinstance(value, int | float | bool) or (isinstance(value, Tensor) and value.numel() == 1)
         elif spec in ("parameters", "state"):
@@ -211,11 +256,35 @@ def check_extras(
             fits = (
                 isinstance(value, Tensor)
                 and len(value.shape) == len(spec)
-                and all(want in (-1, have) for want, have in zip(spec, value.shape, strict=True))
+                and all(
+                    want in (-1, have) for want, have in zip(_sized(spec, known, value.shape), value.shape, strict=True)
+                )
             )
         if not fits:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{key} declares '{name}' as {spec!r} but sends {found}. Send what wire() declares.")
+
+
+def sizes_in(extras: Mapping[str, Any], declared: Mapping[str, Spec]) -> dict[str, int]:
+    """Return what the words in the shapes of some extras are.
+
+    Args:
+        extras: The extras.
+        declared: Their declaration.
+    """
+    sizes: dict[str, int] = {}
+    for name, value in extras.items():
+        form = Extra.of(declared[name]).form if name in declared else ()
+        if isinstance(form, tuple) and isinstance(value, Tensor) and value.ndim == len(form):
+            _sized(form, sizes, value.shape)
+    return sizes
+
+
+def _sized(form: Any, sizes: dict[str, int], shape: torch.Size) -> list[int]:
+    """Return a form in numbers: a word is the size that it had first."""
+    return [
+        want if isinstance(want, int) else sizes.setdefault(want, have) for want, have in zip(form, shape, strict=True)
+    ]
 
 
 def _is_state(value: Any, shapes: Mapping[str, torch.Size]) -> bool:

@@ -83,6 +83,8 @@ class FederatedTrainer(Assembly):
         client_retries: Number of further tries under on_client_error="retry"; default 1.
         min_clients: Number (int) or share (float in (0, 1]) of a round's clients that must contribute; with fewer the run
             stops, and its state of the round before is intact.
+        update_limit: Multiple of the usual norm of updates beyond which one is refused, and its client has failed; in round 1
+            of the norm of the model that was sent. Default 1000; `None`: nothing is refused for its size.
         client_timeout: Seconds that a client may take for a visit, or for being scored; default: any time. With
             engine="processes" its worker is ended and the client has failed; the other engines cannot end a client alone
             and stop the run.
@@ -181,6 +183,7 @@ class FederatedTrainer(Assembly):
         on_client_error: Literal["skip", "retry", "stop"] = "skip",
         client_retries: int | None = None,
         min_clients: int | float = 1,
+        update_limit: float | None = 1000.0,
         client_timeout: float | None = None,
         evaluate_every: int = 1,
         evaluate_seconds: float | None = None,

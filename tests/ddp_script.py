@@ -34,7 +34,8 @@ def main(root: Path, devices: int) -> None:
     written = []
 
     def hear(event: str, args: tuple) -> None:
-        if event == "open" and str(args[0]).startswith(str(root)) and isinstance(args[1], str) and args[1][0] in "wax":
+        inside = event == "open" and str(args[0]).startswith(f"{root}{os.sep}")
+        if inside and isinstance(args[1], str) and args[1][0] in "wax":
             written.append(str(args[0]))
 
     sys.addaudithook(hear)
@@ -68,7 +69,7 @@ def main(root: Path, devices: int) -> None:
                 "run": str(trainer.run.path),
                 "steps": {client: trainer.store.get(client).steps for client in "012"},
                 "visits": {client: trainer.store.get(client).visits for client in "012"},
-                "written": [path for path in written if Path(path).name != f"{name}-{rank}.pt"],
+                "written": written[:],
             },
             root.parent / f"{root.name}-{name}-{rank}.pt",
         )

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Client, FederatedCallback, Server, Setup, Update, Wire, isolated
+from fedlightning.algorithm import Client, Extra, FederatedCallback, Server, Setup, Update, Wire, isolated
 from fedlightning.callbacks.diagnostics.layer_look import COUNTS, QUANTITIES, SENT, LayerLook, Quantity
 from fedlightning.callbacks.diagnostics.layer_rows import ALL, cut_layers, read_layers, write_layers
 from fedlightning.callbacks.diagnostics.layer_tables import METHODS, StageTable, round_rows
@@ -128,7 +128,8 @@ class LayerDiagnostics(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the order `(pieces,)`, values `(stages, quantities, layers, 2)` and grams `(stages, layers, n, n)`."""
-        return Wire(up={"order": (-1,), "values": (-1, -1, -1, 2), "grams": (-1, -1, -1, -1)})
+        values, grams = Extra((-1, -1, -1, 2), gaps=True), Extra((-1, -1, -1, -1), gaps=True)
+        return Wire(up={"order": (-1,), "values": values, "grams": grams})
 
     # -- client ------------------------------------------------------------------------------------------------------
     def on_visit_start(self, client: Client) -> None:

@@ -26,6 +26,7 @@ from fedlightning.algorithm import (
     NEWCOMER,
     POOLED,
     Client,
+    Extra,
     FederatedCallback,
     Job,
     Message,
@@ -46,7 +47,10 @@ from fedlightning.algorithm import (
 from fedlightning.callbacks.checkpoints import LocalCheckpoint
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
 from fedlightning.callbacks.shared.parts import refuse_whole_models
-from fedlightning.callbacks.shared.representations import head_path
+from fedlightning.callbacks.shared.representations import (
+    head_path,
+    refuse_classes,
+)
 from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
 from fedlightning.wrappers.slices import ElementMean, Slices, take
 from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink
@@ -210,7 +214,14 @@ class PartialTraining(FederatedCallback):
 
     def wire(self, module: Any) -> Wire:
         """Declare the rate down; the classes of a client and, for static batch normalisation, statistics up."""
-        return Wire(down={"rate": "scalar"}, up={"classes": (-1,), "statistics": "state", "batches": "scalar"})
+        return Wire(
+            down={"rate": "scalar"},
+            up={
+                "classes": Extra((-1,), whole=True, low=0),
+                "statistics": "state",
+                "batches": Extra("scalar", whole=True, low=0),
+            },
+        )
 
     # -- 1. the server cuts --------------------------------------------------------------------------------------------
     def rate_of(self, server: Server, client: str, round: int | None = None) -> float:
@@ -285,6 +296,17 @@ class PartialTraining(FederatedCallback):
             update.extras[self.key] = {"statistics": statistics, "batches": batches}
         elif client.steps and f"{self.key} classes" in client.scratch:
             update.extras[self.key] = {"classes": client.scratch[f"{self.key} classes"]}
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse classes that the head does not have.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        classes = update.extras.get(self.key, {}).get("classes")
+        if classes is not None:
+            rows = server.architecture(update.model).shapes[f"{self._head(server.module)}.weight"][0]
+            refuse_classes(classes, rows)
 
     # -- 3. the server averages ----------------------------------------------------------------------------------------
     def reduce(self, server: Server, updates: list[Update]) -> State:

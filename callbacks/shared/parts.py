@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import FederatedCallback, Setup
+from fedlightning.algorithm import Extra, FederatedCallback, Setup
 
 
 def refuse_whole_models(callback: FederatedCallback, other: FederatedCallback, setup: Setup) -> None:
@@ -29,5 +29,6 @@ def refuse_whole_models(callback: FederatedCallback, other: FederatedCallback, s
 def whole_values(other: FederatedCallback, setup: Setup) -> bool:
     """Return whether a callback sends values shaped as the model's entries, such as control variates."""
     wire = other.wire(setup.module)
-    specs = [spec for spec in (*wire.down.values(), *wire.up.values()) if isinstance(spec, str)]
+    forms = [Extra.of(spec).form for spec in (*wire.down.values(), *wire.up.values())]
+    specs = [form for form in forms if isinstance(form, str)]
     return bool({"parameters", "state", "states"}.intersection(specs))

@@ -204,3 +204,20 @@ def _unit(z: Tensor) -> Tensor:
     z = rows(z)
     norm = z.norm(dim=1, keepdim=True)
     return z / norm.clamp_min(1e-8) * (norm > 1e-8)
+
+
+def refuse_classes(classes: Tensor, known: int | None = None, what: str = "class") -> None:
+    """Refuse classes that come twice, or that there are not.
+
+    Args:
+        classes: Their numbers, as a client sent them.
+        known: How many there are; `None`: any.
+        what: What is numbered.
+
+    Raises:
+        ValueError: With a sentence.
+    """
+    if len(classes.unique()) != len(classes):
+        raise ValueError(f"it names a {what} twice")
+    if known is not None and len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < known:
+        raise ValueError(f"it names {what} {int(classes.max())}, and there are {known}")

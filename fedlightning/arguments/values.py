@@ -286,6 +286,13 @@ def check_failures(given: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             f"min_clients={least!r} must be a number of clients (an int of at least 1) or a share in (0, 1] (a float)."
         )
+    limit = given["update_limit"]
+    number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if limit is not None and not (number and 1 < limit < math.inf):
+        raise ConfigurationError(
+            f"update_limit={limit!r} must be a number above 1, by how much the norm of an update may exceed the usual one; "
+            "None refuses nothing for its size."
+        )
     number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout < math.inf):
         raise ConfigurationError(f"client_timeout={timeout!r} must be a positive number of seconds, or None.")

@@ -22,17 +22,21 @@ from fedlightning.engines import ray_cluster
 from fedlightning.engines.arena import Broadcast
 from fedlightning.engines.pool import Setup, UnpicklableError, usable_cores, warn_again
 from fedlightning.engines.ray_cluster import Kept
+from fedlightning.engines.ray_start import load_now
 from fedlightning.engines.ray_worker import Pieces, Source, environment_for, packed, packer, unpacked
 from fedlightning.engines.scheduling import WorkersEngine
 from fedlightning.engines.worker import READY, Reply
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Task
+from fedlightning.federation.failures import FederationError
 from fedlightning.federation.store import ClientStore
 from fedlightning.visit.record import ClientRecord
 from fedlightning.visit.runner import LocalRunner
 
 PATIENCE = 60.0
 """Seconds without any worker after which the user is told what Ray waits for."""
+LIMIT = 600.0
+"""Seconds without any worker after which the run ends, where nobody else uses the Ray."""
 STARTS = 3
 """Workers that may end one after another while they start."""
 
@@ -196,7 +200,7 @@ class RayEngine(WorkersEngine):
         self._broadcast = Broadcast(Pieces())
         self._owner, self._mark, self._held = object(), object(), b""
         self._starts = 0
-        self._since = 0.0
+        self._since, self._told = 0.0, False
 
     def beside(self, runner: LocalRunner) -> RayEngine:
         return RayEngine(runner, ClientStore(), self._given, self.options)
@@ -219,7 +223,7 @@ class RayEngine(WorkersEngine):
             if parts.digest != self._held:  # else what the actors hold is what it was before a rest
                 self._mark, self._held = object(), parts.digest
             self._parts = parts
-        self._since, self._starts = time.monotonic(), 0
+        self._since, self._starts, self._told = time.monotonic(), 0, False
 
     def _place(self) -> None:
         """Find out how many actors there is room for, and what each needs."""
@@ -247,8 +251,14 @@ class RayEngine(WorkersEngine):
         waited = {pending: i for i in self._workers if (pending := self._worker(i).pending) is not None}
         nobody = not any(worker.ready for worker in self._workers.values())
         found, _ = wait(waited, PATIENCE if nobody and timeout is None else timeout, FIRST_COMPLETED)
-        if nobody and not found and self._since and time.monotonic() - self._since > PATIENCE:
-            self._since = 0.0
+        waited_for = time.monotonic() - self._since
+        if nobody and not found and waited_for > LIMIT and ray_cluster.is_own():
+            raise FederationError(
+                f"Ray has started no worker in {LIMIT:g} seconds, at a load of {load_now()}. The state of the "
+                "rounds before is intact: resume when the machine is less busy, or with engine='processes'."
+            )
+        if nobody and not found and not self._told and waited_for > PATIENCE:
+            self._told = True
             free = ray.available_resources()
             warnings.warn(
                 f"Ray has started no worker in {PATIENCE:g} seconds; the run waits. Each is to have {self._needs[0]:g} CPUs "
@@ -262,7 +272,7 @@ class RayEngine(WorkersEngine):
         self._starts += 1
         if self._starts < STARTS:
             return None
-        return RuntimeError(
+        return FederationError(
             f"{self._starts} Ray workers ended while they started (the last: {how}). Ray's logs are in the folder that "
             "/tmp/ray/session_latest leads to."
         )

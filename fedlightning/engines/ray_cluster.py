@@ -7,35 +7,24 @@ import importlib.util
 import logging
 import math
 import os
-import secrets
-import signal
 import socket
 import sys
 import sysconfig
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedlightning.blueprint.ray_options import RayOptions
-from fedlightning.compat.sockets import short_temporary_folder
-from fedlightning.engines.pool import one_thread, usable_cores
+from fedlightning.engines.pool import usable_cores
+from fedlightning.engines.ray_start import HERE_ONLY, PATIENT, QUIET, TOKEN, environment, in_a_thread, start
 from fedlightning.errors import ConfigurationError
 
 MISSING = (
     "engine='ray' needs Ray, which is not installed here: pip install 'fedlightning[ray]'. Without it engine='processes' "
     "trains on several cores of this machine."
 )
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""Variables for a Ray that tells nobody of itself, and does not warn of workers without a GPU."""
-HERE_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""With this a Ray of our own listens on the loopback interface only. It is read when `ray` is imported."""
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""With these nobody else on this machine gets into a Ray of our own. They are read when `ray` is imported, and by `init`."""
 
 
 @dataclass(eq=False)
@@ -90,7 +79,7 @@ def load(options: RayOptions) -> None:
         raise ConfigurationError(MISSING)
     own, first = options.address is None, "ray" not in sys.modules
     _guarded = _guarded or (own and first and not any(name.startswith("RAY_AUTH_") for name in os.environ))
-    with _environment(QUIET | (HERE_ONLY if own else {}) | (TOKEN if _guarded else {})):
+    with environment(QUIET | (HERE_ONLY | PATIENT if own else {}) | (TOKEN if _guarded else {})):
         import ray
 
     private: Any = getattr(ray, "_private", None)
@@ -107,8 +96,10 @@ def connect(options: RayOptions, workers: int) -> None:
         workers: Number of workers that a Ray of our own must have room for.
 
     Raises:
-        ConfigurationError: If Ray is not installed, there is no such cluster, or the program is connected to another one.
+        ConfigurationError: If Ray is not installed, there is no such cluster, the program is connected to another one, or a
+            Ray of our own does not start.
     """
+    global _own
     load(options)
     if sys.modules["ray"].is_initialized():
         if _own and options.address is not None:
@@ -125,14 +116,19 @@ def connect(options: RayOptions, workers: int) -> None:
     else:
         arguments |= {"address": options.address}
         _knock(options.address)
+    arguments |= dict(options.init or {})
     try:
-        _in_a_thread(arguments | dict(options.init or {}), own=options.address is None)
-    except ConnectionError as error:
+        if options.address is None:
+            start(arguments, _guarded)
+        else:
+            in_a_thread(arguments)
+    except (ConnectionError, TimeoutError) as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise ConfigurationError(
             f"ray: address={options.address!r}: no Ray cluster answers there ({said}). Start one with "
             "`ray start --head`, or leave address out for a Ray of this program's own."
         ) from error
+    _own = options.address is None
     atexit.register(_kept.clear)
     _without_messages()
 
@@ -158,50 +154,6 @@ def _knock(address: str, seconds: float = 10.0) -> None:
 def is_own() -> bool:
     """Return whether Ray was started for engines of this program, which it ends with."""
     return _own
-
-
-def _in_a_thread(arguments: Mapping[str, Any], own: bool) -> None:
-    """Call `ray.init` in a thread that stays: in the main thread it would replace Python's handler of SIGTERM.
-
-    The thread stays because the kernel ends what it has started when it ends. Beneath Python's handler Ray installs another
-    one of its own, which ends the process by SIGABRT; so Python's is put in its place again.
-    """
-    done: Future[None] = Future()
-
-    def start() -> None:
-        global _own
-        try:
-            folder = (
-                {} if "RAY_TMPDIR" in os.environ else {"RAY_TMPDIR": short_temporary_folder()}
-            )  # its sockets lie there
-            with _environment(QUIET | folder | (TOKEN if own and _guarded else {})), one_thread():
-                import ray
-
-                logging.getLogger("ray").setLevel(logging.ERROR)  # else it says that this is not the main thread
-                ray.init(**arguments)
-            _own = own
-        except BaseException as error:
-            done.set_exception(error)
-            return
-        done.set_result(None)
-        threading.Event().wait()
-
-    threading.Thread(target=start, name="fedlightning-ray", daemon=True).start()
-    done.result()
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is not None:
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Within the block, set variables that the user has not set."""
-    new = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
 
 
 def _without_messages() -> None:

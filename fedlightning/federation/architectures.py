@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.errors import ConfigurationError
 from fedlightning.messages import GLOBAL
+from fedlightning.scoring.metrics import bounds_of
 from fedlightning.tensors import EntryKind, entry_kinds, module_state, tied_names
 from fedlightning.wrappers import user_class
 
@@ -28,6 +29,7 @@ class Architecture:
         kinds: Kind of every entry, fixed before anything is frozen.
         shapes: Shape of every entry.
         tied: By entry, all names under which it is tied.
+        metric_bounds: What metrics can be, by their names without the split.
     """
 
     name: str
@@ -35,10 +37,12 @@ class Architecture:
     kinds: dict[str, EntryKind] = field(init=False)
     shapes: dict[str, torch.Size] = field(init=False)
     tied: dict[str, frozenset[str]] = field(init=False)
+    metric_bounds: dict[str, tuple[float, float]] = field(init=False)
 
     def __post_init__(self) -> None:
         shapes = {name: value.shape for name, value in module_state(self.module).items()}
-        for name, value in (("kinds", entry_kinds(self.module)), ("shapes", shapes), ("tied", tied_names(self.module))):
+        found = {"kinds": entry_kinds(self.module), "shapes": shapes, "tied": tied_names(self.module)}
+        for name, value in (found | {"metric_bounds": bounds_of(self.module.modules())}).items():
             object.__setattr__(self, name, value)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fedlightning.federation import stages as stage_scores
@@ -23,6 +23,7 @@ from fedlightning.federation.changes import (
 from fedlightning.federation.checks import check_callbacks
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
+from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FederationError, in_order
@@ -34,6 +35,7 @@ from fedlightning.federation.refusals import (
     refuse_loop,
     refuse_participation,
     refuse_scores_of_some,
+    tell_of_sizes,
 )
 from fedlightning.federation.sanity import check_steps, first_tries
 from fedlightning.federation.server import Server
@@ -184,6 +186,7 @@ class Federation:
         self.server.spent = spent_of(extra.get("spent"))
         self.server.failures = list(extra.get("failures", []))
         self.server.explosions = Explosions.of(extra.get("explosions", {}))
+        self.server.norms.usual = dict(extra.get("norms", {}))
         loop = self.engine.runner.loop
         loop.reason = loop.reason or extra.get(
             "local_loop"
@@ -227,6 +230,8 @@ class Federation:
         due = {"val": self.evaluate_data if self.evaluate_every > 0 and self.stages else (), "test": self.test_data}
         refuse_scores_of_some(server, engine, [split for split, data in due.items() if "local" in data])
         refuse_data_elsewhere(self._left_out, self.evaluate_data)
+        if not engine.data_here:
+            tell_of_sizes(server.num_samples, engine.sites)
         refuse_mixed(server)
         for client in {server.blueprint.architecture_of(client): client for client in server.clients}.values():
             engine.runner.leaving(client)  # every callback can say it
@@ -263,9 +268,11 @@ class Federation:
         splits = (("val",) if due else ()) + (("test",) if last and self.test_data else ())
         scored = None if server.evaluated is server.clients else frozenset(server.evaluated)
         inside = Evaluate(splits if "L2" in self.stages else (), self.evaluate_data, scored)
+        server.norms.forget_round()
         updates = self.loop.round(server, self.engine, inside, client_done)
         tell_of_misses(server, updates, self.engine.attempts.policy)
         server.explosions.end_round(server.round + 1)
+        server.norms.end_round()
         rows = stage_scores.update_rows(updates, server.model_of, server.round)
         started = time.monotonic()
         if due:
@@ -312,6 +319,7 @@ class Federation:
                 "spent": self.server.spent,
                 "failures": self.server.failures,
                 "explosions": self.server.explosions.plain(),
+                "norms": self.server.norms.plain(),
                 "local_loop": self.engine.runner.loop.reason,
             } | ({"changes": self.changes} if self.changes else {})
             extra |= {FLUSHED: True} if self.loop.flushes and self.rounds_done == server.max_rounds else {}
@@ -340,7 +348,7 @@ class Federation:
         server.round = self.rounds_done
         self.costs.spent_of_rounds = dict(server.spent)
         jobs = [replace(job, returns=()) for job in owner.final_jobs(server)]
-        for update in self.engine.run(messages(server, jobs), Evaluate()):
+        for update in self.engine.run(messages(server, jobs), Evaluate(), partial(checked, server)):
             server.steps += update.steps
             note_work(server, update, after_last_round=True)
             self.recorder.log_clients([update])

@@ -31,7 +31,7 @@ def tell_of_misses(server: Server, updates: list[Update], policy: FailurePolicy)
             missed = not_scored(update.client, stage, data, split, reason)
             policy.stop_at(update.client, missed, f"Round {server.round + 1}")
             server.note_failure(update.client, missed, stage)
-    gaps = [(update.client, gap) for update in updates for gap in update.gaps]
+    gaps = [(update.client, gap) for update in updates for gap in update.gaps if gap[2] != "train"]
     if gaps and not any(update.evaluations for update in updates):
         client, (stage, _, _, reason) = gaps[0]
         raise ScoringError(f"No model could be scored at stage {stage}; client '{client}': {reason}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.engine import Engine
+from fedlightning.federation.failures import at_site
 from fedlightning.federation.loops import Loop
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import POOLED
 
 WORDS = {POOLED: "pooled data", "clients": "other clients' data"}
+FAR = 100
+"""Times the median of the others' samples from which a claim is told of."""
 
 
 def refuse_participation(server: Server, needed: int | float) -> None:
@@ -124,4 +127,22 @@ def refuse_loop(loop: Loop, server: Server, store: ClientStore, evaluate_seconds
             f"The loop {type(loop).__name__} carries out visits before they count, and holds back what clients "
             "keep until then; here their records are at their sites. Leave out trainer.loop (with a method that runs in "
             "rounds), or use an engine that has the clients here (engine='sequential')."
+        )
+
+
+def tell_of_sizes(sizes: Mapping[str, int], sites: Mapping[str, str]) -> None:
+    """Say where a client that is elsewhere claims many more samples than all others: nobody here can check that.
+
+    Args:
+        sizes: Training samples of each client, as they were told; from now on they stay.
+        sites: Name of each client's site.
+    """
+    client = max(sizes, key=lambda name: sizes[name], default="")
+    others = sorted(size for name, size in sizes.items() if name != client and size)
+    if len(others) > 1 and sizes[client] > FAR * (usual := others[len(others) // 2]):
+        share = sizes[client] / sum(sizes.values())
+        said = f"client '{client}' says that it has {sizes[client]} training samples, {share:.1%} of all"
+        warn(
+            f"{at_site(said, client, sites.get(client))}; the median of the others is {usual}. It is weighted by them in a "
+            "mean, and nobody here can check it: if you do not believe it, leave it out, or weight uniformly."
         )

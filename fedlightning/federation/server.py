@@ -17,6 +17,7 @@ from fedlightning.federation.architectures import Architecture, architectures_of
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import at_site
 from fedlightning.federation.models import KeepsModels
+from fedlightning.federation.norms import Norms
 from fedlightning.hooks import POOLED, CallbackList, Job
 from fedlightning.messages import GLOBAL, Message, Update, check_extras
 from fedlightning.seeding import first_of_permutation, generator
@@ -59,6 +60,8 @@ class Server(KeepsModels):
             decision.
         sites: Name of each client's site, where clients are at sites.
         explosions: Watches for updates and losses that explode.
+        norms: How large updates usually are; what is far beyond that is refused.
+        sizes: Samples of each client in training, validation and test, as they were told before round 1.
         scores: This round's scores; see :meth:`score`.
         time: Virtual seconds since the run began, where the loop has a clock.
         heard: By client whose update is being combined, and by neighbour, the latest model that the neighbour has sent
@@ -107,6 +110,8 @@ class Server(KeepsModels):
         self.failures: list[dict[str, Any]] = []
         self.sites: dict[str, str] = {}
         self.explosions = Explosions()
+        self.norms = Norms()
+        self.sizes: Mapping[str, tuple[int, int, int]] = {}
         self.scores: Scores = {}
         self.time = 0.0
         self.heard: dict[str, dict[str, tuple[int, State]]] = {}

@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from lightning.pytorch import LightningModule
 
+from fedlightning.federation.door import fault_of_score
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Scores as ScoresOfRound
 from fedlightning.federation.server import Server
@@ -135,7 +136,7 @@ def _without_gaps(server: Server, engine: Engine, found: Iterable[Row]) -> list[
         ClientFailedError: If one failure is to end the run.
         ScoringError: If none could be scored.
     """
-    rows = list(found)
+    rows = [_possible(server, row) for row in found]
     gaps = [row for row in rows if isinstance(row, Gap)]
     for gap in gaps:
         engine.attempts.policy.stop_at(gap.client, gap.sentence, f"Round {server.round + 1}")
@@ -146,6 +147,14 @@ def _without_gaps(server: Server, engine: Engine, found: Iterable[Row]) -> list[
     for gap in gaps:
         server.note_failure(gap.client, gap.sentence, gap.stage)
     return [row for row in rows if not isinstance(row, Gap)]
+
+
+def _possible(server: Server, row: Row) -> Row:
+    """Return a score, or a gap in the place of one that cannot be."""
+    if isinstance(row, Gap):
+        return row
+    why = fault_of_score(server, row.client, row.data, row.split, row.metric, row.value, row.num_samples)
+    return row if why is None else Gap(**vars(row), reason=why)
 
 
 def _shares(clients: Sequence[str], width: int) -> list[tuple[str, ...]]:

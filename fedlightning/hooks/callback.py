@@ -61,7 +61,10 @@ class FederatedCallback(Callback):
             chooses what travels (:meth:`shared_names`), so that the rest trains at the client.
         in_step: True where what a client keeps and what the server has taken in of it have to agree, such as control variates
             and their mean: a client whose update is left out (it is late, or too old) keeps the state of before.
-        sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it.
+        sends_less: True where `on_send` leaves out entries that travel: what compares whole models refuses it. In other runs
+            an update that lacks an entry is refused.
+        sends_smaller: True where `on_send` cuts entries that travel, for a `reduce` that knows such parts. In other runs an
+            entry comes in the shape in which it was sent.
         sends_private: True where `on_broadcast` sends entries that never leave a client, in the place of its own.
         mixes_architectures: True where clients' models may have different architectures
             (:class:`~fedlightning.models.ClientModels`), and the server several models (:meth:`model_of`); else such a
@@ -102,6 +105,7 @@ class FederatedCallback(Callback):
     in_step: bool = False
     sends_less: bool = False
     sends_private: bool = False
+    sends_smaller: bool = False
     mixes_architectures: bool = False
     asynchronous: bool | None = None
     arrivals: Arrivals | None = None
@@ -199,6 +203,13 @@ class FederatedCallback(Callback):
 
     def on_send(self, client: Client, update: Update) -> None:
         """Add extras to an update that is about to leave, drop or encode entries, store client state."""
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse an update that what is declared in :meth:`wire` cannot tell from a good one, before it is taken in.
+
+        Raises:
+            ValueError: With a sentence: its client has failed. Any other exception says the same.
+        """
 
     def on_update(self, server: Server, update: Update) -> None:
         """See an update without error while it is folded in, in client order."""

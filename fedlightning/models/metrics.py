@@ -76,6 +76,9 @@ class ClassificationMetrics(Metric):
     """
 
     full_state_update = False
+    metric_bounds = dict.fromkeys(
+        ("accuracy", "balanced_accuracy", "f1_macro", "f1_macro_all", "auroc", "ece", "pr_auc"), (0.0, 1.0)
+    ) | {"kappa": (-1.0, 1.0)}
     losses: list[Tensor]
     logits: list[Tensor]
     target: list[Tensor]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -43,6 +45,10 @@ class RegressionMetrics(Metric):
     """
 
     full_state_update = False
+    metric_bounds = dict.fromkeys(("mse", "rmse", "mae"), (0.0, math.inf)) | {
+        "r2": (-math.inf, 1.0),
+        "pearson": (-1.0, 1.0),
+    }
     losses: list[Tensor]
     prediction: list[Tensor]
     target: list[Tensor]

@@ -103,6 +103,8 @@ def fingerprint(
     found |= {f"data ({split} split)": data.splits[split] for split in ("train", "val")}
     if "code" in data.splits:  # of data at sites: that of their data modules
         found["data (code)"] = data.splits["code"]
+    if not data.together:  # else the hashes of the splits are our own
+        found["data (train sizes)"] = _hash({client: data.num_samples(client) for client in data.client_ids})
     if held_out:  # else nothing, as in runs of earlier versions
         sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
         found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"

@@ -96,6 +96,11 @@ def _fault_of_extra(extra: dict[str, Any]) -> str | None:
     explosions = extra.get("explosions", {})
     if not isinstance(explosions, dict) or not isinstance(explosions.get("usual", {}), dict):
         return ": its explosions are none"
+    norms = extra.get("norms", {})
+    if not isinstance(norms, dict) or not all(
+        isinstance(found, list) and found and all(map(_is_number, found)) for found in norms.values()
+    ):
+        return ": its norms are none"
     rounds = extra.get("history", [])
     if not all(isinstance(entry, dict) and all(_is_number(entry.get(name)) for name in _HISTORY) for entry in rounds):
         return ": its history is not one of rounds"

@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 LOWER_IS_BETTER = ("loss", "ece", "error", "err", "perplexity", "mse", "rmse", "mae", "nll", "brier", "divergence")
 """Words (parts of a name between underscores) of metrics where less is better."""
 
 DEFAULTS = ("accuracy", "rmse", "loss")
 """Metrics that runs are compared by if nobody says, the first that all of them have."""
+
+SHARES = (
+    "accuracy",
+    "acc",
+    "balanced_accuracy",
+    "f1",
+    "f1_macro",
+    "auroc",
+    "auc",
+    "precision",
+    "recall",
+    "specificity",
+)
+"""Metrics that are shares whoever logs them; some log percents."""
+
+
+def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:
+    """Return what metrics can be, by their bare names: what modules say by `metric_bounds`; of shares at least `[0, 100]`.
+
+    The bounds that torchmetrics draws its plots in are no such thing: there Cohen's kappa begins at 0.
+
+    Args:
+        modules: A module and all modules in it, metrics too.
+    """
+    found = dict.fromkeys(SHARES, (0.0, 100.0))
+    for module in modules:
+        said = getattr(module, "metric_bounds", None)
+        found |= said if isinstance(said, dict) else {}
+    return found
+
+
+def outside(bounds: Mapping[str, tuple[float, float]], metric: str, value: float) -> str | None:
+    """Return the range that a score should be in, where it is not; `None` if it is, or is not defined (NaN).
+
+    Args:
+        bounds: As from :func:`bounds_of`.
+        metric: Name of the metric, with its split.
+        value: The score.
+
+    Example:
+        >>> outside({"accuracy": (0.0, 1.0)}, "val_accuracy", 7), outside({"accuracy": (0.0, 1.0)}, "val_accuracy", 0.5)
+        ('[0, 1]', None)
+    """
+    low, high = bounds.get(bare(metric), (-math.inf, math.inf))
+    slack = 1e-6 * max(1.0, abs(value))  # a mean of float32 numbers
+    return f"[{low:g}, {high:g}]" if value < low - slack or value > high + slack else None
 
 
 def bare(metric: str) -> str:

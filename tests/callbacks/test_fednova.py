@@ -224,6 +224,8 @@ def test_private_layers_stay_and_do_not_matter():
 class Drops(FederatedCallback):
     """Client 1 does not send the head (as layer-dropping methods do)."""
 
+    sends_less = True
+
     def on_send(self, client, update):
         if client.id == "1":
             update.state = {name: value for name, value in update.state.items() if not name.startswith("net.3")}

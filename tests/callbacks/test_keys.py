@@ -71,7 +71,9 @@ def test_a_saved_state_is_made_of(tmp_path):
         "held_out",
         "evaluation_seconds",
     }
-    assert set(manifest["extra"]) == {"seconds", "final", "history", "lasting", "failures", "explosions"} | marks
+    assert (
+        set(manifest["extra"]) == {"seconds", "final", "history", "lasting", "failures", "explosions", "norms"} | marks
+    )
     server, client = (
         torch.load(last / name, weights_only=False) for name in (manifest["server"], manifest["clients"]["0"])
     )

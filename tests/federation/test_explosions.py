@@ -47,7 +47,7 @@ def told(trainer, module, **given):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 def test_a_large_rate_is_told_once_for_every_client(engine):
-    trainer = make_trainer(None, [FedAvg()], engine=engine, max_rounds=5)
+    trainer = make_trainer(None, [FedAvg()], engine=engine, max_rounds=5, update_limit=None)  # else they are refused
     sentences = told(trainer, Linear(lr=2.5))
     found = trainer.summary["warnings"]
     assert len(sentences) == len(found) == len({one["client"] for one in found}) > 0
@@ -57,7 +57,7 @@ def test_a_large_rate_is_told_once_for_every_client(engine):
 
 
 def test_fedit_does_not_diverge_without_a_word():
-    trainer = make_trainer(None, [FedIT(r=2)], max_rounds=6, local_steps=3)
+    trainer = make_trainer(None, [FedIT(r=2)], max_rounds=6, local_steps=3, update_limit=None)
     assert told(trainer, Diverging(lr=0.9))
     assert all("lora" in one["entry"] for one in trainer.server.explosions.warnings)
 
@@ -69,10 +69,10 @@ def test_an_ordinary_run_is_told_nothing(tmp_path):
 
 
 def test_a_resumed_run_tells_what_an_unbroken_one_tells(tmp_path):
-    whole = make_trainer(tmp_path, [FedAvg()], max_rounds=5, name="whole", version="a")
+    whole = make_trainer(tmp_path, [FedAvg()], max_rounds=5, name="whole", version="a", update_limit=None)
     sentences = told(whole, Linear(lr=2.5))
     for stop in (1, 2):
-        options = {"name": f"cut{stop}", "version": "a"}
+        options = {"name": f"cut{stop}", "version": "a", "update_limit": None}
         first = make_trainer(tmp_path, [FedAvg()], max_rounds=stop, **options)
         second = make_trainer(tmp_path, [FedAvg()], max_rounds=5, **options)
         parts = told(first, Linear(lr=2.5)) + told(second, Linear(lr=2.5), resume=tmp_path / f"cut{stop}" / "a")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
 
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.loops import Asynchronous, Synchronous
-from fedlightning.federation.refusals import refuse_data_elsewhere, refuse_loop, refuse_participation
+from fedlightning.federation.refusals import refuse_data_elsewhere, refuse_loop, refuse_participation, tell_of_sizes
 from fedlightning.hooks import CallbackList, FederatedCallback
 
 
@@ -77,3 +78,14 @@ def test_a_loop_that_holds_records_back_has_them_here():
     with pytest.raises(ConfigurationError, match="Asynchronous carries out visits before they count"):
         refuse_loop(Asynchronous(), server(), SimpleNamespace(is_here=False), None)
     refuse_loop(Asynchronous(), server(), SimpleNamespace(is_here=True), None)
+
+
+def test_a_claim_of_nearly_all_samples_is_told_of():
+    """Nobody at the server can check it: the size is as greeted, and it weighs."""
+    with pytest.warns(UserWarning, match=r"client 'b' at site 'rome' says .* 1000000000 .* 100\.0% of all.* is 40\b"):
+        tell_of_sizes({"a": 20, "b": 10**9, "c": 40, "d": 50}, {"b": "rome"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tell_of_sizes({"a": 20, "b": 3900, "c": 40, "d": 50}, {})
+        tell_of_sizes({"a": 20, "b": 10**9}, {})  # who of two is it?
+        tell_of_sizes({}, {})

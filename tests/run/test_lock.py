@@ -44,9 +44,11 @@ def test_a_second_writer_is_refused_with_the_first_ones_name(tmp_path):
 def test_a_holder_on_another_machine_counts_until_it_is_silent(tmp_path):
     path = tmp_path / LOCK
     path.write_text(json.dumps({"pid": 7, "host": "elsewhere", "since": "2026-01-01 00:00:00"}))
+    now = time.time()
+    os.utime(path, (now, now))  # the clock of the system's files may be another one
     with pytest.raises(RunInUseError, match="process 7 on elsewhere since 2026-01-01"):
         RunLock(tmp_path)
-    silent = time.time() - SILENCE - 1
+    silent = now - SILENCE - 1
     os.utime(path, (silent, silent))
     RunLock(tmp_path).release()
 

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fedlightning.datamodules.base import in_order
 from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites import code
+from fedlightning.engines.sites.absent import WITHOUT, Absent
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
 from fedlightning.engines.sites.answers import fault, is_note, is_version
 from fedlightning.engines.sites.board import Doing, board_of
@@ -70,6 +71,7 @@ class SitesEngine(Engine):
         self.meeting = Meeting(link, self._hello, self._session, lambda: self.attempts.clock())
         self.meeting.allow_other_code = allow_other_code
         self._code = code.of_blueprint(runner.blueprint)
+        self.absent = Absent(self.meeting)
         self.board = board_of(link.expected)
         self._wanted = link.expected
         self._waits_for = ""  # what keeps the run from its beginning, for the board
@@ -239,6 +241,9 @@ class SitesEngine(Engine):
         """Yield the answers of tasks in their order; see :meth:`fedlightning.federation.engine.Engine.map`."""
         source, window, is_over = iter(tasks), self._window, False
         self.close()
+        if self.absent.marked:  # they may have answered since, or are here again
+            self.meeting.greet()
+            self._receive(0.0)
         while True:
             while not is_over and window.has_room(self.width):
                 task = next(source, None)
@@ -249,6 +254,7 @@ class SitesEngine(Engine):
             if not window:
                 return
             self._hand_out()
+            self._go_on_without()
             yield from window.take()
             if window:
                 self._collect()
@@ -281,20 +287,35 @@ class SitesEngine(Engine):
     def _collect(self) -> None:
         meeting, window = self.meeting, self._window
         meeting.greet()
-        for reply in meeting.receive(POLL):
-            entries = window.came(reply.number)
-            if (
-                entries is not None and "unknown" not in reply.content
-            ):  # else it has started anew, and is sent them again
-                self._take(reply, entries)
-        meeting.ping()
+        self._receive(POLL)
+        meeting.ping(self.absent.nodes)
         self.board.look(meeting, self._doing)
         for entry in window.astray(meeting.names):  # the connection is gone: wait for another
             self._unsend(entry)
         timeout, now = self.attempts.policy.timeout, self.attempts.clock()
         for entry in [] if timeout is None else window.late(meeting.where, now, timeout):
             self._unsend(entry)
+            self.absent.mark(self.sites.get(entry.client, ""), now)
             self._give_up(entry, self.attempts.too_slow, lasts=True)
+        meeting.ping(self.absent.nodes)
+
+    def _receive(self, seconds: float) -> None:
+        for reply in self.meeting.receive(seconds):
+            entries = self._window.came(reply.number)
+            if (
+                entries is not None and "unknown" not in reply.content
+            ):  # else it has started anew, and is sent them again
+                self._take(reply, entries)
+
+    def _go_on_without(self) -> None:
+        """Give up what absent sites are to do, when nothing else is left to wait for: for them it was waited once."""
+        if not self.absent.to_give_up(self._window, self.sites, self.attempts.clock()):
+            return
+        if self.meeting.greet():  # somebody has just come
+            self._receive(POLL)
+        for entry in self.absent.to_give_up(self._window, self.sites, self.attempts.clock()):
+            self._unsend(entry)
+            self._give_up(entry, f"{self.attempts.too_slow} before; {WITHOUT}", lasts=True)
 
     def _doing(self) -> Doing:
         """Return what each site is at, for people: the first of what it was sent."""

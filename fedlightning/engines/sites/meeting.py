@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,8 @@ from fedlightning.wire import Limits, WireError, read, write
 
 PING = 10.0
 """Seconds after which a site that is at work is asked whether it still knows the run."""
+LOST = 600.0
+"""Seconds after which such a question counts as lost, where nothing else is asked."""
 SENTENCE = 2000
 """Characters of what a site says that are kept."""
 
@@ -59,6 +62,7 @@ class Meeting:
         since: When each site that is here came, or came anew, by its name; seconds since 1970.
         heard: When each site last answered, by its name.
         allow_other_code: Whether a site may have other code under the same names.
+        answers: How often each site has answered or was greeted, by its name.
     """
 
     link: Link
@@ -75,6 +79,7 @@ class Meeting:
     since: dict[str, float] = field(default_factory=dict)
     heard: dict[str, float] = field(default_factory=dict)
     allow_other_code: bool = False
+    answers: Counter[str] = field(default_factory=Counter)
     _replaced: dict[str, str] = field(default_factory=dict)  # by node: a site that is here by another node now
     _lost: list[Reply] = field(default_factory=list)  # to return with the next ones
     _greeted: dict[str, str] = field(default_factory=dict)  # the session that a node knows
@@ -103,8 +108,12 @@ class Meeting:
         missing = sorted(self.link.missing())
         return f"{found} Not connected: {', '.join(missing)}." if missing else found
 
-    def greet(self) -> None:
-        """Send a hello to every connected node that does not know the run as it is now; forget those that are gone."""
+    def greet(self) -> int:
+        """Send a hello to every connected node that does not know the run as it is now; forget those that are gone.
+
+        Returns:
+            Number of hellos that were sent.
+        """
         session, nodes = self.session(), set(self.link.nodes())
         for node in [node for node in self.names if node not in nodes]:
             self._leave(self.names.pop(node))
@@ -116,12 +125,14 @@ class Meeting:
         for number, node in list(self._hellos.items()):
             if node not in nodes:
                 del self._hellos[number], self._offered[number]
+        before = len(self._hellos)
         for node in sorted(nodes - set(self._replaced)):
             waits = node in self._hellos.values() or self.refused.get(node, "").startswith(session)
             if self._greeted.get(node) != session and not waits:
                 self._greeted.pop(node, None)
                 number = self._post(node, self.hello())
                 self._hellos[number], self._offered[number] = node, session
+        return len(self._hellos) - before
 
     def send(self, node: str, request: Mapping[str, Any]) -> str:
         """Send a request to a node that is ready, and return the name of its reply."""
@@ -129,9 +140,18 @@ class Meeting:
         self._sent[number] = node
         return number
 
-    def ping(self) -> None:
-        """Ask nodes that are silent for a while whether they still know the run: one that has started anew does not."""
+    def ping(self, absent: Iterable[str] = ()) -> None:
+        """Ask nodes that are silent for a while whether they still know the run: one that has started anew does not.
+
+        Args:
+            absent: Nodes that are asked though they were sent nothing, and at once.
+        """
         now = self.clock()
+        for node in absent:
+            if now - self._heard.get(node, now) > LOST:
+                self._pings = {number: of for number, of in self._pings.items() if of != node}
+            if node not in self._pings.values() and self.is_ready(node):
+                self._pings[self._post(node, {"do": "ping", "session": self.session()})] = node
         for node in set(self._sent.values()):
             if node not in self._pings.values() and now - self._heard.get(node, now) > PING and self.is_ready(node):
                 self._pings[self._post(node, {"do": "ping", "session": self.session()})] = node
@@ -153,6 +173,7 @@ class Meeting:
             content = self.read(data)
             if node in self.names and "lost" not in content:
                 self.heard[self.names[node]] = time.time()
+                self.answers[self.names[node]] += 1
             if number in self._hellos:
                 del self._hellos[number]
                 session = self._offered.pop(number)
@@ -305,6 +326,7 @@ class Meeting:
         self._replaced.pop(node, None)
         self.names[node] = name
         self.heard[name] = time.time()
+        self.answers[name] += 1
         self.since.setdefault(name, self.heard[name])
 
     def owner(self, node: str) -> str | None:

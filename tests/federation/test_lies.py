@@ -1,0 +1,75 @@
+"""One client lies in what a method declares: it alone has failed, and the run goes on."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fedlightning.federation.door import checked
+from fedlightning.federation.loops import synchronous
+from fedlightning.testing.toys import ToyData, federate
+from tests.conformance.case import collect
+
+CASES = collect("CASES")
+LIAR = "site1"
+
+
+def in_tree(change, tree):
+    if isinstance(tree, dict):
+        return {name: in_tree(change, part) for name, part in tree.items()}
+    return change(tree) if isinstance(tree, torch.Tensor) else tree
+
+
+LIES = {
+    "NaN": lambda x: x * float("nan") if x.is_floating_point() else x,
+    "huge": lambda x: torch.full_like(x, 1e30) if x.is_floating_point() else x,
+    "far numbers": lambda x: x if x.is_floating_point() else torch.full_like(x, 2**30),
+    "longer": lambda x: torch.cat([x, x]) if x.ndim else x,
+    "shorter": lambda x: x[:-1] if x.ndim else x,
+}
+OF = {  # lies that a method's own numbers can tell
+    "FD inclusive": ("NaN", "far numbers", "longer"),
+    "FedProto nearest": ("NaN", "huge", "longer"),
+    "FedGH": ("NaN", "huge"),
+    "FedGKT": ("NaN", "far numbers"),
+    "FedMD": ("NaN", "longer", "shorter"),
+    "FedFomo": ("NaN", "far numbers"),
+    "FedKD": ("NaN", "shorter"),
+    "HeteroFL": ("far numbers", "longer"),
+    "PLayerFL": ("NaN", "shorter"),
+    "SCAFFOLD": ("NaN", "huge", "longer"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "lie"), [(method, lie) for method, lies in OF.items() for lie in lies])
+def test_a_lie_is_the_liars_failure(method, lie, monkeypatch):
+    def lying(server, message, update):
+        if update.error is None and message.client == LIAR:
+            update.extras = in_tree(LIES[lie], update.extras)
+        return checked(server, message, update)
+
+    monkeypatch.setattr(synchronous, "checked", lying)
+    case = CASES[method]
+    given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
+    trainer = federate(copy.deepcopy(case.algorithm), ToyData(), None, **given)
+    assert {entry["client"] for entry in trainer.server.failures} == {LIAR} and trainer.rounds_done == 2
+    assert all(float(value.abs().max()) < 1e3 for state in trainer.server.models.values() for value in state.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["FLoRA", "HetLoRA pruning", "HeteroFL"])
+def test_a_part_of_another_shape_is_the_liars_failure(method, monkeypatch):
+    def lying(server, message, update):
+        if update.error is None and message.client == LIAR:
+            first = next(name for name, value in update.state.items() if value.ndim)
+            update.state = {**update.state, first: update.state[first][:1]}
+        return checked(server, message, update)
+
+    monkeypatch.setattr(synchronous, "checked", lying)
+    case = CASES[method]
+    given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
+    trainer = federate(copy.deepcopy(case.algorithm), ToyData(), None, **given)
+    assert {entry["client"] for entry in trainer.server.failures} == {LIAR} and trainer.rounds_done == 2
