@@ -19,9 +19,10 @@ from torch import Tensor
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.quiet import quiet
 from fedlightning.run.files import UnreadableError, read_tensors, writing
-from fedlightning.run.names import Trust, UntrustedError, look_up, refuse_untrusted_names
+from fedlightning.run.names import Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names
 from fedlightning.run.objects import from_tree, to_tree
 from fedlightning.run.plain import NotPlainError, native
+from fedlightning.run.restoring import ROOMS, within
 from fedlightning.tensors import load_state, module_state
 
 
@@ -124,10 +125,13 @@ class Exporter:
         temporary = path.with_name(path.name + ".tmp")
         if type(module) is not kind or shapes != known:
             self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {kind.__name__}")
+        elif within(kind.__module__, ROOMS):  # opens without trust: nothing is called with what the file says
+            with suppress(NotPlainError):
+                own["module"] = to_tree(module, "it")
         with writing(path):
             try:
                 self._write(temporary, module)
-                if self._writer.left_out and "wrapped" not in own:
+                if self._writer.left_out and not own.keys() & {"wrapped", "module"}:
                     left = ", ".join(self._writer.left_out)
                     self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
                     self._write(temporary, module)
@@ -175,20 +179,21 @@ def load(
 ) -> LightningModule:
     """Open a checkpoint that a run exported, wrapped or not, in eval mode.
 
-    Reading the file runs no code of its own. The classes that it names are looked up if they are FedLightning's, or
-    modules, optimizers and schedulers that are imported already.
+    Reading the file runs no code of its own. Of the classes that it names FedLightning's own and layers of torch,
+    torchvision, timm and peft are made, by setting their attributes; your own need `trust` or a `module`.
 
     Args:
         path: `checkpoints/global.ckpt` or `checkpoints/clients/<id>.ckpt`.
         module: An instance to load into, where the class cannot be made from the saved hyper-parameters. Its
             `configure_model` is called.
-        trust: Packages and modules that may be imported and whose functions may be named, as in `["my_package"]`; or
-            True: the file is as trusted as a program, and files of earlier versions, which hold pickles, are opened.
-        hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`.
+        trust: Packages and modules that may be imported and whose classes and functions may be named and called, as in
+            `["my_package"]`; or True: the file is as trusted as a program, and files of earlier versions, which hold
+            pickles, are opened.
+        hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`. The class has to be trusted.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        UntrustedError: If the file names a class that is neither, or is of an earlier version.
+        UntrustedError: If the file names something else that is not trusted, or is of an earlier version.
         UnreadableError: If it is no such file.
 
     Example:
@@ -205,7 +210,7 @@ def load(
         raise UntrustedError(f"{path} is not opened: {error} (trust=True: whatever it names).") from None
     except (UnreadableError, NotPlainError) as error:
         raise UnreadableError(f"{path} is no checkpoint that a run exported: {error}.") from None
-    return loaded.eval()
+    return loaded
 
 
 def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: dict[str, Any]) -> LightningModule:
@@ -230,7 +235,10 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
         loaded = _from_class(path, checkpoint, trust, hparams, old)
     if not isinstance(loaded, LightningModule):
         raise UnreadableError(f"it holds a {type(loaded).__name__}, not a LightningModule")
-    return loaded
+    try:
+        return loaded.eval()
+    except (RecursionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UnreadableError(f"what it holds is no whole module ({error})") from None
 
 
 def _filled(module: LightningModule, state: dict[str, Any]) -> LightningModule:
@@ -274,6 +282,12 @@ def _from_class(
     if name is None:
         raise UnreadableError(
             "it does not say of which class it is. Open it with MyModule.load_from_checkpoint, or pass a module"
+        )
+    home = str(name).partition(":")[0]
+    if not is_trusted(home, trust):
+        raise UntrustedError(
+            f"it names the class {name}, which would be called with what the file says. If it is yours and you trust the "
+            f"file, say so with trust=['{home}'], or pass an instance as module"
         )
     try:
         cls = look_up(name, trust)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -12,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 
-from fedlightning.run.names import look_up
+from fedlightning.run.names import plain_kind
 
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -43,23 +42,21 @@ class Leaf:
 
 
 def enum_member(path: str, value: Any) -> Enum:
-    """Return the member of an enum that is imported already."""
-    found = look_up(path)
-    if not (isinstance(found, type) and issubclass(found, Enum)):
-        raise ValueError(f"{path} is no enum")
-    return found(value)
+    """Return the member of an enum that is imported already. Enums are not called: `_missing_` may be anybody's code."""
+    found = plain_kind(path, Enum)
+    if issubclass(found, Flag) and type(value) is int and found._missing_.__func__ is Flag._missing_.__func__:  # type: ignore[attr-defined]
+        return found(value)  # a combination of flags
+    for member in found.__members__.values():
+        if type(member.value) is type(value) and member.value == value:
+            return cast(Enum, member)
+    raise ValueError(f"{value!r:.60} is no {found.__name__}")
 
 
 def named_tuple(path: str, values: list[Any]) -> Any:
     """Return a named tuple, of a class that is imported already."""
-    module, _, name = path.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
-        raise ValueError(f"{path} is no named tuple that is imported")
-    if len(found._fields) != len(values):
-        raise ValueError(f"{path} has {len(found._fields)} fields, not {len(values)}")
+    found = plain_kind(path, tuple)
+    if not hasattr(found, "_fields") or len(found._fields) != len(values):
+        raise ValueError(f"{path} is no named tuple of {len(values)} fields")
     return tuple.__new__(found, values)
 
 
