@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from fedlightning.wire.container import NAMES, Limits, WireError
 
 
+MOST_COLLISIONS = 64
+"""Keys of a dict that may have one hash. Texts have secret hashes; numbers, and tuples of them, can be chosen to share one,
+and a dict of such keys takes quadratic time. Honest ones hardly ever do (-1 and -2)."""
+
+
 class Fields(Protocol):
     """Takes objects apart and puts them together."""
 
@@ -210,11 +215,18 @@ class TreeReader:
 
     def _dict(self, content: Any, depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
+        same: dict[int, int] = {}
         for pair in self._list(content):
             key, entry = self._list(pair)
             made = self._value(key, depth)
-            if not _is_key(made) or made in found:
-                raise self._refusal(f"a dict has the key {made!r:.60} twice, or it can be none")
+            if not _is_key(made):
+                raise self._refusal(f"{made!r:.60} can be no key of a dict")
+            mark = hash(made)
+            same[mark] = same.get(mark, 0) + 1
+            if same[mark] > MOST_COLLISIONS:
+                raise self._refusal("the keys of a dict are made to be slow: too many of them have one hash")
+            if made in found:
+                raise self._refusal(f"a dict has the key {made!r:.60} twice")
             found[made] = self._value(entry, depth)
         return found
 
