@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.quiet import quiet
-from fedlightning.run.files import UnreadableError, read_tensors, writing
+from fedlightning.run.files import UnreadableError, check_seal, read_tensors, seal, writing
 from fedlightning.run.names import Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names
 from fedlightning.run.objects import from_tree, to_tree
 from fedlightning.run.plain import NotPlainError, native
@@ -39,6 +39,7 @@ class _Writer(CheckpointIO):
         if "wrapped" in self.own:  # the one place whose names load_from_checkpoint shows where they do not fit
             found["state_dict"] = {OPEN_WITH_LOAD: torch.empty(0), **found["state_dict"]}
         torch.save(found, path)
+        seal(Path(path))
 
     def _plain(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         found = {}
@@ -125,9 +126,8 @@ class Exporter:
         temporary = path.with_name(path.name + ".tmp")
         if type(module) is not kind or shapes != known:
             self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {kind.__name__}")
-        elif within(kind.__module__, ROOMS):  # opens without trust: nothing is called with what the file says
-            with suppress(NotPlainError):
-                own["module"] = to_tree(module, "it")
+        else:
+            describe(own, module)
         with writing(path):
             try:
                 self._write(temporary, module)
@@ -160,6 +160,23 @@ class Exporter:
                 UserWarning,
                 stacklevel=3,
             )
+
+
+def describe(own: dict[str, Any], module: LightningModule) -> None:
+    """Write a module of ours down as a plain tree, which opens without trust: nothing is called with what a file says.
+
+    Args:
+        own: The entry `"fedlightning"` of a checkpoint.
+        module: The module whose weights the checkpoint holds.
+    """
+    if is_ours(module):
+        with suppress(NotPlainError):
+            own["module"] = to_tree(module, "it")
+
+
+def is_ours(module: LightningModule) -> bool:
+    """Return True if the class of a module is of this package."""
+    return within(type(module).__module__, ROOMS)
 
 
 def link(path: Path, same: Path) -> None:
@@ -260,6 +277,7 @@ def _filled(module: LightningModule, state: dict[str, Any]) -> LightningModule:
 def _read(path: Path, trust: Trust) -> tuple[dict[str, Any], bool]:
     """Return the content of a file, and whether it had to be unpickled."""
     old = False
+    check_seal(path)
     try:
         checkpoint = read_tensors(path)
     except UnreadableError as error:
@@ -301,7 +319,7 @@ def _from_class(
         refuse_untrusted_names(checkpoint, trust)
     try:
         loaded: LightningModule = cls.load_from_checkpoint(path, map_location="cpu", weights_only=not old, **hparams)
-    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # whatever its constructor makes of the file's values
         reason = " ".join(str(error).split())
         raise UnreadableError(f"a {cls.__name__} cannot be made from it, pass one as module: {reason[:300]}") from error
     return loaded

@@ -60,8 +60,13 @@ SPECIAL = (
 BASES = (object, nn.Module, LightningModule)
 """Classes whose own of these methods may be inherited."""
 AUDITED = {
-    "torch.nn.modules": ("__setstate__", "__setattr__"),  # add what older files lack; RNNs keep lists of their weights
+    "torch.nn.modules": (
+        "__setstate__",
+        "__setattr__",
+        "__call__",
+    ),  # add what older files lack; lists that cannot be called
     "torchmetrics.metric": ("__setstate__", "__setattr__"),  # wraps update and compute, which no attribute hides
+    "timm.layers": ("__setstate__",),  # adds what older files lack
     "timm.models": ("train",),  # empties a cache
     OURS: ("__setstate__", "__setattr__", "__delattr__", "__getattr__", "train"),
 }

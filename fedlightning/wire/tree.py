@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fedlightning.wire.container import NAMES, Limits, WireError
 
-
 MOST_COLLISIONS = 64
 """Keys of a dict that may have one hash. Texts have secret hashes; numbers, and tuples of them, can be chosen to share one,
 and a dict of such keys takes quadratic time. Honest ones hardly ever do (-1 and -2)."""

@@ -63,9 +63,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
         writes = (isinstance(mode, str) and set(mode) & set("wax+")) or (isinstance(flags, int) and flags & WRITES)
         if not writes and (str(path) in _watching[-1] or str(path).endswith((".py", ".pyc"))):
             return
-    elif event == "import" and args[0] in sys.modules:
-        return
-    elif event in ("os.listdir", "os.scandir", "marshal.loads"):  # of the import system
+    elif (event == "import" and args[0] in sys.modules) or event in ("os.listdir", "os.scandir", "marshal.loads"):
         return
     _seen.append(f"{event} {args!r:.200}")
 
@@ -134,20 +132,20 @@ def pools(victim: Path) -> dict[str, Any]:
 
 def evil(victim: Path) -> dict[str, Any]:
     """Return values that no file may bring."""
-    leaf = {TAG: "path", "value": str(victim)}
+    leaf, relu, plain = (
+        {TAG: "path", "value": str(victim)},
+        name_of("torch.nn.functional:relu"),
+        "torch.nn.modules.linear:Identity",
+    )
     return {
         "writer": partial_of(WRITER, leaf, []),
         "mkdir": partial_of("os:mkdir", str(victim)),
         "load": name_of("fedlightning:load"),
         "timm": partial_of("fedlightning.models.timm_bridge:TimmNet", "hf-hub:a/b", 2, pretrained=True),
-        "hooks": object_of(
-            "torch.nn.modules.linear:Identity", own_state() | {"_forward_hooks": {0: name_of("torch.nn.functional:relu")}}
-        ),
-        "call": object_of(
-            "torch.nn.modules.linear:Identity", own_state() | {"_compiled_call_impl": name_of("torch.nn.functional:relu")}
-        ),
-        "method": object_of("torch.nn.modules.linear:Identity", own_state() | {"train": name_of("torch.nn.functional:relu")}),
-        "partial of a module": {TAG: "partial", "value": [object_of("torch.nn.modules.linear:Identity", own_state()), [], {}]},
+        "hooks": object_of(plain, own_state() | {"_forward_hooks": {0: relu}}),
+        "call": object_of(plain, own_state() | {"_compiled_call_impl": relu}),
+        "method": object_of(plain, own_state() | {"train": relu}),
+        "partial of a module": {TAG: "partial", "value": [object_of(plain, own_state()), [], {}]},
         "compiled": object_of(
             "torch._dynamo.eval_frame:OptimizedModule",
             own_state() | {"_orig_mod": object_of("torch.nn.modules.linear:Identity", own_state())}
