@@ -170,7 +170,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnreadableError(f"{path} is damaged ({' '.join(str(error).split())}). {way_out}") from None
     if not isinstance(found, dict):
         raise UnreadableError(f"{path} is damaged (it holds no entries). {way_out}")

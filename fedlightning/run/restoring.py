@@ -39,7 +39,14 @@ HOMES = (
     "torchmetrics.regression",
 )
 """Modules whose `nn.Module`s a file may hold."""
-IMPORTED = (*ROOMS, *HOMES)
+SINGLE = (
+    "peft.peft_model:PeftModel",
+    "peft.tuners.lora.model:LoraModel",
+    "peft.tuners.lora.config:LoraConfig",
+    "peft.tuners.lora.config:LoraRuntimeConfig",
+)
+"""Single classes that a file may hold, beside those of :data:`HOMES`."""
+IMPORTED = (*ROOMS, *HOMES, "peft.peft_model", "peft.tuners.lora")
 """Modules that are imported when a file names them; others have to be imported already."""
 FUNCTIONS = ("torch.nn.functional", "torch._C._nn", "timm.layers.activations")
 """Modules whose public functions do nothing but compute."""
@@ -65,6 +72,8 @@ AUDITED = {
         "__setattr__",
         "__call__",
     ),  # add what older files lack; lists that cannot be called
+    "peft.peft_model": ("__getattr__",),  # asks the module inside
+    "peft.tuners.tuners_utils": ("__getattr__",),
     "torchmetrics.metric": ("__setstate__", "__setattr__"),  # wraps update and compute, which no attribute hides
     "timm.layers": ("__setstate__",),  # adds what older files lack
     "timm.models": ("train",),  # empties a cache
@@ -85,10 +94,12 @@ def forbidden(cls: type) -> str | None:
         >>> forbidden(nn.Linear), forbidden(nn.parallel.DistributedDataParallel)
         (None, 'is none of the classes whose restoring is known to be plain')
     """
+    path = f"{cls.__module__}:{cls.__qualname__}"
     ours = within(cls.__module__, ROOMS[1:]) or (
         within(cls.__module__, ROOMS[:1]) and issubclass(cls, nn.Module | Mixin)
     )
-    if type(cls) not in (type, ABCMeta) or not (ours or (issubclass(cls, nn.Module) and within(cls.__module__, HOMES))):
+    listed = (issubclass(cls, nn.Module) and within(cls.__module__, HOMES)) or path in SINGLE
+    if type(cls) not in (type, ABCMeta) or not (ours or listed):
         return "is none of the classes whose restoring is known to be plain"
     for name in SPECIAL:
         owner = next((base for base in cls.__mro__ if name in vars(base)), None)

@@ -133,7 +133,9 @@ def test_models_of_timm_open_without_trust(tmp_path, name):
 
 def test_low_rank_layers_of_peft_open_without_trust(tmp_path):
     peft = pytest.importorskip("peft")
-    check_opens(tmp_path, peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["fc1"]), MLP(4, [3], 2)))
+    config = peft.LoraConfig(target_modules=["fc1"])
+    check_opens(tmp_path, peft.get_peft_model(MLP(4, [3], 2), config))
+    check_opens(tmp_path, peft.inject_adapter_in_model(config, MLP(4, [3], 2)))
 
 
 def check_opens(tmp_path, net):

@@ -308,5 +308,5 @@ def test_keys_that_are_made_to_collide_are_refused(kind, pairs):
 
 
 def test_keys_that_happen_to_collide_are_taken():
-    honest = {(a, b): a for a in range(-30, 30) for b in (-1, 0, 1)} | {number: 0.5 for number in range(-1000, 1000)}
+    honest = {(a, b): a for a in range(-30, 30) for b in (-1, 0, 1)} | dict.fromkeys(range(-1000, 1000), 0.5)
     assert read(write(honest)) == honest
