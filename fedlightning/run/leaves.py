@@ -109,13 +109,21 @@ def _from_generator(state: dict[str, Any]) -> np.random.Generator:
     if state["bit_generator"] not in BIT_GENERATORS:
         raise ValueError(f"there is no generator {state['bit_generator']!r}")
     made = getattr(np.random, state["bit_generator"])()
-    made.state = state
+    made.state = _within_bounds(state)
     return np.random.Generator(made)
+
+
+def _within_bounds(state: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a place outside a generator's buffer, which numpy takes, and reads memory that is not its own."""
+    for place, most in ((state["state"].get("pos", 0), 624), (state.get("buffer_pos", 0), 4)):
+        if type(place) is not int or not 0 <= place <= most:
+            raise ValueError(f"a generator's place is {place!r:.40}")
+    return state
 
 
 def _from_random_state(state: Any) -> np.random.RandomState:
     made = np.random.RandomState()
-    made.set_state(state)
+    made.set_state(_within_bounds(state))
     return made
 
 

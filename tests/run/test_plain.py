@@ -180,3 +180,14 @@ def test_a_set_of_texts_is_written_in_one_order():
     names = [f"name {number}" for number in range(20)]
     for kind in (set, frozenset):
         assert encode(kind([*names, 3, 2]), "a file")["value"] == [2, 3, *sorted(names)]
+
+
+@pytest.mark.parametrize("place", [625, 10**9, -1, 0.5, "0"])
+@pytest.mark.parametrize("kind", ["numpy.RandomState", "MT19937", "Philox"])
+def test_a_generator_whose_place_is_outside_its_buffer_is_refused(kind, place):
+    made = np.random.RandomState(0) if "." in kind else np.random.Generator(getattr(np.random, kind)(0))
+    tree = encode(made, "it")
+    state = tree["value"]
+    (state if kind == "Philox" else state["state"])["buffer_pos" if kind == "Philox" else "pos"] = place
+    with pytest.raises(NotPlainError, match="a generator's place is"):
+        decode(tree)
