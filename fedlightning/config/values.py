@@ -49,7 +49,7 @@ def refuse_form(text: str) -> None:
             if known is not None:
                 if key_next[-1] and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
                     if event.value in known:
-                        line = event.start_mark.line + 1
+                        line = event.start_mark.line + 1 if event.start_mark else 0
                         raise YAMLError(
                             f"the key '{event.value:.60}' stands there twice, the second time in line {line}"
                         )

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 
+from fedlightning.run.collisions import checked_keys
 from fedlightning.run.names import plain_kind
 
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
@@ -144,12 +145,22 @@ def _sorted(value: set[Any] | frozenset[Any]) -> list[Any]:
     return sorted(value, key=lambda entry: (type(entry).__name__, repr(entry)))
 
 
+def _keyed(make: Callable[[Any], Any], pairs: bool = True) -> Callable[[Any], Any]:
+    """Return `make`, which is given keys or pairs of key and value, behind a look at the hashes of the keys."""
+
+    def made(value: Any) -> Any:
+        checked_keys(pair[0] for pair in value) if pairs else checked_keys(value)
+        return make(value)
+
+    return made
+
+
 def _from_deque(parts: list[Any]) -> deque[Any]:
     return deque(parts[0], maxlen=parts[1])
 
 
 def _from_factory(parts: list[Any]) -> defaultdict[Any, Any]:
-    return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], parts[1])
+    return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], _keyed(dict)(parts[1]))
 
 
 def _named(kinds: tuple[Any, ...]) -> dict[str, Any]:
@@ -163,13 +174,13 @@ _LEAVES: dict[type, Leaf] = {
     bytes: Leaf("bytes", _bytes, _from_bytes),
     bytearray: Leaf("bytearray", _bytes, lambda value: bytearray(_from_bytes(value))),
     int: Leaf("int", hex, lambda text: int(text, 16)),  # a long one
-    dict: Leaf("dict", lambda value: list(value.items()), dict),  # with keys that are no texts or numbers
-    OrderedDict: Leaf("OrderedDict", lambda value: list(value.items()), OrderedDict),
-    set: Leaf("set", _sorted, set),
-    frozenset: Leaf("frozenset", _sorted, frozenset),
+    dict: Leaf("dict", lambda value: list(value.items()), _keyed(dict)),  # with keys that are no texts or numbers
+    OrderedDict: Leaf("OrderedDict", lambda value: list(value.items()), _keyed(OrderedDict)),
+    set: Leaf("set", _sorted, _keyed(set, pairs=False)),
+    frozenset: Leaf("frozenset", _sorted, _keyed(frozenset, pairs=False)),
     deque: Leaf("deque", lambda value: [list(value), value.maxlen], _from_deque),
     defaultdict: Leaf("defaultdict", _factory, _from_factory),
-    Counter: Leaf("Counter", lambda value: list(value.items()), lambda pairs: Counter(dict(pairs))),
+    Counter: Leaf("Counter", lambda value: list(value.items()), _keyed(lambda pairs: Counter(dict(pairs)))),
     types.MappingProxyType: Leaf("mappingproxy", dict, types.MappingProxyType),
     AttributeDict: Leaf("AttributeDict", dict, AttributeDict),
     types.SimpleNamespace: Leaf("SimpleNamespace", vars, lambda value: types.SimpleNamespace(**value)),

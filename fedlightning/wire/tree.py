@@ -12,11 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedlightning.run.collisions import Collisions
 from fedlightning.wire.container import NAMES, Limits, WireError
-
-MOST_COLLISIONS = 64
-"""Keys of a dict that may have one hash. Texts have secret hashes; numbers, and tuples of them, can be chosen to share one,
-and a dict of such keys takes quadratic time. Honest ones hardly ever do (-1 and -2)."""
 
 
 class Fields(Protocol):
@@ -214,16 +211,13 @@ class TreeReader:
 
     def _dict(self, content: Any, depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
-        same: dict[int, int] = {}
+        collisions = Collisions()
         for pair in self._list(content):
             key, entry = self._list(pair)
             made = self._value(key, depth)
             if not _is_key(made):
                 raise self._refusal(f"{made!r:.60} can be no key of a dict")
-            mark = hash(made)
-            same[mark] = same.get(mark, 0) + 1
-            if same[mark] > MOST_COLLISIONS:
-                raise self._refusal("the keys of a dict are made to be slow: too many of them have one hash")
+            collisions.add(made)
             if made in found:
                 raise self._refusal(f"a dict has the key {made!r:.60} twice")
             found[made] = self._value(entry, depth)

@@ -195,6 +195,13 @@ def test_exported_checkpoints_of_ours(tmp_path, amount):
     fuzz(path, amount, read, (UnreadableError, UntrustedError))
 
 
+def test_a_file_of_integers_that_collide_is_refused(tmp_path):
+    path = tmp_path / "slow.ckpt"
+    torch.save({"state_dict": {}, "fedlightning": {"a": [number * (2**61 - 1) for number in range(20_000)]}}, path)
+    with pytest.raises(UnreadableError, match="more large integers than any module"):
+        fedlightning.load(path)
+
+
 @pytest.mark.parametrize("place", [0.02, 0.3, 0.5, 0.7, 0.99, 1.0])
 def test_one_bit_of_an_exported_checkpoint(run, tmp_path, place):
     path = shutil.copy(run / "checkpoints" / "global.ckpt", tmp_path / "global.ckpt")

@@ -191,3 +191,11 @@ def test_a_generator_whose_place_is_outside_its_buffer_is_refused(kind, place):
     (state if kind == "Philox" else state["state"])["buffer_pos" if kind == "Philox" else "pos"] = place
     with pytest.raises(NotPlainError, match="a generator's place is"):
         decode(tree)
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"])
+def test_keys_that_are_made_to_collide_are_refused(kind):
+    keys = [{TAG: "int", "value": hex(number * (2**61 - 1))} for number in range(200)]
+    value = keys if "set" in kind else [(key, 1) for key in keys]
+    with pytest.raises(NotPlainError, match="made to be slow"):
+        decode({TAG: kind, "value": ["int", value] if kind == "defaultdict" else value})
