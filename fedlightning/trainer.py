@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from fedlightning.federation.loops import Loop
 from fedlightning.fitted import ClientView as ClientView
 from fedlightning.hooks import CallbackList, FederatedCallback
 from fedlightning.run.files import is_writer
-from fedlightning.run.folder import AUTO, folder_of
+from fedlightning.run.folder import AUTO, RunFolder, folder_of
 from fedlightning.run.lock import only_writer
 from fedlightning.run.recorder import Recorder
 from fedlightning.run.signals import StopRequest, of_first_rank, requeue, stop_requests
@@ -292,7 +293,7 @@ class FederatedTrainer(Assembly):
         with ExitStack() as stack:
             if run is not None and is_writer():
                 stack.callback(run.remove_empty)
-            request = stack.enter_context(stop_requests(self._saved))
+            request = stack.enter_context(stop_requests(partial(self._saved, None if is_new else run)))
             lock = None
             if run is not None and not is_new:
                 lock = stack.enter_context(only_writer(run.path))
@@ -408,8 +409,9 @@ class FederatedTrainer(Assembly):
         self._assemble(model, data, folder_of(run), go_on=False).restore(False, trust_old=trust_old_state)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
-    def _saved(self) -> tuple[int, int]:
-        return 0 if self.federation is None else self.federation.rounds_saved, self.max_rounds
+    def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:
+        here = 0 if self.federation is None else self.federation.rounds_saved
+        return here or (0 if resumed is None else resumed.rounds_saved()), self.max_rounds
 
     def _progress(self) -> Any:
         from fedlightning.run.progress import NoProgress, RichProgress

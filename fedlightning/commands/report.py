@@ -17,6 +17,7 @@ from fedlightning.commands.study import Parser
 from fedlightning.commands.terminal import console, shown
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.config.errors import InputError, explain
+from fedlightning.errors import warn
 from fedlightning.experiments.children import ChildCrash, call
 
 DESCRIPTION = """\
@@ -53,10 +54,14 @@ def report(words: Sequence[str]) -> int:
     """
     from fedlightning.study.report.build import build_report
     from fedlightning.study.runs import STUDY_FILE, load_study, read_study_file
+    from fedlightning.study.tables import tables_of
 
     options = parser().parse_args(list(words))
     runs: list[Path] = options.runs
-    load_study(runs)  # raises if a folder is no run
+    for run in load_study(runs):  # raises if a folder is no run
+        if run.error is None:
+            for fault in tables_of(run).faults.values():
+                warn(fault)
     studies = [path / STUDY_FILE for path in runs if (path / STUDY_FILE).exists()]
     if options.out is None and not (len(runs) == 1 and studies):
         raise InputError("--out is missing: say where the report of these runs is to go.")

@@ -173,6 +173,7 @@ def parse_sentence(message: str) -> str:
         (r"[Gg]roup '([\w.]+)' does not accept (?:nested key|option) '([\w.]+)'", _unexpected_nested),
         (r"Option '([\w.]+)' is not accepted", _unexpected),
         (r"[Uu]nrecognized arguments?: ([^\n]+)", _unrecognised),
+        (r"Unexpected config:([^\n]*)", _no_mapping),
     ):
         found = re.search(pattern, text)
         if found:
@@ -253,6 +254,13 @@ def _options_hint(key: str, class_path: str) -> str:
     except (ImportError, AttributeError, ValueError):
         return ""
     return suggestion(key, known) or (f"It has {', '.join(known)}." if known else "It has none.")
+
+
+def _no_mapping(where: str, found: re.Match[str], text: str) -> str:
+    held = f"'{found[1].strip():.40}'" if found[1].strip() else "nothing"
+    return (
+        f"a configuration holds {held}. It has to hold sections: model, data and trainer, each with entries of its own."
+    )
 
 
 def _unrecognised(where: str, found: re.Match[str], text: str) -> str:

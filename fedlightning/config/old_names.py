@@ -9,16 +9,20 @@ from yaml import YAMLError
 
 import fedlightning.callbacks
 from fedlightning.compat.renamed import old_names, present_class, present_names
-from fedlightning.config.values import refuse_expansion
+from fedlightning.config.values import refuse_expansion, refuse_form
 
 
 def read_old_names() -> None:
-    """Let jsonargparse's YAML loader replace old names as it reads, and refuse aliases without end."""
+    """Let jsonargparse's YAML loader replace old names as it reads, and refuse what no configuration holds."""
     load = get_loader("yaml")
     if not getattr(load, "reads_old_names", False):
 
         def loading(text: str) -> Any:
-            found = load(text)
+            refuse_form(text)
+            try:
+                found = load(text)
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise YAMLError(f"it has a value that cannot be read: {error}") from None
             refuse_expansion(found)
             return with_present_names(found)
 

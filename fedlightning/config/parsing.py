@@ -7,14 +7,16 @@ import re
 import textwrap
 from argparse import SUPPRESS, Action
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fedlightning import __version__
 
 # isort: split
 import yaml
-from jsonargparse import DefaultHelpFormatter
+from jsonargparse import DefaultHelpFormatter, Namespace
 from lightning import seed_everything
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -134,7 +136,15 @@ class FederatedCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parse, without Lightning's warning about being called from Python, and check the values."""
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except UnicodeDecodeError as error:
+            raise InputError(f"{_undecodable(args)} is no UTF-8 text ({error.reason}). Save it as UTF-8.") from None
+        trainer = self.config.get("trainer")
+        if not isinstance(trainer, Namespace):
+            raise InputError(
+                f"trainer is {trainer!r:.60}: it holds arguments by name, as in trainer: {{max_rounds: 3}}."
+            )
         check_values(self.config.as_dict(), FederatedTrainer)
 
     def _set_seed(self) -> None:
@@ -206,6 +216,19 @@ def plain_values(parser: LightningArgumentParser, config: Any) -> dict[str, Any]
     text = parser.dump(config, skip_link_targets=False, skip_none=False, format="yaml")
     values: dict[str, Any] = yaml.safe_load(text)
     return values
+
+
+def _undecodable(words: Sequence[str]) -> str:
+    """Return the file among words of a command line that is no text."""
+    for word in words:
+        path = Path(word.rpartition("=")[2])
+        with suppress(OSError, ValueError):
+            if path.is_file():
+                try:
+                    path.read_text(encoding="utf-8")
+                except UnicodeDecodeError:
+                    return str(path)
+    return "a configuration"
 
 
 class Formatter(DefaultHelpFormatter):

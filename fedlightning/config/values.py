@@ -8,16 +8,59 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+import yaml
 from yaml import YAMLError
 
 from fedlightning.config.errors import InputError
 
 MOST_VALUES = 100_000
 """Values that one configuration may hold, with its aliases written out."""
+MOST_LEVELS = 64
+"""Levels of mappings and lists in one another that one configuration may have."""
 CHECKED = ("fedlightning", "torch", "lightning", "torchmetrics")
 """Packages whose classes have no argument that means something as NaN. Classes of users may have one."""
 WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 """Type -> how a sentence calls it."""
+
+
+def refuse_form(text: str) -> None:
+    """Refuse a YAML document that is nested too deeply, or has a key twice, of which one would be lost.
+
+    Args:
+        text: The document.
+
+    Raises:
+        YAMLError: If it is one, or is no YAML.
+
+    Example:
+        >>> refuse_form("trainer: {seed: 1, seed: 2}")
+        Traceback (most recent call last):
+            ...
+        yaml.error.YAMLError: the key 'seed' stands there twice, the second time in line 1
+    """
+    keys: list[set[str] | None] = []  # of each level; None for a list
+    key_next: list[bool] = []
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            keys.pop()
+            key_next.pop()
+        elif isinstance(event, yaml.NodeEvent):
+            known = keys[-1] if keys else None
+            if known is not None:
+                if key_next[-1] and isinstance(event, yaml.ScalarEvent) and event.value != "<<":
+                    if event.value in known:
+                        line = event.start_mark.line + 1 if event.start_mark else 0
+                        raise YAMLError(
+                            f"the key '{event.value:.60}' stands there twice, the second time in line {line}"
+                        )
+                    known.add(event.value)
+                key_next[-1] = not key_next[-1]
+            if isinstance(event, yaml.CollectionStartEvent):
+                is_mapping = isinstance(event, yaml.MappingStartEvent)
+                keys.append(set() if is_mapping else None)
+                key_next.append(is_mapping)
+                if len(keys) > MOST_LEVELS:
+                    raise YAMLError(f"it is nested in more than {MOST_LEVELS} levels")
 
 
 def refuse_expansion(value: Any) -> None:

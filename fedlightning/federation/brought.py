@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from fedlightning.compat.attached import detached_copy
 from fedlightning.federation.deploy import Deployed, file_of
 from fedlightning.federation.server import Server
-from fedlightning.run.files import read_tensors, save_tensors, writing
+from fedlightning.run.checkpoints import describe, is_ours
+from fedlightning.run.files import read_tensors, save_tensors, seal, writing
 from fedlightning.run.packed import unpacked
-from fedlightning.tensors import equal
+from fedlightning.tensors import equal, load_state
 
 OWN, HPARAMS = "fedlightning", "hyper_parameters"
 
@@ -48,9 +51,21 @@ class Brought:
         temporary = path.with_name(path.name + ".tmp")
         with writing(path):
             temporary.unlink(missing_ok=True)
+            self._describe(answer.client, content)
             save_tensors(content, temporary)
+            seal(temporary)
             os.replace(temporary, path)
         return Deployed(answer.client, path=str(path))
+
+    def _describe(self, client: str, content: dict[str, Any]) -> None:
+        """Write the module down from this side's template, where the file needs no other."""
+        module = detached_copy(self._server.blueprint.template_of(self._server.architecture_of(client).name))
+        if "wrapped" not in content[OWN] and is_ours(module):
+            content[OWN].pop("module", None)
+            module.configure_model()
+            with suppress(ValueError):  # of other entries: it opens with trust
+                load_state(module, content["state_dict"])
+                describe(content[OWN], module)
 
     def _fault(self, client: str, content: Mapping[str, Any] | None) -> str | None:
         """Return why this is no checkpoint of the client; `None`: it is one."""

@@ -15,7 +15,7 @@ from fedlightning.blueprint.client_logger import ClientLogger
 from fedlightning.compat.quiet import quiet
 from fedlightning.hooks import Stage
 from fedlightning.messages import Message
-from fedlightning.run.checkpoints import Exporter
+from fedlightning.run.checkpoints import Exporter, is_ours
 from fedlightning.run.files import read_tensors, writing
 from fedlightning.run.packed import packed
 from fedlightning.scoring.server_model import ServerModel
@@ -107,7 +107,14 @@ class Deploy:
             folder.mkdir(parents=True, exist_ok=True)
         about = {"client": self.client, **self.about}
         exporter_of(runner.blueprint).save(path, module, about, runner.blueprint.architecture_of(self.client))
-        return Deployed(self.client, path=str(path), content=packed(read_tensors(path)) if self.bring else None), None
+        return Deployed(self.client, path=str(path), content=self._content(path, module) if self.bring else None), None
+
+    def _content(self, path: Path, module: LightningModule) -> Any:
+        """Return what is in the checkpoint, without the description of a module that the server can write itself."""
+        content = read_tensors(path)
+        if is_ours(module):
+            content["fedlightning"].pop("module", None)
+        return packed(content)
 
     def module(self, runner: LocalRunner, record: ClientRecord) -> LightningModule:
         """Return the module.

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.quiet import quiet
-from fedlightning.run.files import UnreadableError, read_tensors, save_tensors, writing
-from fedlightning.run.names import Trust, UntrustedError, look_up, refuse_untrusted_names
+from fedlightning.run.collisions import many_large_integers
+from fedlightning.run.files import UnreadableError, check_seal, read_tensors, save_tensors, seal, writing
+from fedlightning.run.names import Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names
 from fedlightning.run.objects import from_tree, to_tree
 from fedlightning.run.plain import NotPlainError, native
+from fedlightning.run.restoring import ROOMS, within
 from fedlightning.tensors import load_state, module_state
 
 
@@ -38,6 +40,7 @@ class _Writer(CheckpointIO):
         if "wrapped" in self.own:  # the one place whose names load_from_checkpoint shows where they do not fit
             found["state_dict"] = {OPEN_WITH_LOAD: torch.empty(0), **found["state_dict"]}
         save_tensors(found, Path(path))
+        seal(Path(path))
 
     def _plain(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         found = {}
@@ -124,10 +127,12 @@ class Exporter:
         temporary = path.with_name(path.name + ".tmp")
         if type(module) is not kind or shapes != known:
             self._write_down("wrapped", module, f"{path.name} holds the weights of a wrapped {kind.__name__}")
+        else:
+            describe(own, module)
         with writing(path):
             try:
                 self._write(temporary, module)
-                if self._writer.left_out and "wrapped" not in own:
+                if self._writer.left_out and not own.keys() & {"wrapped", "module"}:
                     left = ", ".join(self._writer.left_out)
                     self._write_down("module", module, f"{path.name} is without {left}, which are no plain values")
                     self._write(temporary, module)
@@ -158,6 +163,23 @@ class Exporter:
             )
 
 
+def describe(own: dict[str, Any], module: LightningModule) -> None:
+    """Write a module of ours down as a plain tree, which opens without trust: nothing is called with what a file says.
+
+    Args:
+        own: The entry `"fedlightning"` of a checkpoint.
+        module: The module whose weights the checkpoint holds.
+    """
+    if is_ours(module):
+        with suppress(NotPlainError):
+            own["module"] = to_tree(module, "it")
+
+
+def is_ours(module: LightningModule) -> bool:
+    """Return True if the class of a module is of this package."""
+    return within(type(module).__module__, ROOMS)
+
+
 def link(path: Path, same: Path) -> None:
     """Make `path` a hard link to `same` (a copy where the file system has no links)."""
     temporary = path.with_name(path.name + ".tmp")
@@ -175,20 +197,21 @@ def load(
 ) -> LightningModule:
     """Open a checkpoint that a run exported, wrapped or not, in eval mode.
 
-    Reading the file runs no code of its own. The classes that it names are looked up if they are FedLightning's, or
-    modules, optimizers and schedulers that are imported already.
+    Reading the file runs no code of its own. Of the classes that it names FedLightning's own and layers of torch,
+    torchvision, timm and peft are made, by setting their attributes; your own need `trust` or a `module`.
 
     Args:
         path: `checkpoints/global.ckpt` or `checkpoints/clients/<id>.ckpt`.
         module: An instance to load into, where the class cannot be made from the saved hyper-parameters. Its
             `configure_model` is called.
-        trust: Packages and modules that may be imported and whose functions may be named, as in `["my_package"]`; or
-            True: the file is as trusted as a program, and files of earlier versions, which hold pickles, are opened.
-        hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`.
+        trust: Packages and modules that may be imported and whose classes and functions may be named and called, as in
+            `["my_package"]`; or True: the file is as trusted as a program, and files of earlier versions, which hold
+            pickles, are opened.
+        hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`. The class has to be trusted.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        UntrustedError: If the file names a class that is neither, or is of an earlier version.
+        UntrustedError: If the file names something else that is not trusted, or is of an earlier version.
         UnreadableError: If it is no such file.
 
     Example:
@@ -205,7 +228,7 @@ def load(
         raise UntrustedError(f"{path} is not opened: {error} (trust=True: whatever it names).") from None
     except (UnreadableError, NotPlainError) as error:
         raise UnreadableError(f"{path} is no checkpoint that a run exported: {error}.") from None
-    return loaded.eval()
+    return loaded
 
 
 def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: dict[str, Any]) -> LightningModule:
@@ -230,7 +253,10 @@ def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: d
         loaded = _from_class(path, checkpoint, trust, hparams, old)
     if not isinstance(loaded, LightningModule):
         raise UnreadableError(f"it holds a {type(loaded).__name__}, not a LightningModule")
-    return loaded
+    try:
+        return loaded.eval()
+    except (RecursionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise UnreadableError(f"what it holds is no whole module ({error})") from None
 
 
 def _filled(module: LightningModule, state: dict[str, Any]) -> LightningModule:
@@ -252,7 +278,10 @@ def _filled(module: LightningModule, state: dict[str, Any]) -> LightningModule:
 def _read(path: Path, trust: Trust) -> tuple[dict[str, Any], bool]:
     """Return the content of a file, and whether it had to be unpickled."""
     old = False
+    check_seal(path)
     try:
+        if many_large_integers(path):
+            raise UnreadableError("it holds more large integers than any module: they could be keys that take for ever")
         checkpoint = read_tensors(path)
     except UnreadableError as error:
         if "which may be code" not in str(error):
@@ -275,6 +304,12 @@ def _from_class(
         raise UnreadableError(
             "it does not say of which class it is. Open it with MyModule.load_from_checkpoint, or pass a module"
         )
+    home = str(name).partition(":")[0]
+    if not is_trusted(home, trust):
+        raise UntrustedError(
+            f"it names the class {name}, which would be called with what the file says. If it is yours and you trust the "
+            f"file, say so with trust=['{home}'], or pass an instance as module"
+        )
     try:
         cls = look_up(name, trust)
     except ValueError as error:
@@ -287,7 +322,7 @@ def _from_class(
         refuse_untrusted_names(checkpoint, trust)
     try:
         loaded: LightningModule = cls.load_from_checkpoint(path, map_location="cpu", weights_only=not old, **hparams)
-    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # whatever its constructor makes of the file's values
         reason = " ".join(str(error).split())
         raise UnreadableError(f"a {cls.__name__} cannot be made from it, pass one as module: {reason[:300]}") from error
     return loaded

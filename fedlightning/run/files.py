@@ -209,7 +209,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UnreadableError(f"{path} is damaged ({' '.join(str(error).split())}). {way_out}") from None
     if not isinstance(found, dict):
         raise UnreadableError(f"{path} is damaged (it holds no entries). {way_out}")
@@ -238,6 +238,49 @@ def sha256(path: Path, size: int | None = None) -> str:
             found.update(block)
             left -= len(block)
     return found.hexdigest()
+
+
+SEAL = b"sha256:"
+"""Beginning of the comment at the end of a sealed archive; the checksum of all bytes before it follows."""
+SEAL_LENGTH = len(SEAL) + 64
+
+
+def seal(path: Path) -> None:
+    """Append a checksum to a file that `torch.save` wrote: the comment of the archive, which other readers pass over.
+
+    Args:
+        path: The file.
+    """
+    with path.open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(SEAL_LENGTH.to_bytes(2, "little"))
+    checksum = sha256(path)
+    with path.open("ab") as file:
+        file.write(SEAL + checksum.encode())
+
+
+def check_seal(path: Path) -> None:
+    """Compare a file with its checksum, or, where it has none, the entries of the archive with theirs.
+
+    Raises:
+        UnreadableError: If they differ.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(-min(size, SEAL_LENGTH), os.SEEK_END)
+        found = file.read()
+    if found.startswith(SEAL):
+        if found != SEAL + sha256(path, size - SEAL_LENGTH).encode():
+            raise UnreadableError("its bytes are not those that were written: its checksum is another")
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+            broken = archive.testzip() if plain else None  # what is packed is refused elsewhere
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, EOFError) as error:
+        raise UnreadableError(f"it is no whole archive ({error!s:.100})") from None
+    if broken is not None:
+        raise UnreadableError(f"its entry {broken!r:.60} is damaged")
 
 
 def read_tensors(path: Path, pickled: bool = False) -> Any:

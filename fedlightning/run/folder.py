@@ -15,7 +15,7 @@ import torch
 from fedlightning.run.files import is_writer, readable_json, write_text_atomically, writing
 from fedlightning.run.lock import LOCK, RunInUseError, RunLock
 from fedlightning.run.metrics import MetricsFile
-from fedlightning.run.persistence import BEFORE, MANIFEST
+from fedlightning.run.persistence import BEFORE, MANIFEST, load
 from fedlightning.scoring.row_files import write_rows
 from fedlightning.scoring.rows import Row
 
@@ -100,6 +100,12 @@ class RunFolder:
     def last(self) -> Path:
         """Complete resume state."""
         return self.path / "checkpoints" / "last"
+
+    def rounds_saved(self) -> int:
+        """Return the rounds of the state on disk; 0 if there is none that can be read."""
+        with suppress(OSError, ValueError):
+            return load(self.last).rounds_done
+        return 0
 
     @property
     def decisions(self) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -12,16 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 
-from fedlightning.run.names import look_up
+from fedlightning.run.collisions import checked_keys
+from fedlightning.run.names import plain_kind
 
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -43,23 +43,21 @@ class Leaf:
 
 
 def enum_member(path: str, value: Any) -> Enum:
-    """Return the member of an enum that is imported already."""
-    found = look_up(path)
-    if not (isinstance(found, type) and issubclass(found, Enum)):
-        raise ValueError(f"{path} is no enum")
-    return found(value)
+    """Return the member of an enum that is imported already. Enums are not called: `_missing_` may be anybody's code."""
+    found = plain_kind(path, Enum)
+    if issubclass(found, Flag) and type(value) is int and found._missing_.__func__ is Flag._missing_.__func__:  # type: ignore[attr-defined]
+        return found(value)  # a combination of flags
+    for member in found.__members__.values():
+        if type(member.value) is type(value) and member.value == value:
+            return cast(Enum, member)
+    raise ValueError(f"{value!r:.60} is no {found.__name__}")
 
 
 def named_tuple(path: str, values: list[Any]) -> Any:
     """Return a named tuple, of a class that is imported already."""
-    module, _, name = path.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
-        raise ValueError(f"{path} is no named tuple that is imported")
-    if len(found._fields) != len(values):
-        raise ValueError(f"{path} has {len(found._fields)} fields, not {len(values)}")
+    found = plain_kind(path, tuple)
+    if not hasattr(found, "_fields") or len(found._fields) != len(values):
+        raise ValueError(f"{path} is no named tuple of {len(values)} fields")
     return tuple.__new__(found, values)
 
 
@@ -112,13 +110,21 @@ def _from_generator(state: dict[str, Any]) -> np.random.Generator:
     if state["bit_generator"] not in BIT_GENERATORS:
         raise ValueError(f"there is no generator {state['bit_generator']!r}")
     made = getattr(np.random, state["bit_generator"])()
-    made.state = state
+    made.state = _within_bounds(state)
     return np.random.Generator(made)
+
+
+def _within_bounds(state: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a place outside a generator's buffer, which numpy takes, and reads memory that is not its own."""
+    for place, most in ((state["state"].get("pos", 0), 624), (state.get("buffer_pos", 0), 4)):
+        if type(place) is not int or not 0 <= place <= most:
+            raise ValueError(f"a generator's place is {place!r:.40}")
+    return state
 
 
 def _from_random_state(state: Any) -> np.random.RandomState:
     made = np.random.RandomState()
-    made.set_state(state)
+    made.set_state(_within_bounds(state))
     return made
 
 
@@ -139,12 +145,22 @@ def _sorted(value: set[Any] | frozenset[Any]) -> list[Any]:
     return sorted(value, key=lambda entry: (type(entry).__name__, repr(entry)))
 
 
+def _keyed(make: Callable[[Any], Any], pairs: bool = True) -> Callable[[Any], Any]:
+    """Return `make`, which is given keys or pairs of key and value, behind a look at the hashes of the keys."""
+
+    def made(value: Any) -> Any:
+        checked_keys(pair[0] for pair in value) if pairs else checked_keys(value)
+        return make(value)
+
+    return made
+
+
 def _from_deque(parts: list[Any]) -> deque[Any]:
     return deque(parts[0], maxlen=parts[1])
 
 
 def _from_factory(parts: list[Any]) -> defaultdict[Any, Any]:
-    return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], parts[1])
+    return defaultdict(None if parts[0] is None else FACTORIES[parts[0]], _keyed(dict)(parts[1]))
 
 
 def _named(kinds: tuple[Any, ...]) -> dict[str, Any]:
@@ -158,13 +174,13 @@ _LEAVES: dict[type, Leaf] = {
     bytes: Leaf("bytes", _bytes, _from_bytes),
     bytearray: Leaf("bytearray", _bytes, lambda value: bytearray(_from_bytes(value))),
     int: Leaf("int", hex, lambda text: int(text, 16)),  # a long one
-    dict: Leaf("dict", lambda value: list(value.items()), dict),  # with keys that are no texts or numbers
-    OrderedDict: Leaf("OrderedDict", lambda value: list(value.items()), OrderedDict),
-    set: Leaf("set", _sorted, set),
-    frozenset: Leaf("frozenset", _sorted, frozenset),
+    dict: Leaf("dict", lambda value: list(value.items()), _keyed(dict)),  # with keys that are no texts or numbers
+    OrderedDict: Leaf("OrderedDict", lambda value: list(value.items()), _keyed(OrderedDict)),
+    set: Leaf("set", _sorted, _keyed(set, pairs=False)),
+    frozenset: Leaf("frozenset", _sorted, _keyed(frozenset, pairs=False)),
     deque: Leaf("deque", lambda value: [list(value), value.maxlen], _from_deque),
     defaultdict: Leaf("defaultdict", _factory, _from_factory),
-    Counter: Leaf("Counter", lambda value: list(value.items()), lambda pairs: Counter(dict(pairs))),
+    Counter: Leaf("Counter", lambda value: list(value.items()), _keyed(lambda pairs: Counter(dict(pairs)))),
     types.MappingProxyType: Leaf("mappingproxy", dict, types.MappingProxyType),
     AttributeDict: Leaf("AttributeDict", dict, AttributeDict),
     types.SimpleNamespace: Leaf("SimpleNamespace", vars, lambda value: types.SimpleNamespace(**value)),

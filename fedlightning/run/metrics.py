@@ -14,6 +14,9 @@ from fedlightning.run.files import sha256, sync, writing
 from fedlightning.scoring.row_files import DamagedMetricsError, read_rows
 from fedlightning.scoring.rows import CELLS, COLUMNS, Row
 
+METRICS_MARK = "metrics_csv"
+"""Entry of `summary.json`: length and checksum of the `metrics.csv` beside which it was written."""
+
 
 class MetricsFile:
     """The scores of a run on disk.
@@ -59,13 +62,19 @@ class MetricsFile:
         Raises:
             DamagedMetricsError: If the file is shorter, or other than it was.
         """
-        size = self.path.stat().st_size if self.path.exists() else 0
-        if size < mark["bytes"] or (mark["bytes"] and sha256(self.path, mark["bytes"]) != mark["sha256"]):
-            what = "is missing" if not self.path.exists() else "was cut off" if size < mark["bytes"] else "was changed"
+        what = self.fault(mark)
+        if what is not None:
             raise DamagedMetricsError(
                 f"{self.path} {what}: the saved state knows {mark['bytes']} bytes of scores that are not there any more. "
                 "Put the file back from a copy, or start a new run."
             )
+
+    def fault(self, mark: dict[str, Any]) -> str | None:
+        """Return what has become of the file since `mark`; `None` if it begins with what it was."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size >= mark["bytes"] and (not mark["bytes"] or sha256(self.path, mark["bytes"]) == mark["sha256"]):
+            return None
+        return "is missing" if not self.path.exists() else "was cut off" if size < mark["bytes"] else "was changed"
 
     def cut(self, mark: dict[str, Any]) -> None:
         """Cut off what was appended after `mark`; a resumed run writes it again."""

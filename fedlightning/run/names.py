@@ -6,37 +6,15 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import yaml
 from lightning.pytorch import LightningModule
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+
+from fedlightning.run.restoring import IMPORTED, constructed, forbidden, pure, within
 
 Trust = bool | Sequence[str]
 """True: whatever a file names. Or the packages and modules whose classes and functions a file may name."""
-OURS = "fedlightning"
-ROOMS = ("callbacks", "hooks", "layers", "models", "tensors", "wrappers")
-"""Rooms of ours whose functions and classes do nothing but compute."""
-COMPUTING = (
-    "torch.nn.functional",
-    "torch.nn.init",
-    "torch._C._nn",
-    "torchmetrics.metric",
-    "torchmetrics.utilities.data",
-    "torchmetrics.functional",
-)
-"""Modules of others whose functions do nothing but compute."""
-BUILTIN = frozenset(
-    ["relu", "relu_", "tanh", "sigmoid", "selu", "celu", "rrelu", "softmax", "log_softmax", "exp", "sin", "cos", "abs"]
-)
-"""Functions of `torch` itself that do nothing but compute, and serve as activations."""
-PACKAGES = ("peft", "timm")
-"""Packages of others whose modules are imported when a file names one: our own wrappers and networks are made with them."""
-KINDS = (nn.Module, Optimizer, LRScheduler, Enum)
-"""Classes that may be looked up where their module is imported already."""
 
 
 class UntrustedError(ValueError):
@@ -50,7 +28,8 @@ def path_of(thing: Any) -> str:
         ValueError: If it cannot be imported by that path.
 
     Example:
-        >>> path_of(nn.Linear)
+        >>> import torch
+        >>> path_of(torch.nn.Linear)
         'torch.nn.modules.linear:Linear'
     """
     module = getattr(thing, "__module__", None) or "torch"
@@ -67,47 +46,83 @@ def path_of(thing: Any) -> str:
     raise ValueError(f"names {module}.{names[0]}, which cannot be imported by that name")
 
 
-def look_up(path: Any, trust: Trust = False) -> Any:
+def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
     """Return the class or function that a file names.
 
-    Ours are imported. Others are taken where their module is imported already and they cannot do harm: modules, optimizers,
-    schedulers and enums, and functions that only compute. All else needs `trust`.
+    Without trust it is a class whose objects are restored by setting attributes, or, where the file's module calls it, a
+    function or class that only computes: :mod:`fedlightning.run.restoring` lists them. All else needs `trust`.
 
     Args:
         path: As :func:`path_of` returns it.
         trust: What the user trusts.
+        called: Whether it is to be called, rather than the class of an object.
 
     Raises:
         UntrustedError: If it needs trust.
         ValueError: If there is no such thing.
     """
+    module, name = _parts(path)
+    found = _found(module, name, imported=is_trusted(module, trust) or within(module, IMPORTED))
+    home = getattr(found, "__module__", None) or "torch"  # not the module that has imported it
+    if trust is True or (is_trusted(module, trust) and is_trusted(home, trust)):
+        return found
+    if called and not pure(found, home):
+        reason = "may do more than compute"
+    elif not called and isinstance(found, type):
+        reason = forbidden(found) or ""
+    else:
+        reason = "" if called else "is no class"
+    if reason:
+        raise UntrustedError(
+            f"it names {module}.{name}, which {reason}. If you trust the file, say so with trust=['{module}']"
+        )
+    return found
+
+
+def plain_kind(path: Any, kind: type) -> Any:
+    """Return the enum or named tuple that a file names, which is imported already or ours.
+
+    Args:
+        path: As :func:`path_of` returns it.
+        kind: What it has to be a subclass of.
+
+    Raises:
+        UntrustedError: If its module is not imported.
+        ValueError: If it is none.
+    """
+    module, name = _parts(path)
+    found = _found(module, name, imported=within(module, IMPORTED))
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ValueError(f"{path} is no {kind.__name__.lower()}")
+    return found
+
+
+def _parts(path: Any) -> tuple[str, str]:
     module, _, name = path.partition(":") if isinstance(path, str) else ("", "", "")
     if not module or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-        raise ValueError(f"{path!r} is no name of a class")
-    trusted = is_trusted(module, trust)
-    if trusted or _room(module) in ROOMS or is_trusted(module, PACKAGES):
+        raise ValueError(f"{path!r:.200} is no name of a class")
+    return module, name
+
+
+def _found(module: str, name: str, imported: bool) -> Any:
+    """Return what a module holds under a name, without asking the module's `__getattr__`, which would import more."""
+    if imported:
         try:
-            found: Any = importlib.import_module(module)
+            importlib.import_module(module)
         except ImportError as error:
             raise ValueError(f"{module} cannot be imported ({error})") from None
-    elif module in sys.modules:
-        found = sys.modules[module]
-    else:
+    elif module not in sys.modules:
         raise UntrustedError(
-            f"it names {module}.{name}, and {module} is not imported. Import it if it is yours, or say that you trust it "
+            f"it names {module}.{name}, and {module} is not imported. Import it if it is yours, and say that you trust it "
             f"with trust=['{module}']"
         )
-    for part in name.split("."):
-        found = vars(found).get(part) if isinstance(found, type) else getattr(found, part, None)
+    found: Any = sys.modules[module]
+    for depth, part in enumerate(name.split(".")):
+        if depth and not isinstance(found, type):
+            raise UntrustedError(f"it names {module}.{name}, which is no class and no function")
+        found = vars(found).get(part)
         if found is None:
             raise ValueError(f"{module} has no {name}")
-        if not trusted and not isinstance(found, type | FunctionType | BuiltinFunctionType):
-            raise UntrustedError(f"it names {module}.{name}, which is no class and no function")
-    if not trusted and not _harmless(found, name):
-        raise UntrustedError(
-            f"it names {module}.{name}, which may do more than compute. If you trust the file, say so with "
-            f"trust=['{module}']"
-        )
     return found
 
 
@@ -117,20 +132,6 @@ def is_trusted(module: str, trust: Trust) -> bool:
         return trust
     prefixes = [trust] if isinstance(trust, str) else trust
     return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
-
-
-def _harmless(found: Any, name: str) -> bool:
-    home = getattr(found, "__module__", None) or "torch"  # not the module that has imported it
-    if home.partition(".")[0] == OURS:
-        return _room(home) in ROOMS
-    if isinstance(found, type):
-        return issubclass(found, KINDS)
-    return is_trusted(home, COMPUTING) or (home == "torch" and name in BUILTIN)
-
-
-def _room(module: str) -> str | None:
-    first, _, rest = module.partition(".")
-    return rest.partition(".")[0] if first == OURS else None
 
 
 HYPER_PARAMETERS = (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, "hparams", "module_arguments")
@@ -154,39 +155,62 @@ def refuse_untrusted_names(checkpoint: Mapping[str, Any], trust: Trust) -> None:
         if not isinstance(values, Mapping):
             raise UntrustedError(f"its {entry} are a {type(values).__name__}, not named values")
         if "_instantiator" in values or "_class_path" in values:
-            for text in _texts({name: value for name, value in values.items() if name != "_instantiator"}):
+            for text in _texts({name: value for name, value in values.items() if name != "_instantiator"}, set()):
                 for path in _PATH.findall(text):
                     _check_path(path, trust)
 
 
 def _check_path(text: str, trust: Trust) -> None:
+    """Refuse a text that Lightning's instantiator would take for something that is not trusted."""
     if is_trusted(text, trust):
         return
     parts = text.split(".")
     for cut in range(len(parts) - 1, 0, -1):
-        module = ".".join(parts[:cut])
-        if module in sys.modules or parts[0] == OURS:
+        module, name = ".".join(parts[:cut]), ".".join(parts[cut:])
+        if module in sys.modules or within(module, IMPORTED):
             try:
-                look_up(f"{module}:{'.'.join(parts[cut:])}", trust)
-            except UntrustedError:
-                raise
+                found = _found(module, name, imported=True)
             except ValueError:
                 continue  # there is no such thing: a text that only looks like it
+            home = getattr(found, "__module__", None) or "torch"
+            if not (constructed(found, home) or is_trusted(home, trust)):
+                raise UntrustedError(
+                    f"its hyper-parameters name {text}, which may do more than compute. If you trust the file, say so with "
+                    f"trust=['{module}']"
+                )
             return
-    found = importlib.util.find_spec(parts[0]) if parts[0] != OURS else None
-    if found is not None and found.origin is not None:  # no folder that only has such a name
+    spec = importlib.util.find_spec(parts[0])
+    if spec is not None and spec.origin is not None:  # no folder that only has such a name
         raise UntrustedError(
-            f"its hyper-parameters name {text}, which is not imported. Import it if it is yours, or say that you trust it "
+            f"its hyper-parameters name {text}, which is not imported. Import it if it is yours, and say that you trust it "
             f"with trust=['{parts[0]}']"
         )
 
 
-def _texts(values: Any) -> Iterator[str]:
-    if isinstance(values, str):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _texts(value)
+def _texts(values: Any, seen: set[str]) -> Iterator[str]:
+    """Yield all texts in hyper-parameters, those in what Lightning's instantiator would parse or read included."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            if str(name).endswith("class_path") and not (isinstance(value, str) and "." in value):
+                raise UntrustedError(f"its hyper-parameters name the class {value!r:.60} without its module")
+            yield from _texts(value, seen)
     elif isinstance(values, list | tuple | set):
         for value in values:
-            yield from _texts(value)
+            yield from _texts(value, seen)
+    elif isinstance(values, str) and values not in seen:
+        seen.add(values)
+        yield values
+        for text in (values, _content(values)):
+            try:
+                yield from _texts(yaml.safe_load(text), seen)
+            except (yaml.YAMLError, RecursionError, ValueError):
+                continue  # nobody else can read it either
+
+
+def _content(text: str) -> str:
+    """Return the beginning of the file that a text names; where a network is wanted it may be that of one."""
+    try:
+        with open(text, encoding="utf-8") as file:
+            return file.read(1 << 20)
+    except (OSError, ValueError):
+        return ""

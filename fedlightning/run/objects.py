@@ -1,22 +1,24 @@
 """Modules as plain trees: their classes by name and their attributes, so that a wrapped module can be saved without pickle.
 
 What pickle does with a module is this: name its class, make an instance without calling `__init__`, and set its attributes.
-Here the names are data. Which of them are looked up is :mod:`fedlightning.run.names`' to say, and nothing is called but
-`__new__` and `__setstate__` of these classes.
+Here the names are data. Which of them are looked up is :mod:`fedlightning.run.names`' to say, and which attributes an object
+may be given :mod:`fedlightning.run.restoring`'s. Nothing is called but `__new__` and `__setstate__` of these classes.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
+from collections import OrderedDict
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from fedlightning.run.names import Trust, look_up, path_of
-from fedlightning.run.plain import TAG, Decoder, Encoder, NotPlainError, encode
-from fedlightning.wrappers.mixing import mixins_of, remade, user_class
+from fedlightning.run.names import Trust, is_trusted, look_up, path_of
+from fedlightning.run.plain import NATIVE, TAG, Decoder, Encoder, NotPlainError, encode
+from fedlightning.run.restoring import forbidden_attribute
+from fedlightning.wrappers.mixing import Mixin, mixins_of, remade, user_class
 
 
 def to_tree(module: nn.Module, owner: str) -> Any:
@@ -101,14 +103,26 @@ class _ObjectDecoder(Decoder):
         super().__init__()
         self.trust = trust
 
+    def value(self, tree: Any) -> Any:
+        """Return the value of a tree or of a part of it; only what an encoder writes is one."""
+        kind = type(tree)
+        if kind in (Tensor, nn.Parameter):
+            if tree._backward_hooks or not all(type(held) in (*NATIVE, int) for held in vars(tree).values()):
+                raise NotPlainError("it holds a tensor with more than numbers")
+        elif kind not in (dict, OrderedDict, list, tuple, int, *NATIVE):
+            raise NotPlainError(f"it holds a {kind.__name__} that is no part of a tree")
+        return super().value(tree)
+
     def tagged(self, kind: str, tree: dict[str, Any]) -> Any:
         """Make objects, and look up what is named."""
         if kind == "name":
-            return look_up(tree["value"], self.trust)
+            return look_up(tree["value"], self.trust, called=True)
         if kind == "object":
             return self._object(tree)
         if kind == "partial":
             function, arguments, keywords = self.value(tree["value"])
+            if not isinstance(function, type | FunctionType | BuiltinFunctionType):  # nothing that is not looked up
+                raise NotPlainError(f"it holds a partial of a {type(function).__name__}")
             return functools.partial(function, *arguments, **keywords)
         return super().tagged(kind, tree)
 
@@ -117,16 +131,24 @@ class _ObjectDecoder(Decoder):
         mixins = [look_up(path, self.trust) for path in tree["mixins"]]
         if not isinstance(cls, type) or not all(isinstance(mixin, type) for mixin in mixins):
             raise NotPlainError(f"{tree['class']} is no class")
+        if mixins and not (issubclass(cls, nn.Module) and all(issubclass(mixin, Mixin) for mixin in mixins)):
+            raise NotPlainError(f"{tree['class']} is mixed with what is no mixin")
         made = self.opened(tree, remade(cls, mixins))
         state = self.value(tree["state"])
-        if hasattr(made, "__setstate__"):
-            made.__setstate__(state)
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        wrong = None if self._trusts(cls) else forbidden_attribute(type(made), {**(attributes or {}), **(slots or {})})
+        if wrong is not None:
+            raise NotPlainError(f"a {cls.__name__} in it has {wrong}")
+        if hasattr(cls, "__setstate__"):
+            made.__setstate__(state)  # torch's own or one that has been read, unless the class is trusted
         else:
-            attributes, slots = state if isinstance(state, tuple) else (state, None)
             vars(made).update(attributes or {})
             for name, value in (slots or {}).items():
                 object.__setattr__(made, name, value)
         return made
+
+    def _trusts(self, cls: type) -> bool:
+        return is_trusted(cls.__module__, self.trust)
 
 
 def _is_bound(value: Any) -> bool:

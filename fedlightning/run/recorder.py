@@ -14,6 +14,7 @@ from fedlightning.messages import Update
 from fedlightning.run.files import is_writer, writing
 from fedlightning.run.folder import RunFolder
 from fedlightning.run.logs import Logs
+from fedlightning.run.metrics import METRICS_MARK
 from fedlightning.scoring.results import summarise
 from fedlightning.scoring.row_files import read_part
 from fedlightning.scoring.row_table import RowTable
@@ -127,10 +128,11 @@ class Recorder:
         return self.results
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Keep the summary, and write `summary.json`."""
+        """Keep the summary, and write `summary.json`, which says beside which `metrics.csv` it stands."""
         self.summary = summary
         if self.run is not None and is_writer():
-            self.run.write_summary(summary)
+            self.summary = summary | {METRICS_MARK: self.run.metrics.mark()}
+            self.run.write_summary(self.summary)
 
     @property
     def _log_path(self) -> Path:

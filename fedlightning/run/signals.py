@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +23,11 @@ SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """What SLURM is asked to send before the time is over (`--signal=USR1@90`)."""
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 """What `kill`, a batch system and a closed terminal send."""
+
+PATIENCE = 5.0
+"""Seconds after a second signal until the process ends, whatever code still runs in it."""
+TOGETHER = 1.0
+"""Seconds within which two signals are one that was sent to a process and to its group."""
 
 
 class Terminated(SystemExit):
@@ -34,10 +41,14 @@ class StopRequest:
     Attributes:
         name: The signal's name; `None` while there was none.
         ending: What ends the run at once, raised already.
+        since: When that was, on the monotonic clock.
+        last_resort: What ends the process :data:`PATIENCE` seconds after a second signal.
     """
 
     name: str | None = None
     ending: BaseException | None = None
+    since: float = 0.0
+    last_resort: threading.Timer | None = None
 
     @property
     def code(self) -> int:
@@ -54,11 +65,35 @@ class StopRequest:
         self.name = self.name or signal.Signals(number).name
 
     def at_once(self, number: int, frame: Any) -> None:
-        """Handle a signal that ends the run. It often comes twice, to a process and to its group: once is enough."""
-        if self.ending is None:
-            self.name = signal.Signals(number).name
+        """Handle a signal that ends the run.
+
+        It often comes twice, to a process and to its group: while the first is on its way out, once is enough. Where a
+        user's code has swallowed the first, the second is raised too; and after a second one, by whomever it is held up,
+        the process ends.
+        """
+        swallowed = self.ending is not None and not _on_its_way(self.ending)
+        if self.ending is not None and (swallowed or time.monotonic() - self.since > TOGETHER):
+            self._end_soon()
+        if self.ending is None or swallowed:
+            self.name, self.since = signal.Signals(number).name, time.monotonic()
             self.ending = KeyboardInterrupt() if number == signal.SIGINT else Terminated(self.code)
             raise self.ending
+
+    def _end_soon(self) -> None:
+        if self.last_resort is None:
+            self.last_resort = threading.Timer(PATIENCE, self._end)
+            self.last_resort.daemon = True
+            self.last_resort.start()
+
+    def _end(self) -> None:
+        with suppress(OSError, ValueError):
+            print(
+                f"{self.name} ended the process: it came twice, and code in the run went on. What was saved is safe. Go on "
+                "with resume='last'.",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(self.code)
 
 
 @contextmanager
@@ -104,8 +139,19 @@ def stop_requests(progress: Callable[[], tuple[int, int]]) -> Iterator[StopReque
             raise request.ending from error  # Lightning makes an exit of a Ctrl-C; what is broken off may fail otherwise
         raise
     finally:
+        if request.last_resort is not None:
+            request.last_resort.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _on_its_way(ending: BaseException) -> bool:
+    """Return whether code of this thread handles an error or what has come of it: nobody has swallowed it yet."""
+    error, seen = sys.exception(), set[int]()
+    while error is not None and error is not ending and id(error) not in seen:
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return error is ending
 
 
 def under_slurm() -> bool:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from fedlightning.run.files import UnreadableError
+from fedlightning.run.metrics import METRICS_MARK, MetricsFile
 from fedlightning.study.runs import Run
 
-CLUSTERS, LEDGER = "clusters.csv", "ledger.csv"
+CLUSTERS, LEDGER, SCORES = "clusters.csv", "ledger.csv", "metrics.csv"
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,27 @@ def tables_of(run: Run) -> RunTables:
     Args:
         run: A finished run.
     """
-    faults: dict[str, str] = {}
+    faults = _fault_of_scores(run)
     memberships = _rows(run, CLUSTERS, _membership, faults)
     entries = _rows(run, LEDGER, _entry, faults)
     return RunTables(tuple(memberships), tuple(entries), faults)
+
+
+def _fault_of_scores(run: Run) -> dict[str, str]:
+    """Return a fault where `metrics.csv` is not what the run has written, by the mark in its summary."""
+    if run.path is None:
+        return {}
+    file, mark = MetricsFile(run.path / SCORES), run.summary.get(METRICS_MARK)
+    if isinstance(mark, dict) and type(mark.get("bytes")) is int and isinstance(mark.get("sha256"), str):
+        what = file.fault(mark)
+    else:  # a run of an earlier version
+        what = "holds no scores" if run.results and not run.rows else None
+    if what is None:
+        return {}
+    way_out = "What is drawn over rounds lacks what is missing there; final scores are those of summary.json."
+    return {
+        SCORES: f"{file.path} {what}: it is not the file that the run has written. {way_out} Restore it from a copy."
+    }
 
 
 def _rows(run: Run, file: str, make: Callable[[dict[str, str], Run], R], faults: dict[str, str]) -> list[R]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedlightning.run.collisions import Collisions
 from fedlightning.wire.container import NAMES, Limits, WireError
 
 
@@ -210,11 +211,15 @@ class TreeReader:
 
     def _dict(self, content: Any, depth: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
+        collisions = Collisions()
         for pair in self._list(content):
             key, entry = self._list(pair)
             made = self._value(key, depth)
-            if not _is_key(made) or made in found:
-                raise self._refusal(f"a dict has the key {made!r:.60} twice, or it can be none")
+            if not _is_key(made):
+                raise self._refusal(f"{made!r:.60} can be no key of a dict")
+            collisions.add(made)
+            if made in found:
+                raise self._refusal(f"a dict has the key {made!r:.60} twice")
             found[made] = self._value(entry, depth)
         return found
 

@@ -138,7 +138,7 @@ def test_exports_open_as_the_users_class(finished):
     trainer, _ = finished
     folder = trainer.run.path / "checkpoints"
     best = trainer.server.checkpoints["GlobalCheckpoint"]["model"]
-    for opened in (NormNet.load_from_checkpoint(folder / "global.ckpt"), load(folder / "global.ckpt")):
+    for opened in (NormNet.load_from_checkpoint(folder / "global.ckpt"), load(folder / "global.ckpt", trust=["tests"])):
         assert type(opened) is NormNet
         assert opened.hparams.lr == 0.3
         same(module_state(opened), best)
@@ -147,7 +147,7 @@ def test_exports_open_as_the_users_class(finished):
         kept = trainer.store.get(client).checkpoints["LocalCheckpoint"]["model"]
         path = folder / "clients" / f"{client}.ckpt"
         same(module_state(NormNet.load_from_checkpoint(path)), kept)
-        same(module_state(fedlightning.load(path)), kept)
+        same(module_state(fedlightning.load(path, trust=["tests"])), kept)
 
 
 def test_exports_are_native_lightning_checkpoints(finished):

@@ -394,7 +394,7 @@ def test_exports_open_again_and_merge_into_the_plain_module(algorithm, tmp_path)
     trainer = federate(module, toy_data(), [algorithm()], tmp_path, max_rounds=2, name="adapters")
     folder = trainer.run.path / "checkpoints"
     for file, owner in (("global.ckpt", None), ("clients/1.ckpt", "1")):
-        opened = fedlightning.load(folder / file)
+        opened = fedlightning.load(folder / file, trust=["tests"])
         same(module_state(opened), module_state(trainer.module(owner)))
         before = opened(x)
         plain = unmix(opened)
@@ -417,7 +417,7 @@ class Injected(FederatedCallback):
 def test_an_export_is_pickled_when_its_entries_are_not_the_class_s_own(injected, tmp_path):
     trainer = federate(Toy(), toy_data(), [Injected()] if injected else [], tmp_path, max_rounds=1, name="injected")
     path = trainer.run.path / "checkpoints/global.ckpt"
-    same(module_state(fedlightning.load(path)), global_state(trainer))
+    same(module_state(fedlightning.load(path, trust=["tests"])), global_state(trainer))
     assert ("wrapped" in torch.load(path)["fedlightning"]) == injected
     if not injected:
         same(module_state(Toy.load_from_checkpoint(path)), global_state(trainer))

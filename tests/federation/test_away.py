@@ -80,7 +80,9 @@ def local(trainer: FederatedTrainer) -> list[Any]:
 
 
 def states(folder: Path) -> dict[str, Any]:
-    return {path.stem: module_state(fedlightning.load(path)) for path in sorted(folder.rglob("*.ckpt"))}
+    return {
+        path.stem: module_state(fedlightning.load(path, trust=["tests"])) for path in sorted(folder.rglob("*.ckpt"))
+    }
 
 
 @pytest.mark.parametrize("name", [next(iter(RUNS)), *(pytest.param(n, marks=pytest.mark.slow) for n in list(RUNS)[1:])])

@@ -8,16 +8,18 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.eval_frame
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.models import MLP
+import fedlightning
+from fedlightning.callbacks import FedAvg
+from fedlightning.callbacks.diagnostics.layer_rows import write_layers
+from fedlightning.models import MLP, Classifier, TimmNet
 from fedlightning.run.names import UntrustedError, look_up, path_of, refuse_untrusted_names
 from tests.helpers import Toy
 
 HARMLESS = [
-    MLP,
-    Toy,
     nn.Linear,
     torch.optim.Adam,
     torch.optim.lr_scheduler.StepLR,
@@ -30,7 +32,40 @@ HARMLESS = [
 
 @pytest.mark.parametrize("thing", HARMLESS, ids=path_of)
 def test_what_only_computes_is_taken(thing):
-    assert look_up(path_of(thing)) is thing
+    assert look_up(path_of(thing), called=True) is thing
+
+
+@pytest.mark.parametrize("cls", [MLP, Classifier, nn.Linear, nn.LSTM, nn.MultiheadAttention], ids=path_of)
+def test_classes_that_are_restored_by_their_attributes_are_taken(cls):
+    assert look_up(path_of(cls)) is cls
+
+
+REFUSED = [
+    Toy,
+    torch.optim.Adam,
+    nn.DataParallel,
+    torch.fx.GraphModule,
+    torch._dynamo.eval_frame.OptimizedModule,
+    torch.jit.ScriptModule,
+    nn.Container,
+    FedAvg,
+]
+
+
+@pytest.mark.parametrize("cls", REFUSED, ids=path_of)
+def test_other_classes_need_trust(cls):
+    with pytest.raises(UntrustedError, match=r"names .*\. If you trust the file, say so with trust="):
+        look_up(path_of(cls))
+    assert look_up(path_of(cls), trust=[cls.__module__]) is cls
+
+
+CALLED = [write_layers, MLP, TimmNet, Toy, fedlightning.load]
+
+
+@pytest.mark.parametrize("thing", CALLED, ids=str)
+def test_what_a_module_calls_is_pure(thing):
+    with pytest.raises(UntrustedError):
+        look_up(path_of(thing), called=True)
 
 
 HARMFUL = [
@@ -73,6 +108,13 @@ def test_trust_is_enough(trust, monkeypatch):
         {"_instantiator": "lightning.pytorch.cli.instantiate_module", "net": {"init_args": [{"act": "os.system"}]}},
         {"_instantiator": "lightning.pytorch.cli.instantiate_module", "net": "{class_path: antigravity.x}"},
         {"_class_path": "this.s"},
+        {"_instantiator": "x", "net": '{"class_path": "torch\\u002ehub\\u002eload"}'},
+        {"_instantiator": "x", "net": '"torch\\x2ehub\\x2eload"'},
+        {"_instantiator": "x", "net": {"class_path": "GraphModule", "init_args": {}}},
+        {"_instantiator": "x", "net.class_path": "GraphModule"},
+        {"_instantiator": "x", "net": {"class_path": "fedlightning.models.TimmNet"}},
+        {"_instantiator": "x", "net": {"class_path": "fedlightning.load"}},
+        {"_instantiator": "x", "net": __file__.replace("test_names.py", "planted.yaml")},
     ],
 )
 def test_hyper_parameters_that_lightning_would_call_are_looked_at(values):

@@ -180,3 +180,22 @@ def test_a_set_of_texts_is_written_in_one_order():
     names = [f"name {number}" for number in range(20)]
     for kind in (set, frozenset):
         assert encode(kind([*names, 3, 2]), "a file")["value"] == [2, 3, *sorted(names)]
+
+
+@pytest.mark.parametrize("place", [625, 10**9, -1, 0.5, "0"])
+@pytest.mark.parametrize("kind", ["numpy.RandomState", "MT19937", "Philox"])
+def test_a_generator_whose_place_is_outside_its_buffer_is_refused(kind, place):
+    made = np.random.RandomState(0) if "." in kind else np.random.Generator(getattr(np.random, kind)(0))
+    tree = encode(made, "it")
+    state = tree["value"]
+    (state if kind == "Philox" else state["state"])["buffer_pos" if kind == "Philox" else "pos"] = place
+    with pytest.raises(NotPlainError, match="a generator's place is"):
+        decode(tree)
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"])
+def test_keys_that_are_made_to_collide_are_refused(kind):
+    keys = [{TAG: "int", "value": hex(number * (2**61 - 1))} for number in range(200)]
+    value = keys if "set" in kind else [(key, 1) for key in keys]
+    with pytest.raises(NotPlainError, match="made to be slow"):
+        decode({TAG: kind, "value": ["int", value] if kind == "defaultdict" else value})

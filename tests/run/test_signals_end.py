@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 import warnings
 
 import pytest
 import torch
 
-from fedlightning import FederatedCallback
+from fedlightning import FederatedCallback, FederatedTrainer
 from fedlightning.callbacks import SCAFFOLD, LocalAdaptation
 from fedlightning.cli import main
-from fedlightning.run import persistence
-from fedlightning.run.signals import Terminated
+from fedlightning.run import persistence, signals
+from fedlightning.run.signals import Terminated, stop_requests
 from tests.experiments.tiny import small
 from tests.helpers import Toy, make_trainer, same, toy_data
 
@@ -172,6 +174,72 @@ class Swallower(FederatedCallback):
 
 def test_code_that_swallows_it_ends_after_the_round(tmp_path):
     assert "after round 1 is saved" in ended(tmp_path, Swallower())
+
+
+class SwallowsOne(FederatedCallback):
+    """User's code that swallows a Ctrl-C; later another signal comes."""
+
+    takes_part = False
+
+    def on_round_start(self, server):
+        with contextlib.suppress(BaseException):
+            send("SIGINT", 1)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.client.id == "1" and batch_idx == 0:
+            send("SIGTERM", 1)
+
+
+@pytest.mark.parametrize("local_loop", ["trainer", "fast"])
+def test_a_second_signal_works_where_the_first_was_swallowed(tmp_path, local_loop):
+    text = ended(tmp_path, SwallowsOne(), local_loop=local_loop)
+    assert text == "SIGTERM ended the run before it had saved a state. Start it again."
+
+
+@pytest.fixture
+def exits(monkeypatch):
+    """What the process would end with, after a short time."""
+    found = queue.Queue()
+    monkeypatch.setattr(os, "_exit", found.put)
+    monkeypatch.setattr(signals, "PATIENCE", 0.01)
+    return found
+
+
+def test_code_that_swallows_every_signal_is_ended_by_a_second_one(exits, capfd):
+    with pytest.raises(Terminated), stop_requests(lambda: (1, 3)):
+        for name in ("SIGINT", "SIGTERM"):
+            with contextlib.suppress(BaseException):
+                send(name, 1)
+        assert exits.get(timeout=30) == 143
+    assert "SIGTERM ended the process: it came twice" in capfd.readouterr().err
+
+
+def test_two_at_once_are_one_and_a_later_one_ends_code_that_hangs_on_its_way_out(exits, monkeypatch):
+    with pytest.raises(Terminated), stop_requests(lambda: (1, 3)) as request:
+        try:
+            send("SIGTERM", 1)
+        finally:
+            send("SIGTERM", 2)
+            assert request.last_resort is None
+            monkeypatch.setattr(signals, "TOGETHER", -1.0)
+            send("SIGINT", 1)  # nothing is raised into what tidies up
+            assert exits.get(timeout=30) == 143
+
+
+def test_nothing_ends_a_process_whose_run_is_over(exits):
+    with pytest.raises(Terminated), stop_requests(lambda: (1, 3)) as request:
+        with contextlib.suppress(BaseException):
+            send("SIGTERM", 1)
+        request._end_soon = lambda: setattr(request, "last_resort", threading.Timer(3600, exits.put))
+        send("SIGTERM", 1)
+    assert request.last_resort.finished.is_set() and exits.empty()
+
+
+def test_a_resumed_run_that_waits_says_that_its_state_is_safe(tmp_path, monkeypatch):
+    run(tmp_path, callbacks=[SCAFFOLD()])
+    monkeypatch.setattr(FederatedTrainer, "_assemble", lambda *args, **options: send("SIGTERM", 1))
+    said = "SIGTERM ended the run of 3 rounds; its state after round 3 is saved. Go on with resume='last'."
+    assert ended(tmp_path, resume="auto") == said
 
 
 class AtTheEnd(FederatedCallback):

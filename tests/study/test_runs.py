@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -11,12 +12,16 @@ from fedlightning import FederatedTrainer
 
 # isort: split
 from fedlightning.callbacks import FedAvg, Local, LocalCheckpoint
+from fedlightning.cli import main
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, IIDPartitioner
 from fedlightning.federation.summary import describe_data
+from fedlightning.run.metrics import METRICS_MARK, MetricsFile
 from fedlightning.scoring.metrics import higher_is_better
 from fedlightning.study.runs import load_run, load_study
+from fedlightning.study.tables import tables_of
 from fedlightning.visit.description import describe
 from tests.helpers import Toy, toy_data
+from tests.study.folders import write_study
 
 PARTS = ("classes", "splits")
 
@@ -115,3 +120,33 @@ def test_costs_of_rounds_survive_a_resume(tmp_path):
 def test_directions():
     assert not any(higher_is_better(name) for name in ("val_loss", "ece", "test_ece", "mse", "token_perplexity"))
     assert all(higher_is_better(name) for name in ("accuracy", "test_f1_macro", "auroc", "closeness"))
+
+
+DAMAGE = {
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "gone": lambda path: path.unlink(),
+    "cut at a row": lambda path: path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1])),
+    "changed": lambda path: path.write_bytes(path.read_bytes().replace(b"0.", b"1.", 1)),
+}
+
+
+@pytest.mark.parametrize("has_mark", [True, False])
+@pytest.mark.parametrize("how", DAMAGE)
+def test_scores_that_are_not_what_the_run_wrote_are_a_problem(tmp_path, how, has_mark, capsys):
+    (run,) = write_study(tmp_path / "runs", {"fedavg": ["FedAvg"]}, seeds=(0,))
+    path = run.path
+    if has_mark:
+        summary = json.loads((path / "summary.json").read_text())
+        mark = MetricsFile(path / "metrics.csv").mark()
+        (path / "summary.json").write_text(json.dumps(summary | {METRICS_MARK: mark}))
+    assert tables_of(load_run(path)).faults == {}
+    DAMAGE[how](path / "metrics.csv")
+    found = tables_of(load_run(path)).faults
+    if not has_mark and how not in ("empty", "gone"):  # an earlier version did not say what it wrote
+        return
+    assert "is not the file that the run has written" in found["metrics.csv"]
+    assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert "metrics.csv" in capsys.readouterr().err
+    kinds = [entry["kind"] for entry in json.loads((tmp_path / "out/comparison.json").read_text())["problems"]]
+    assert "damaged_table" in kinds

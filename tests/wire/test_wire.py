@@ -291,3 +291,22 @@ def test_limits_are_kept(limits):
     assert len(read(message)) == 2
     with pytest.raises(WireError, match="refused"):
         read(message, limits)
+
+
+COLLIDING = {
+    "integers": [[number * (2**61 - 1), 0] for number in range(1, 400)],
+    "both signs": [[sign * number * (2**61 - 1), 0] for number in range(1, 200) for sign in (1, -1)],
+    "in tuples": [[{"tuple": [number * (2**61 - 1), 3]}, 0] for number in range(1, 400)],
+}
+
+
+@pytest.mark.parametrize("kind", ["dict", "OrderedDict"])
+@pytest.mark.parametrize("pairs", COLLIDING.values(), ids=COLLIDING)
+def test_keys_that_are_made_to_collide_are_refused(kind, pairs):
+    with pytest.raises(WireError, match="made to be slow"):
+        read(forged({kind: pairs}))
+
+
+def test_keys_that_happen_to_collide_are_taken():
+    honest = {(a, b): a for a in range(-30, 30) for b in (-1, 0, 1)} | dict.fromkeys(range(-1000, 1000), 0.5)
+    assert read(write(honest)) == honest
