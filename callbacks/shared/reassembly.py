@@ -191,7 +191,7 @@ def nearest_teachers(models: Sequence[Tensor], made: Sequence[Tensor]) -> list[i
         [1]
     """
     table = [[float(F.cosine_similarity(own.double(), other.double()).mean()) for other in made] for own in models]
-    return ties.first_largest(torch.tensor(table, dtype=torch.float64), 1).tolist()  # type: ignore[no-any-return]
+    return ties.first_largest(torch.tensor(table, dtype=torch.float64), 1).tolist()
 
 
 def contrastive(first: Tensor, second: Tensor, temperature: float) -> Tensor:
