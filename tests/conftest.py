@@ -44,8 +44,10 @@ hypothesis.settings.load_profile("fedlightning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests a longer time limit than `timeout` in pyproject.toml."""
+    """Give slow tests a longer time limit than `timeout` in pyproject.toml; refuse names that differ between processes."""
     for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid} is named by an address: give its parameters ids")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1500))
 

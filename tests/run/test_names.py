@@ -62,7 +62,7 @@ def test_other_classes_need_trust(cls):
 CALLED = [write_layers, MLP, TimmNet, Toy, fedlightning.load]
 
 
-@pytest.mark.parametrize("thing", CALLED, ids=str)
+@pytest.mark.parametrize("thing", CALLED, ids=path_of)
 def test_what_a_module_calls_is_pure(thing):
     with pytest.raises(UntrustedError):
         look_up(path_of(thing), called=True)
