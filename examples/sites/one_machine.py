@@ -185,7 +185,7 @@ def main() -> None:
     run = out / "server" / "runs" / "sites" / "one"
     print(f"\nThe server has {run}: scores (metrics.csv, summary.json) and the shared part of the model.")
     for client, path in json.loads((run / "checkpoints" / "clients.json").read_text()).items():
-        print(f"The model of {client} is at its site only: {path}")
+        print(f"The model of {client} is at its site only: {out / client / 'site' / path}")
 
 
 if __name__ == "__main__":
