@@ -16,9 +16,15 @@ import random
 import signal
 import socket
 from collections.abc import Iterator
+from datetime import datetime
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
+
+if "FEDLIGHTNING_TEST_CLOCK" in os.environ:  # make test-anywhere; before anything reads the clock
+    import time_machine
+
+    time_machine.travel(datetime.fromisoformat(os.environ["FEDLIGHTNING_TEST_CLOCK"]).astimezone(), tick=True).start()
 
 import hypothesis
 import numpy as np

@@ -4,19 +4,16 @@
 
     python -m tools.anywhere kathmandu -n 2 tests/run
 
-The clock is disturbed where libfaketime is installed (Debian's package `faketime`); else this says that it is not.
+The clock is set in each process of pytest and its forks (`tests/conftest.py`): under libfaketime Python cannot wait.
 """
 
 from __future__ import annotations
 
-import glob
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 PLACES = {
@@ -26,7 +23,7 @@ PLACES = {
         "LC_ALL": "C",
         "COLUMNS": "60",
         "PYTHONHASHSEED": "0",
-        "FAKETIME": "@2027-12-31 23:55:00",
+        "FEDLIGHTNING_TEST_CLOCK": "2027-12-31 23:55",
     },
     "newfoundland": {
         "ATEN_CPU_CAPABILITY": "avx2",
@@ -35,11 +32,10 @@ PLACES = {
         "LC_ALL": "de_DE.UTF-8",
         "COLUMNS": "200",
         "PYTHONHASHSEED": "1",
-        "FAKETIME": "@2028-02-28 23:55:00",
+        "FEDLIGHTNING_TEST_CLOCK": "2028-02-28 23:55",
     },
 }
 """What is set in the environment, by name."""
-FAKETIME = "/usr/lib/*/faketime/libfaketime.so.1"
 
 
 def environment(place: str, folder: Path) -> dict[str, str]:
@@ -56,16 +52,7 @@ def environment(place: str, folder: Path) -> dict[str, str]:
     home = folder / "home"
     home.mkdir()
     home.chmod(0o555)
-    found = {**os.environ, **PLACES[place], "TMPDIR": str(temporary), "HOME": str(home)}
-    libraries = glob.glob(FAKETIME)
-    if libraries:
-        # An offset, so that the clocks of all processes agree; its own library fails to sleep if the other clock is real.
-        ahead = datetime.strptime(found["FAKETIME"], "@%Y-%m-%d %H:%M:%S").timestamp() - time.time()
-        found |= {"LD_PRELOAD": libraries[0], "FAKETIME": f"{ahead:+.0f}"}
-    else:
-        print("libfaketime is not installed: the clock is this machine's", flush=True)
-        del found["FAKETIME"]
-    return found
+    return {**os.environ, **PLACES[place], "TMPDIR": str(temporary), "HOME": str(home)}
 
 
 def main(words: Sequence[str]) -> int:

@@ -110,7 +110,19 @@ def assert_same_tree(a: Any, b: Any, where: str) -> None:
 
 
 def own_processes() -> list[Any]:
-    return [child for child in multiprocessing.active_children() if child.name == "fedlightning-worker"]
+    """The workers that the test has started."""
+    children = multiprocessing.active_children()
+    return [child for child in children if child.name == "fedlightning-worker" and child.pid not in OTHERS]
+
+
+OTHERS: set[int | None] = set()
+"""Processes of the module's engine, or of another test's."""
+
+
+@pytest.fixture(autouse=True)
+def _processes_of_others() -> None:
+    OTHERS.clear()
+    OTHERS.update(child.pid for child in multiprocessing.active_children())
 
 
 @pytest.fixture(scope="module")
