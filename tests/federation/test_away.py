@@ -122,7 +122,8 @@ def test_the_summary_tells_of_data_what_sequential_tells(tmp_path, monkeypatch):
     monkeypatch.setattr("fedlightning.assembly.make_engine", away_engine)
     away = fitted("player_fl", tmp_path / "away", Sealed(toy_data(SIZES)), max_rounds=1, evaluate_every=0, test_data=[])
     assert away.summary["data"] == here.summary["data"]
-    assert away.federation.lasting == here.federation.lasting | {"engine": "one client at a time"}
+    sizes = {"data (train sizes)": away.federation.lasting["data (train sizes)"]}  # of data that only their sites see
+    assert away.federation.lasting == here.federation.lasting | {"engine": "one client at a time"} | sizes
 
 
 @pytest.mark.parametrize(
