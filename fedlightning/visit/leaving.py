@@ -63,7 +63,11 @@ class Leaving:
     @property
     def terms(self) -> str:
         """A hash of it: what a client keeps stays under the terms under which it was kept."""
-        listed = sorted(self.entries), sorted(self.private), sorted((key, sorted(up)) for key, up in self.extras.items())
+        listed = (
+            sorted(self.entries),
+            sorted(self.private),
+            sorted((key, sorted(up)) for key, up in self.extras.items()),
+        )
         return hashlib.sha256(repr(listed).encode()).hexdigest()
 
     def fault(self, names: Collection[str]) -> str | None:

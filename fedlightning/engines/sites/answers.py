@@ -55,7 +55,9 @@ def _fault_of_update(evaluate: Evaluate, answer: Any) -> str | None:
     if not _are_names([*answer.metrics, *(name for log in answer.logs for name in log.values)]):
         return NO_NAME
     gaps = [("", data, split, "") for _, data, split, _ in answer.gaps]
-    return _fault_of_places(evaluate, [("", *row[1:4]) for row in answer.evaluations]) or _fault_of_places(evaluate, gaps)
+    return _fault_of_places(evaluate, [("", *row[1:4]) for row in answer.evaluations]) or _fault_of_places(
+        evaluate, gaps
+    )
 
 
 def _fault_of_places(evaluate: Evaluate, found: Sequence[tuple[str, str, str, str]]) -> str | None:
@@ -77,7 +79,9 @@ def in_lines(answer: Any) -> Any:
         answer.error = answer.error and printable(answer.error, SENTENCE)
         answer.gaps = [(*place, printable(reason, SENTENCE)) for *place, reason in answer.gaps]  # type: ignore[misc]
     elif isinstance(answer, list):
-        answer[:] = [replace(row, reason=printable(row.reason, SENTENCE)) if isinstance(row, Gap) else row for row in answer]
+        answer[:] = [
+            replace(row, reason=printable(row.reason, SENTENCE)) if isinstance(row, Gap) else row for row in answer
+        ]
     elif isinstance(answer, tuple):
         refusal, said = answer
         answer = refusal and printable(refusal, SENTENCE), [printable(text, SENTENCE) for text in said]

@@ -39,7 +39,9 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._last: dict[tuple[str, str, str | None], tuple[str, ClientRecord]] = {}  # the newest of each client is read no more
+        self._last: dict[
+            tuple[str, str, str | None], tuple[str, ClientRecord]
+        ] = {}  # the newest of each client is read no more
 
     def get(self, run: str, client: str, version: str, terms: str | None = None) -> ClientRecord:
         """Return a version of a client's record; the empty one is that of a client that was never visited.
