@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
@@ -149,6 +150,24 @@ class FedNova(FederatedCallback):
             update.extras[self.key] = {"a": client.state[self.key]["a"]}
 
     # -- server ------------------------------------------------------------------------------------------------------
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse a change that is too large once it is divided by ``A_i``, as a tiny ``A_i`` makes it.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        a = float(update.extras.get(self.key, {}).get("a", 0.0))
+        pairs = [(value, server.model[name]) for name, value in update.state.items() if name in server.trainable]
+        if a <= 0.0 or not pairs:
+            return
+        what, norm = f"{self.key}'s change by a", _norm(value.double() - base.double() for value, base in pairs) / a
+        beyond = server.norms.limit(what, "parameters", lambda: _norm(base for _, base in pairs) or 1.0, norm)
+        if beyond is not None:
+            raise ValueError(
+                f"{self.key}'s 'a' is {a:.3g}: its change divided by it has the norm {norm:.3g}, more than {beyond[0]:.3g}"
+            )
+        server.norms.note(update.client, message.visit, {what: norm})
+
     def on_update(self, server: Server, update: Update) -> None:
         """Add ``p_i d_i`` and ``p_i A_i`` to the sums of each name, over the clients that sent it."""
         a, weight = float(update.extras.get(self.key, {}).get("a", 0.0)), server.weight(update)
@@ -170,6 +189,10 @@ class FedNova(FederatedCallback):
             total, old = sums["weight"][name], server.model[name]
             normalised[name] = (old.double() - (sums["a"][name] / total) * (d / total)).to(old.dtype)
         return {**state, **normalised}
+
+
+def _norm(values: Iterable[Tensor]) -> float:
+    return math.hypot(*(float(value.double().norm()) for value in values))
 
 
 def count_step(a: float, c: float | None, group: Mapping[str, Any], mu: float = 0.0) -> tuple[float, float]:

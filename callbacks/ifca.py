@@ -135,7 +135,7 @@ class IFCA(Clusters):
         return Wire(
             down={"centres": "states"},
             up={
-                "cluster": Extra("scalar", low=0, high=self.num_clusters - 1, due=("", GRADIENT)),
+                "cluster": Extra("scalar", low=0, high=self.num_clusters - 1, whole=True, due=("", GRADIENT)),
                 "gradient": "parameters",
             },
         )

@@ -86,7 +86,7 @@ class MaxFL(FederatedCallback):
 
     def weighting(self, server: Server, update: Update) -> float:
         """Return `q_i`, which the client has sent."""
-        return float(update.extras[self.key]["weight"])
+        return max(float(update.extras[self.key]["weight"]), 0.0)  # the check has some slack
 
     def check(self, setup: Setup) -> None:
         """Refuse modules without a training loss, and callbacks that leave no one global model to weigh.

@@ -121,7 +121,7 @@ def fault_of_score(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63)
 
 
 def _is_row(row: Any, kinds: tuple[type, ...]) -> bool:

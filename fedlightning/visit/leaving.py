@@ -6,6 +6,7 @@ site, a privacy budget or a person that wants to know what may ever leave reads 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,16 @@ class Leaving:
         extras = [f"{name} of {key}" for key, up in self.extras.items() for name in up]
         told = "; ".join([WHOLE if self.is_whole else part, *([", ".join(extras)] if extras else [])])
         return f"{told}; counts, logged numbers and scores"
+
+    @property
+    def terms(self) -> str:
+        """A hash of it: what a client keeps stays under the terms under which it was kept."""
+        listed = (
+            sorted(self.entries),
+            sorted(self.private),
+            sorted((key, sorted(up)) for key, up in self.extras.items()),
+        )
+        return hashlib.sha256(repr(listed).encode()).hexdigest()
 
     def fault(self, names: Collection[str]) -> str | None:
         """Return why some entries do not leave, by name; `None` if all of them may."""

@@ -194,6 +194,8 @@ class TreeReader:
             raise self._refusal("it has too many values, or they are nested too deeply")
         if isinstance(tree, list):
             return [self._value(entry, depth + 1) for entry in tree]
+        if type(tree) is str and not tree.isascii():
+            tree.encode()  # half of a surrogate pair can be in no file: a UnicodeError
         if not isinstance(tree, tuple):
             return tree  # None, a truth value, a number, a text
         kind, content = tree

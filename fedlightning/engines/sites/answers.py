@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
+from fedlightning.engines.sites.asked import is_text
+from fedlightning.engines.sites.meeting import SENTENCE
+from fedlightning.engines.sites.status import printable
 from fedlightning.federation.checks import CheckThere
 from fedlightning.federation.deploy import Deployed
 from fedlightning.federation.engine import Task, Visit
 from fedlightning.federation.sanity import Tried, TryStep
 from fedlightning.messages import Update
-from fedlightning.scoring.rows import Row
+from fedlightning.scoring.rows import Gap, Row
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
+from fedlightning.visit.requests import Evaluate
+
+METRICS = 10_000
+"""Names of metrics in an answer."""
+NOT_ASKED = "its site answers with scores that were not asked for"
+NO_NAME = f"its site names metrics by other than at most {METRICS} short texts that can be printed"
 
 
 def fault(task: Task[Any], answer: Any) -> str | None:
     """Return what is wrong with an answer before the server's door looks at it; `None` if nothing is."""
     if isinstance(task, Visit):
-        return None if isinstance(answer, Update) else f"its site answers with a {type(answer).__name__}"
+        return _fault_of_update(task.evaluate, answer)
     if isinstance(task, ScoreModel | ScoreClient):
         if not isinstance(answer, list) or not all(isinstance(row, Row) for row in answer):
             return f"its site answers with a {type(answer).__name__}, not with scores"
         of = {task.client} if isinstance(task, ScoreClient) else set(task.clients)
         asked = (task.scored.round, task.scored.stage, task.scored.model, task.scored.checkpoint)
         if any(row.client not in of or (row.round, row.stage, row.model, row.checkpoint) != asked for row in answer):
-            return "its site answers with scores that were not asked for"
-        return None
+            return NOT_ASKED
+        return _fault_of_places(task.evaluate, [(row.client, row.data, row.split, row.metric) for row in answer])
     if isinstance(task, TryStep):
         return None if isinstance(answer, Tried) else f"its site answers with a {type(answer).__name__}"
     if isinstance(task, CheckThere):
@@ -34,6 +45,51 @@ def fault(task: Task[Any], answer: Any) -> str | None:
     if not isinstance(answer, Deployed) or answer.client != task.client or answer.module is not None:
         return "its site does not say what became of its model"
     return None
+
+
+def _fault_of_update(evaluate: Evaluate, answer: Any) -> str | None:
+    if not isinstance(answer, Update):
+        return f"its site answers with a {type(answer).__name__}"
+    if any(stage != "L2" for stage, *_ in (*answer.evaluations, *answer.gaps)):
+        return NOT_ASKED
+    if not _are_names([*answer.metrics, *(name for log in answer.logs for name in log.values)]):
+        return NO_NAME
+    gaps = [("", data, split, "") for _, data, split, _ in answer.gaps]
+    return _fault_of_places(evaluate, [("", *row[1:4]) for row in answer.evaluations]) or _fault_of_places(
+        evaluate, gaps
+    )
+
+
+def _fault_of_places(evaluate: Evaluate, found: Sequence[tuple[str, str, str, str]]) -> str | None:
+    """Return what is wrong with scores by client, data, split and metric: each answers what was asked, once."""
+    if any(data not in evaluate.data or split not in evaluate.splits for _, data, split, _ in found):
+        return NOT_ASKED
+    if len(set(found)) != len(found):
+        return "its site answers with a score twice"
+    return None if _are_names([metric for *_, metric in found]) else NO_NAME
+
+
+def _are_names(metrics: Collection[str]) -> bool:
+    return len(metrics) <= METRICS and all(is_text(metric) and metric.isprintable() for metric in metrics)
+
+
+def in_lines(answer: Any) -> Any:
+    """Return an answer whose texts for people are lines that can do nothing to a terminal."""
+    if isinstance(answer, Update):
+        answer.error = answer.error and printable(answer.error, SENTENCE)
+        answer.gaps = [(*place, printable(reason, SENTENCE)) for *place, reason in answer.gaps]  # type: ignore[misc]
+    elif isinstance(answer, list):
+        answer[:] = [
+            replace(row, reason=printable(row.reason, SENTENCE)) if isinstance(row, Gap) else row for row in answer
+        ]
+    elif isinstance(answer, tuple):
+        refusal, said = answer
+        answer = refusal and printable(refusal, SENTENCE), [printable(text, SENTENCE) for text in said]
+    elif isinstance(answer, Deployed):
+        answer = replace(answer, reason=answer.reason and printable(answer.reason, SENTENCE))
+    elif isinstance(answer, Tried):
+        answer = replace(answer, refusal=answer.refusal and printable(answer.refusal, SENTENCE))
+    return answer
 
 
 def is_version(value: Any) -> bool:

@@ -16,10 +16,10 @@ from fedlightning.datamodules.public_only import public_facts
 from fedlightning.engines.sites import code
 from fedlightning.engines.sites.absent import WITHOUT, Absent
 from fedlightning.engines.sites.agreement import agreement, digest, state_digest
-from fedlightning.engines.sites.answers import fault, is_note, is_version
+from fedlightning.engines.sites.answers import fault, in_lines, is_note, is_version
 from fedlightning.engines.sites.board import Doing, board_of
 from fedlightning.engines.sites.link import Link
-from fedlightning.engines.sites.meeting import SENTENCE, Meeting, Reply
+from fedlightning.engines.sites.meeting import Meeting, Reply
 from fedlightning.engines.sites.status import printable, stamped
 from fedlightning.engines.sites.store import SiteStore
 from fedlightning.engines.sites.window import BUDGET, Entry, Window
@@ -362,7 +362,7 @@ class SitesEngine(Engine):
             return
         loop = self.runner.loop
         if loop.reason is None and isinstance(content.get("loop"), str):
-            loop.reason = content["loop"]
+            loop.reason = printable(content["loop"])
         settled = self._settle(entry, answer, None if version is None else (version, note))
         if settled is None:
             entry.since = None
@@ -374,8 +374,7 @@ class SitesEngine(Engine):
 
     def _settle(self, entry: Entry, answer: Any, record: Any) -> tuple[Any, Any] | None:
         """Settle an answer; where its client has failed, the reason names the site."""
-        if isinstance(answer, Update) and answer.error is not None:
-            answer.error = printable(answer.error, SENTENCE)
+        answer = in_lines(answer)
         settled = entry.attempt.settle(answer, record)
         if settled is not None and isinstance(settled[0], Update) and settled[0].error is not None:
             settled[0].error = at_site(settled[0].error, entry.client, self.sites.get(entry.client))

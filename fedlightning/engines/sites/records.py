@@ -12,6 +12,9 @@ from fedlightning.run.files import UnreadableError, read_tensors, sync_folder, w
 from fedlightning.run.plain import decode, encode
 from fedlightning.visit.record import ClientRecord
 
+TERMS = "leaves"
+"""Beside the fields of a record in its file: a hash of what could leave the client when it was kept."""
+
 
 class UnknownVersionError(ConfigurationError):
     """A version of a record that is not on this site's disk."""
@@ -36,22 +39,33 @@ class Records:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._last: dict[tuple[str, str], tuple[str, ClientRecord]] = {}  # the newest of each client is read no more
+        self._last: dict[
+            tuple[str, str, str | None], tuple[str, ClientRecord]
+        ] = {}  # the newest of each client is read no more
 
-    def get(self, run: str, client: str, version: str) -> ClientRecord:
+    def get(self, run: str, client: str, version: str, terms: str | None = None) -> ClientRecord:
         """Return a version of a client's record; the empty one is that of a client that was never visited.
 
+        Args:
+            run: The run.
+            client: The client.
+            version: The version.
+            terms: What can leave the client now. A record that was kept under others is not opened: what stays then could
+                leave now. `None`: nothing leaves, so none are compared.
+
         Raises:
-            UnknownVersionError: If it is not here, or cannot be read.
+            UnknownVersionError: If it is not here, cannot be read, or was kept under other terms.
         """
         if not version:
             return ClientRecord()
-        known, record = self._last.get((run, client), ("", ClientRecord()))
+        known, record = self._last.get((run, client, terms), ("", ClientRecord()))
         if known == version:
             return record
         path = self._path(run, client, version)
         try:
-            found = ClientRecord(**decode(read_tensors(path)))
+            content = decode(read_tensors(path))
+            kept_under = content.pop(TERMS, "")
+            found = ClientRecord(**content)
         except FileNotFoundError:
             raise UnknownVersionError(
                 f"the record of client '{client}' that the server goes on from ({version}) is not in the site's folder. "
@@ -60,18 +74,23 @@ class Records:
         except (UnreadableError, TypeError, ValueError) as error:
             name = f"{path.parent.name}/{path.name}"
             raise UnknownVersionError(f"{name} is damaged ({type(error).__name__}). Put it back from a copy") from None
-        self._last[run, client] = version, found
+        if terms is not None and kept_under != terms:
+            raise UnknownVersionError(
+                f"the record of client '{client}' ({version}) was kept by a configuration of this site under which other "
+                "parts of the model leave. Begin a new run"
+            )
+        self._last[run, client, terms] = version, found
         return found
 
-    def put(self, run: str, client: str, record: ClientRecord) -> str:
+    def put(self, run: str, client: str, record: ClientRecord, terms: str = "") -> str:
         """Write a record. It is on the disk when this returns its version."""
         version = uuid.uuid4().hex
         path = self._path(run, client, version)
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, encode(vars(record), f"client '{client}'"))
+        write_atomically(path, encode({**vars(record), TERMS: terms}, f"client '{client}'"))
         sync_folder(path.parent)
-        self._last[run, client] = version, record
+        self._last[run, client, terms] = version, record
         return version
 
     def versions(self, run: str, client: str) -> list[str]:

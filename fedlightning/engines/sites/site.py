@@ -280,7 +280,8 @@ class Site:
         number, version = asked["number"], asked["version"]
         if client and (client, number) in self._given:
             return self._given[client, number]
-        record = self.records.get(run, client, version)
+        terms = session.runner.leaving(client).terms if client else ""
+        record = self.records.get(run, client, version, terms)
         here = Here(session.runner, self._export, client)
         _refuse(fault(here, task) or out_of_turn(here, task, record))
         if isinstance(task, Visit) and task.message.work != 0:
@@ -305,7 +306,7 @@ class Site:
         }
         if after is not None:
             keep = asked.get("keep")
-            reply["version"] = self.records.put(run, client, after)
+            reply["version"] = self.records.put(run, client, after, terms)
             reply["note"] = vars(Note.of(after))
             if isinstance(keep, list):
                 self.records.forget(run, client, keep=[*keep, version, reply["version"]])

@@ -27,6 +27,8 @@ DRAWN_BYTES = 2**28
 """Bytes of the tasks that are drawn ahead of the answers, beyond :data:`AHEAD` tasks for each site."""
 BATCH_BYTES = 2**23
 """Bytes of the tasks that travel in one message. A larger one travels alone."""
+A_YEAR = 3e7
+"""Seconds that no task takes."""
 BUDGET = 5.0
 """Seconds after which a site begins with no further task of a message, but answers."""
 
@@ -184,7 +186,7 @@ class Window:
 
     def took(self, node: str, entry: Entry, seconds: Any) -> None:
         """Note how long a task has taken at a site."""
-        if isinstance(seconds, int | float) and 0 <= seconds < math.inf:
+        if type(seconds) in (int, float) and 0 <= seconds < A_YEAR:
             self._seconds[node, type(entry.task)] = float(seconds)
 
     def unsend(self, entry: Entry) -> list[str]:
