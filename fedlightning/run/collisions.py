@@ -91,8 +91,9 @@ def _largest_tuple(content: bytes) -> int:
     memo: dict[Any, int] = {}
     largest = 0
     for code, argument, _ in pickletools.genops(content):
+        place: Any = argument
         if code.name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
-            memo[len(memo) if code.name == "MEMOIZE" else int(argument)] = stack[-1] or 1
+            memo[len(memo) if code.name == "MEMOIZE" else place] = stack[-1] or 1
             continue
         taken = 0
         for kind in reversed(code.stack_before):
@@ -101,7 +102,7 @@ def _largest_tuple(content: bytes) -> int:
             if kind is not pickletools.stackslice:
                 taken += stack.pop() or 1
         if code.name in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(memo[int(argument)])
+            stack.append(memo[place])
         elif "TUPLE" in code.name:
             stack.append(taken + 1)
             largest = max(largest, taken)

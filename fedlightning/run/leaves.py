@@ -65,7 +65,7 @@ def listed(value: Any) -> list[Any] | tuple[Any, ...]:
     """Return a value where values one by one are wanted; a range or a text could stand for any number of them."""
     if type(value) not in (list, tuple):
         raise ValueError(f"a {type(value).__name__} is no list")
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _bytes(value: bytes | bytearray) -> torch.Tensor:
