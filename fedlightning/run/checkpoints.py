@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedlightning.compat.attached import detached_copy
 from fedlightning.compat.quiet import quiet
-from fedlightning.run.collisions import many_large_integers
+from fedlightning.run.collisions import slow_keys
 from fedlightning.run.files import UnreadableError, check_seal, read_tensors, save_tensors, seal, writing
 from fedlightning.run.names import Trust, UntrustedError, is_trusted, look_up, refuse_untrusted_names
 from fedlightning.run.objects import from_tree, to_tree
@@ -280,8 +280,9 @@ def _read(path: Path, trust: Trust) -> tuple[dict[str, Any], bool]:
     old = False
     check_seal(path)
     try:
-        if many_large_integers(path):
-            raise UnreadableError("it holds more large integers than any module: they could be keys that take for ever")
+        slow = slow_keys(path)
+        if slow is not None:
+            raise UnreadableError(slow)
         checkpoint = read_tensors(path)
     except UnreadableError as error:
         if "which may be code" not in str(error):

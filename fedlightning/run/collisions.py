@@ -7,12 +7,15 @@ import struct
 import zipfile
 from collections.abc import Hashable, Iterable
 from pathlib import Path
+from typing import Any
 
 MOST = 64
 """Keys of one container that may have one hash. Texts have secret hashes; numbers, and tuples of them, can be chosen to share
 one. Honest ones hardly ever do (-1 and -2)."""
 MOST_LARGE = 10_000
 """Integers beyond 32 bits in an exported checkpoint."""
+MOST_IN_TUPLE = 10_000_000
+"""Values in a tuple of such a file, counted as often as they occur in it."""
 
 
 class Collisions:
@@ -54,19 +57,55 @@ def checked_keys(keys: Iterable[Hashable]) -> None:
             collisions.add(key)
 
 
-def many_large_integers(path: Path) -> bool:
-    """Return whether an archive of `torch.save` holds many integers that could share a hash: torch would make the dict.
+def slow_keys(path: Path) -> str | None:
+    """Return why torch could take for ever to read an archive of `torch.save`; `None` if it could not.
+
+    The keys of a dict do that where many large integers share a hash, and where a tuple holds another twice, which does so
+    too, and so on: its hash is computed anew each time. A pickle that breaks off is refused: torch would read what is before.
 
     Args:
-        path: The file. Of one that is damaged or packed the answer is no: its reader refuses it.
+        path: The file. One that is no archive or packed is not looked at: its reader refuses it.
     """
     found = 0
     try:
         with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                if entry.filename.endswith("data.pkl") and entry.compress_type == zipfile.ZIP_STORED:
-                    codes = pickletools.genops(archive.read(entry))
-                    found += sum(code.name in ("LONG", "LONG1", "LONG4") for code, _, _ in codes)
-    except (OSError, ValueError, LookupError, RuntimeError, EOFError, struct.error, zipfile.BadZipFile):
-        return False
-    return found > MOST_LARGE
+            entries = [entry for entry in archive.infolist() if entry.compress_type == zipfile.ZIP_STORED]
+            contents = [archive.read(entry) for entry in entries if entry.filename.lower().endswith("data.pkl")]
+    except (OSError, ValueError, RuntimeError, EOFError, zipfile.BadZipFile):
+        return None
+    try:
+        for content in contents:
+            found += sum(code.name in ("LONG", "LONG1", "LONG4") for code, _, _ in pickletools.genops(content))
+            if found > MOST_LARGE:
+                return "it holds more large integers than any module: they could be keys that take for ever"
+            if _largest_tuple(content) > MOST_IN_TUPLE:
+                return "it holds tuples within tuples that could be keys that take for ever"
+    except (ValueError, LookupError, TypeError, struct.error) as error:
+        return f"its pickle is damaged ({error!s:.100})"
+    return None
+
+
+def _largest_tuple(content: bytes) -> int:
+    """Return the number of values in the largest tuple of a pickle, those in its tuples included, as often as they occur."""
+    stack: list[int | None] = []  # how much each value holds; None is a mark
+    memo: dict[Any, int] = {}
+    largest = 0
+    for code, argument, _ in pickletools.genops(content):
+        place: Any = argument
+        if code.name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
+            memo[len(memo) if code.name == "MEMOIZE" else place] = stack[-1] or 1
+            continue
+        taken = 0
+        for kind in reversed(code.stack_before):
+            while kind is pickletools.stackslice and stack[-1] is not None:
+                taken += stack.pop() or 1
+            if kind is not pickletools.stackslice:
+                taken += stack.pop() or 1
+        if code.name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo[place])
+        elif "TUPLE" in code.name:
+            stack.append(taken + 1)
+            largest = max(largest, taken)
+        else:
+            stack.extend(None if kind is pickletools.markobject else 1 for kind in code.stack_after)
+    return largest

@@ -61,12 +61,19 @@ def named_tuple(path: str, values: list[Any]) -> Any:
     return tuple.__new__(found, values)
 
 
+def listed(value: Any) -> list[Any] | tuple[Any, ...]:
+    """Return a value where values one by one are wanted; a range or a text could stand for any number of them."""
+    if type(value) not in (list, tuple):
+        raise ValueError(f"a {type(value).__name__} is no list")
+    return value
+
+
 def _bytes(value: bytes | bytearray) -> torch.Tensor:
     return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
 
 
 def _from_bytes(value: torch.Tensor) -> bytes:
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or not value.is_contiguous():
         raise ValueError("bytes are not stored as bytes")
     return value.numpy().tobytes()
 
@@ -83,7 +90,7 @@ def _from_array(value: list[Any]) -> np.ndarray:
     dtype = np.dtype(str(kind))
     if dtype.hasobject or dtype.kind not in "biufcmMSU":
         raise ValueError(f"an array of dtype {dtype} has no place here")
-    return np.frombuffer(bytearray(_from_bytes(content)), dtype=dtype).reshape(tuple(shape), order=str(order))  # type: ignore[call-overload]
+    return np.frombuffer(bytearray(_from_bytes(content)), dtype=dtype).reshape(tuple(listed(shape)), order=str(order))  # type: ignore[call-overload]
 
 
 def _factory(value: defaultdict[Any, Any]) -> list[Any]:
@@ -149,14 +156,20 @@ def _keyed(make: Callable[[Any], Any], pairs: bool = True) -> Callable[[Any], An
     """Return `make`, which is given keys or pairs of key and value, behind a look at the hashes of the keys."""
 
     def made(value: Any) -> Any:
-        checked_keys(pair[0] for pair in value) if pairs else checked_keys(value)
+        checked_keys(pair[0] for pair in listed(value)) if pairs else checked_keys(listed(value))
         return make(value)
 
     return made
 
 
+def _from_fraction(parts: list[Any]) -> Fraction:
+    if [type(part) for part in listed(parts)] != [int, int]:  # a text may stand for a number of any length
+        raise ValueError("a fraction is of two integers")
+    return Fraction(*parts)
+
+
 def _from_deque(parts: list[Any]) -> deque[Any]:
-    return deque(parts[0], maxlen=parts[1])
+    return deque(listed(parts[0]), maxlen=parts[1])
 
 
 def _from_factory(parts: list[Any]) -> defaultdict[Any, Any]:
@@ -185,17 +198,19 @@ _LEAVES: dict[type, Leaf] = {
     AttributeDict: Leaf("AttributeDict", dict, AttributeDict),
     types.SimpleNamespace: Leaf("SimpleNamespace", vars, lambda value: types.SimpleNamespace(**value)),
     argparse.Namespace: Leaf("Namespace", vars, lambda value: argparse.Namespace(**value)),
-    range: Leaf("range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
-    slice: Leaf("slice", lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
+    range: Leaf("range", lambda value: [value.start, value.stop, value.step], lambda parts: range(*listed(parts))),
+    slice: Leaf("slice", lambda value: [value.start, value.stop, value.step], lambda parts: slice(*listed(parts))),
     type(...): Leaf("ellipsis", lambda value: None, lambda value: ...),
     Decimal: Leaf("Decimal", str, Decimal),
-    Fraction: Leaf("Fraction", lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*parts)),
+    Fraction: Leaf("Fraction", lambda value: [value.numerator, value.denominator], _from_fraction),
     uuid.UUID: Leaf("UUID", str, uuid.UUID),
     datetime: Leaf("datetime", _zoned, lambda text: datetime.fromisoformat(text[1:]).replace(fold=int(text[0]))),
     date: Leaf("date", date.isoformat, date.fromisoformat),
     time: Leaf("time", _zoned, lambda text: time.fromisoformat(text[1:]).replace(fold=int(text[0]))),
     timedelta: Leaf(
-        "timedelta", lambda value: [value.days, value.seconds, value.microseconds], lambda parts: timedelta(*parts)
+        "timedelta",
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: timedelta(*listed(parts)),
     ),
     type(Path()): Leaf("path", str, Path),
     type(PurePath()): Leaf("purepath", str, PurePath),

@@ -94,6 +94,8 @@ def plain_kind(path: Any, kind: type) -> Any:
     found = _found(module, name, imported=within(module, IMPORTED))
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ValueError(f"{path} is no {kind.__name__.lower()}")
+    if any("__call__" in vars(base) for base in found.__mro__):
+        raise UntrustedError(f"it names {path}, whose values can be called")
     return found
 
 

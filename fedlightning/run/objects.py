@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from fedlightning.run.leaves import listed
 from fedlightning.run.names import Trust, is_trusted, look_up, path_of
 from fedlightning.run.plain import NATIVE, TAG, Decoder, Encoder, NotPlainError, encode
 from fedlightning.run.restoring import forbidden_attribute
@@ -53,7 +54,10 @@ def from_tree(tree: Any, trust: Trust = False) -> Any:
         UntrustedError: If it names what is not trusted.
         NotPlainError: If it is no such tree.
     """
-    return _ObjectDecoder(trust).value_of(tree)
+    decoder = _ObjectDecoder(trust)
+    made = decoder.value_of(tree)
+    decoder.check_given()  # again: a dict that was empty may have been filled, as it is in two places
+    return made
 
 
 class _ObjectEncoder(Encoder):
@@ -102,6 +106,21 @@ class _ObjectDecoder(Decoder):
     def __init__(self, trust: Trust) -> None:
         super().__init__()
         self.trust = trust
+        self._given: list[tuple[type, dict[Any, Any]]] = []
+
+    def check_given(self) -> None:
+        """Refuse attributes that no object of a class that is not trusted may have.
+
+        Raises:
+            NotPlainError: If there are such.
+        """
+        for cls, attributes in self._given:
+            self._check(cls, attributes)
+
+    def _check(self, cls: type, attributes: dict[Any, Any]) -> None:
+        wrong = forbidden_attribute(cls, attributes)
+        if wrong is not None:
+            raise NotPlainError(f"a {cls.__name__} in it has {wrong}")
 
     def value(self, tree: Any) -> Any:
         """Return the value of a tree or of a part of it; only what an encoder writes is one."""
@@ -123,7 +142,7 @@ class _ObjectDecoder(Decoder):
             function, arguments, keywords = self.value(tree["value"])
             if not isinstance(function, type | FunctionType | BuiltinFunctionType):  # nothing that is not looked up
                 raise NotPlainError(f"it holds a partial of a {type(function).__name__}")
-            return functools.partial(function, *arguments, **keywords)
+            return functools.partial(function, *listed(arguments), **keywords)
         return super().tagged(kind, tree)
 
     def _object(self, tree: dict[str, Any]) -> Any:
@@ -136,9 +155,9 @@ class _ObjectDecoder(Decoder):
         made = self.opened(tree, remade(cls, mixins))
         state = self.value(tree["state"])
         attributes, slots = state if isinstance(state, tuple) else (state, None)
-        wrong = None if self._trusts(cls) else forbidden_attribute(type(made), {**(attributes or {}), **(slots or {})})
-        if wrong is not None:
-            raise NotPlainError(f"a {cls.__name__} in it has {wrong}")
+        if not self._trusts(cls):
+            self._given.append((type(made), {**(attributes or {}), **(slots or {})}))
+            self._check(*self._given[-1])
         if hasattr(cls, "__setstate__"):
             made.__setstate__(state)  # torch's own or one that has been read, unless the class is trusted
         else:

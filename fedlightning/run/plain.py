@@ -212,10 +212,11 @@ class Decoder:
             return self.value(tree)
         except (NotPlainError, UntrustedError):
             raise
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, ArithmeticError) as error:
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
             raise NotPlainError(f"it holds an entry that cannot be read ({error})") from None
-        except (RecursionError, RuntimeError) as error:
-            raise NotPlainError(f"it holds an entry that cannot be read ({str(error).splitlines()[0]})") from None
+        except (RuntimeError, MemoryError, SystemError) as error:
+            reason = next(iter(str(error).splitlines()), "more than the memory holds")
+            raise NotPlainError(f"it holds an entry that cannot be read ({reason})") from None
 
     def value(self, tree: Any) -> Any:
         """Return the value of a tree or of a part of it."""
@@ -244,6 +245,8 @@ class Decoder:
         self._done[id(tree)] = made
         made.update((self.value(key), self.value(entry)) for key, entry in tree.items())
         if type(tree) is not dict:
+            if any(hasattr(OrderedDict, str(name)) for name in vars(tree)):
+                raise NotPlainError("it holds an OrderedDict with an attribute that would hide a method")
             vars(made).update(self.value(dict(vars(tree))))
         return made
 

@@ -6,6 +6,7 @@ are put into its `__dict__`; what its class defines beyond that must be torch's 
 
 from __future__ import annotations
 
+import re
 from abc import ABCMeta
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -29,7 +30,10 @@ LAYERS = (
     "torch.ao.quantization.stubs",
     "torch.ao.nn.quantized.modules.functional_modules",
 )
-"""Modules whose `nn.Module`s a file may hold, and whose constructors a module in it may call."""
+"""Modules whose `nn.Module`s a file may hold."""
+MAKERS = ("torch.nn.modules", "torchvision.ops", "timm.layers", "timm.models.nextvit")
+"""Modules whose layers a module in a file may make. Others are not among them: some of
+timm trace what they are given, and tracing runs code that is written with the names in it."""
 HOMES = (
     *LAYERS,
     "peft.tuners.lora.layer",
@@ -56,6 +60,7 @@ PURE = frozenset(
         *(f"torch:{how}" for how in ("log_softmax", "exp", "sin", "cos", "abs")),
         *(f"torchmetrics.utilities.data:dim_zero_{how}" for how in ("cat", "max", "mean", "min", "sum")),
         "torchmetrics.metric:jit_distributed_available",
+        "torchvision.ops.boxes:box_iou",
     ]
 )
 """Single functions that do nothing but compute."""
@@ -118,7 +123,7 @@ def pure(found: Any, home: str) -> bool:
         home: The module that defines it.
     """
     if isinstance(found, type):
-        layer = issubclass(found, nn.Module) and within(home, LAYERS) and forbidden(found) is None
+        layer = issubclass(found, nn.Module) and within(home, MAKERS) and forbidden(found) is None
         return layer or (issubclass(found, Optimizer | LRScheduler) and within(home, ("torch.optim",)))
     if not isinstance(found, FunctionType | BuiltinFunctionType):
         return False
@@ -146,6 +151,8 @@ EMPTY = HOOKS | {"_compiled_call_impl", "_trainer", "_fabric"}
 """Attributes of a module that a file has to leave empty."""
 HELD = {"_parameters": Tensor | None, "_buffers": Tensor | None, "_modules": nn.Module | None}
 """Attributes of a module that hold values of one kind only, by name."""
+_ODD_NAME = re.compile(r'^$|^__.*__$|[."\\\x00-\x1f\x7f-\x9f\u2028\u2029]')
+"""Names that no parameter or layer has: Python would ask for them itself, or code that torch.fx writes would end at them."""
 
 
 def forbidden_attribute(cls: type, state: dict[Any, Any]) -> str | None:
@@ -161,4 +168,7 @@ def forbidden_attribute(cls: type, state: dict[Any, Any]) -> str | None:
             named = isinstance(value, dict) and all(type(key) is str for key in value)
             if not named or not all(isinstance(entry, HELD[name]) for entry in value.values()):
                 return f"{name} that are none"
+            odd = next((key for key in value if _ODD_NAME.search(key)), None)
+            if odd is not None:
+                return f"an entry of {name} with the name {odd!r:.60}"
     return None

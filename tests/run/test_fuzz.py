@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import tracemalloc
+import zipfile
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -20,6 +23,7 @@ from fedlightning.messages import Message, Update
 from fedlightning.models import MLP, Classifier
 from fedlightning.run import persistence
 from fedlightning.run.checkpoints import Exporter
+from fedlightning.run.collisions import slow_keys
 from fedlightning.run.files import UnreadableError, read_tensors
 from fedlightning.run.folder import folder_of
 from fedlightning.run.names import UntrustedError
@@ -200,6 +204,36 @@ def test_a_file_of_integers_that_collide_is_refused(tmp_path):
     torch.save({"state_dict": {}, "fedlightning": {"a": [number * (2**61 - 1) for number in range(20_000)]}}, path)
     with pytest.raises(UnreadableError, match="more large integers than any module"):
         fedlightning.load(path)
+
+
+def doubled(times):
+    """Return a pickle of a dict whose key holds an empty tuple 2 ** `times` times."""
+    key = b"".join(b"h%c\x86q%c" % (number, number + 1) for number in range(times))
+    return b"\x80\x02}()q\x00" + key + b"K\x01u."
+
+
+BROKEN_OFF = pickle.dumps({number * (2**61 - 1): 0 for number in range(100)}, 2)[:-1] + b"\xff"
+LARGE = pickle.dumps([number * (2**61 - 1) for number in range(20_000)], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [("data.pkl", doubled(60), "tuples within"), ("data.pkl", BROKEN_OFF, "damaged"), ("DATA.PKL", LARGE, "integers")],
+)
+def test_a_file_of_slow_keys_is_refused_before_torch_reads_it(tmp_path, monkeypatch, name, content, reason):
+    path = tmp_path / "slow.ckpt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"slow/{name}", content)
+        archive.writestr("slow/version", "3\n")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch reads it"))
+    with pytest.raises(UnreadableError, match=reason):
+        fedlightning.load(path)
+
+
+def test_keys_that_honest_files_hold_are_not_slow(tmp_path):
+    path = tmp_path / "quick.ckpt"
+    torch.save({(1, (2, 3)): torch.zeros(2, 2), "a": [torch.Size([1]), (None, ("x",))], "b": OrderedDict(c={4})}, path)
+    assert slow_keys(path) is None
 
 
 @pytest.mark.parametrize("place", [0.02, 0.3, 0.5, 0.7, 0.99, 1.0])

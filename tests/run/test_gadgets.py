@@ -17,7 +17,7 @@ from fedlightning.models import MLP, Classifier, TimmNet
 from fedlightning.run.checkpoints import Exporter
 from fedlightning.run.files import UnreadableError
 from fedlightning.run.names import UntrustedError, path_of
-from fedlightning.run.objects import from_tree
+from fedlightning.run.objects import from_tree, to_tree
 from fedlightning.run.restoring import HOOKS, forbidden
 from fedlightning.tensors import equal, module_state
 from tests.helpers import Toy
@@ -75,6 +75,45 @@ def test_a_module_that_holds_itself_is_refused(maker):
     net["state"]["_modules"] = {"0": net}
     with pytest.raises(UnreadableError, match="no whole module"):
         fedlightning.load(maker.write(net))
+
+
+def test_no_name_in_a_file_becomes_code(maker, monkeypatch):
+    pytest.importorskip("timm")
+    monkeypatch.chdir(maker.victim.parent)
+    layer = 'x[")\rgetattr(__import__("os"),"mkdir")("victim")\rdef f(): #]'
+    relu = object_of("torch.nn.modules.activation:ReLU", own_state() | {"inplace": False})
+    traced = object_of("torch.nn.modules.container:Sequential", own_state() | {"_modules": {layer: relu}})
+    activation = partial_of("timm.models._features_fx:GraphExtractNet", traced, ["input"])
+    encoder = to_tree(nn.TransformerEncoderLayer(4, 1, 4, batch_first=True), "it")
+    encoder["state"]["activation"] = activation
+    path = maker.write(encoder)
+    with pytest.raises(UntrustedError, match="GraphExtractNet, which may do more than compute"):
+        fedlightning.load(path)(torch.zeros(2, 3, 4))
+    assert not maker.victim.exists()
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "__deepcopy__", "__torch_function__", 'x")', "x\ry", "x\u2028y", "x\\"])
+@pytest.mark.parametrize("held", ["_modules", "_parameters", "_buffers"])
+def test_entries_with_names_that_mean_something_are_refused(maker, held, name):
+    inner = object_of("torch.nn.modules.linear:Identity", own_state())
+    value = inner if held == "_modules" else nn.Parameter(torch.zeros(1))
+    net = object_of("torch.nn.modules.linear:Identity", own_state() | {held: {name: value}})
+    with pytest.raises(UnreadableError, match=rf"an entry of {held} with the name"):
+        fedlightning.load(maker.write(net))
+
+
+@pytest.mark.parametrize("held", ["_forward_hooks", "_modules"])
+def test_what_is_filled_after_it_was_looked_at_is_refused(maker, held):
+    later: dict[str, object] = {}
+    inner = object_of("torch.nn.modules.linear:Identity", own_state() | {held: later})
+    later |= {"inner": inner, "function": name_of("torch.nn.functional:relu")}
+    net = object_of("torch.nn.modules.linear:Identity", {"odd": later} | own_state())
+    with pytest.raises(UnreadableError, match=f"a Identity in it has .*{held}"):
+        fedlightning.load(maker.write(net))
+
+
+def test_names_of_clients_are_names_of_layers(tmp_path):
+    check_opens(tmp_path, nn.ModuleDict({"chest x-ray (Ü)": nn.Linear(2, 2), "1": nn.ReLU()}))
 
 
 SAMPLE = [

@@ -6,6 +6,7 @@ import io
 import random
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import replace
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -21,6 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedlightning.run.leaves import BY_NAME
+from fedlightning.run.names import UntrustedError
 from fedlightning.run.plain import TAG, NotPlainError, decode, encode, native
 
 
@@ -199,3 +202,46 @@ def test_keys_that_are_made_to_collide_are_refused(kind):
     value = keys if "set" in kind else [(key, 1) for key in keys]
     with pytest.raises(NotPlainError, match="made to be slow"):
         decode({TAG: kind, "value": ["int", value] if kind == "defaultdict" else value})
+
+
+MANY = {TAG: "range", "value": [0, 10**11, 1]}
+BOMBS = {
+    "set": MANY,
+    "frozenset": MANY,
+    "Counter": MANY,
+    "deque": [MANY, None],
+    "array": ["<f4", MANY, "C", torch.zeros(4, dtype=torch.uint8)],
+    "timedelta": MANY,
+    "slice": MANY,
+    "Fraction": ["1e99999999", 1],
+    "bytes": torch.zeros(1, dtype=torch.uint8).expand(10**10),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_few_bytes_do_not_become_many(kind):
+    with pytest.raises(NotPlainError, match=r"cannot be read \((a range is no list|a fraction is|bytes are not)"):
+        decode({TAG: kind, "value": BOMBS[kind]})
+
+
+def test_what_is_more_than_the_memory_holds_is_refused(monkeypatch):
+    def full(value):
+        raise MemoryError
+
+    monkeypatch.setitem(BY_NAME, "bytes", replace(BY_NAME["bytes"], whole=full))
+    with pytest.raises(NotPlainError, match="more than the memory holds"):
+        decode({TAG: "bytes", "value": torch.zeros(1)})
+
+
+def test_an_enum_whose_members_can_be_called_is_refused():
+    with pytest.raises(UntrustedError, match="whose values can be called"):
+        decode({TAG: "enum", "value": ["lightning.fabric.utilities.data:_WrapAttrTag", "set"]})
+
+
+def test_methods_of_a_mapping_are_not_hidden():
+    tree = OrderedDict(a=1)
+    tree._metadata = {"version": 1}
+    assert vars(decode(tree)) == {"_metadata": {"version": 1}}
+    tree.values = 3
+    with pytest.raises(NotPlainError, match="would hide a method"):
+        decode(tree)
