@@ -108,14 +108,20 @@ def _state(here: Here, value: Mapping[str, Tensor]) -> str | None:
     return None
 
 
+def _kept_private(here: Here, value: Message) -> str | None:
+    """Refuse a message that brings entries in the place of the client's own: their scores would tell of the data alone."""
+    reason = fault(here, value)
+    private = next((name for name in value.state if name in here.runner.leaving(here.client).private), None)
+    if reason is None and private is not None and not any(one.sends_private for one in here.runner.callbacks):
+        return f"state of its Message: '{private}' is the client's own, and no method here replaces it"
+    return reason
+
+
 def _trained(here: Here, value: Message) -> str | None:
     """Of a message whose visit changes the client's record, also refuse what would replace private entries, for one."""
-    reason = fault(here, value)
+    reason = _kept_private(here, value)
     if reason is not None:
         return reason
-    private = next((name for name in value.state if name in here.runner.leaving(here.client).private), None)
-    if private is not None and not any(one.sends_private for one in here.runner.callbacks):
-        return f"state of its Message: '{private}' is the client's own, and no method here replaces it"
     if value.visit % ROUNDS != value.round:  # its noise would be that of another round
         return f"visit of its Message is {value.visit}: it is the number of no visit in round {value.round + 1}"
     return None if value.client in here.runner.data.client_ids else "client of its Message takes no part in training"
@@ -190,7 +196,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "checkpoint": A_TEXT,
     },
     ScoreClient: {
-        "message": _within,
+        "message": _kept_private,
         "evaluate": _within,
         "scored": _within,
         "others": TEXTS,

@@ -395,3 +395,13 @@ def test_a_path_of_the_site_is_not_in_its_refusal(tmp_path):
     with pytest.raises(ValueError, match="is not that of site"):
         at_sites(line, tmp_path / "server")
     assert any("places" in text for text in said_back) and not any("dr-smith" in text for text in said_back)
+
+
+def test_scores_of_private_entries_of_the_server_s_making_are_refused(running):
+    """They would tell of the data what the method does not: a score for each head that the server makes up."""
+    site, session, _ = running
+    entry = {"head.weight": module_state(ToyModule())["head.weight"]}
+    for kind in (ScoreClient, Visit):
+        task = honest(kind)
+        reply = ask(site, session, replace(task, message=replace(task.message, state=entry)))
+        assert "'head.weight' is the client's own" in reply["refused"]
