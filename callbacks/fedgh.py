@@ -17,6 +17,7 @@ from fedlightning.algorithm import (
     Extra,
     FederatedCallback,
     Job,
+    Message,
     Plan,
     Server,
     Setup,
@@ -31,8 +32,10 @@ from fedlightning.callbacks.shared.prototypes import ClassMeans, pack
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
+    head_widths,
     labels_of,
     refuse_other_widths,
+    refuse_width,
     rows,
 )
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
@@ -252,6 +255,15 @@ class FedGH(FederatedCallback):
         if sent:
             z, labels = (torch.cat([payload[part] for payload in sent]) for part in ("prototypes", "classes"))
             self._train_header(server, z, labels.long())
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse prototypes that do not fit the header.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_width("prototypes", found["prototypes"], head_widths(server.module, self.head)[0])
 
     def _train_header(self, server: Server, z: Tensor, labels: Tensor) -> None:
         """Continue the server's header on pairs of representation and class."""

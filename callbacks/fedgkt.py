@@ -37,6 +37,7 @@ from fedlightning.callbacks.shared.distillation import inputs_of, kl, logits_of
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
+    head_widths,
     labels_of,
     refuse_other_widths,
     rows,
@@ -194,11 +195,12 @@ class FedGKT(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare logits of samples and the server's head down; features, logits and labels of samples up."""
+        width, classes = head_widths(module, self.head)
         return Wire(
             down={"logits": (-1, -1), "head": "tensors"},
             up={
-                "features": Extra(("samples", -1)),
-                "logits": Extra(("samples", -1)),
+                "features": Extra(("samples", width)),
+                "logits": Extra(("samples", classes)),
                 "labels": Extra(("samples",), whole=True),
             },
         )
