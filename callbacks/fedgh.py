@@ -34,6 +34,7 @@ from fedlightning.callbacks.shared.representations import (
     head_path,
     head_widths,
     labels_of,
+    of_one_width,
     refuse_other_widths,
     refuse_width,
     rows,
@@ -250,8 +251,9 @@ class FedGH(FederatedCallback):
     def plan_round(self, server: Server) -> Plan:
         """Let clients train; then train the header on the pairs that they have sent."""
         answers = yield [Job(client, returns=(), keep=True) for client in server.participants()]
-        sent = [answer.extras[self.key] for answer in answers if answer.error is None and answer.extras.get(self.key)]
-        sent = [payload for payload in sent if len(payload["classes"])]
+        found = {a.client: a.extras[self.key] for a in answers if a.error is None and a.extras.get(self.key)}
+        found = {client: payload for client, payload in found.items() if len(payload["classes"])}
+        sent = list(of_one_width(server, found, "prototypes").values())
         if sent:
             z, labels = (torch.cat([payload[part] for payload in sent]) for part in ("prototypes", "classes"))
             self._train_header(server, z, labels.long())

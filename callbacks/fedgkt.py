@@ -39,6 +39,7 @@ from fedlightning.callbacks.shared.representations import (
     head_path,
     head_widths,
     labels_of,
+    of_one_width,
     refuse_other_widths,
     rows,
 )
@@ -212,7 +213,7 @@ class FedGKT(FederatedCallback):
         sent = {a.client: a.extras[self.key] for a in answers if a.error is None and a.extras.get(self.key)}
         if not sent:
             return
-        own = server.state.get(self.key, {})
+        sent, own = of_one_width(server, sent, "features", "logits"), server.state.get(self.key, {})
         features, logits, labels = (
             torch.cat([payload[part] for payload in sent.values()]) for part in ("features", "logits", "labels")
         )

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fedlightning.algorithm import (
     Client,
+    Server,
     Setup,
     as_names,
     isolated,
@@ -101,7 +102,7 @@ def head_path(module: LightningModule, head: str | list[str] | None) -> str:
 
 
 def head_widths(module: nn.Module, head: str | list[str] | None) -> tuple[int, int]:
-    """Return how many numbers go into the head for a sample, and how many logits come out; -1 where only a forward pass can tell.
+    """Return how many numbers go into the head for a sample, and how many logits come out; -1 where the layer does not tell.
 
     One logit counts as two: a 0 for class 0 goes beside it.
 
@@ -137,6 +138,25 @@ def refuse_width(name: str, sent: Tensor, known: int) -> None:
     """
     if len(sent) and known not in (-1, sent.shape[1]):
         raise ValueError(f"'{name}' has shape {tuple(sent.shape)}, and is to have {(len(sent), known)}")
+
+
+def of_one_width(
+    server: Server, sent: Mapping[str, Mapping[str, Tensor]], *parts: str
+) -> dict[str, Mapping[str, Tensor]]:
+    """Return what clients sent, where the head does not tell the width: those with another than most have failed.
+
+    Args:
+        server: Notes the failures.
+        sent: By client, named rows.
+        parts: Names of the rows whose widths are compared.
+    """
+    widths = {client: tuple(payload[part].shape[1] for part in parts) for client, payload in sent.items()}
+    most = max(widths.values(), key=list(widths.values()).count, default=())
+    for client, own in widths.items():
+        if own != most:
+            what = f"the rows of {' and '.join(map(repr, parts))} have the widths {own}, those of most clients {most}"
+            server.note_failure(client, f"the update of client '{client}' was refused: {what}")
+    return {client: payload for client, payload in sent.items() if widths[client] == most}
 
 
 def rows(features: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from fedlightning.callbacks import fedgh, fedgkt
 from fedlightning.federation.door import checked
 from fedlightning.federation.loops import synchronous
 from fedlightning.testing.toys import ToyData, federate
@@ -110,3 +111,20 @@ def test_rows_of_another_width_are_the_liars_failure(method, name, more, monkeyp
     trainer = federate(copy.deepcopy(case.algorithm), ToyData((12, 7, 10)), None, **given)
     assert {entry["client"] for entry in trainer.server.failures} == {"site0"} and trainer.rounds_done == 2
     assert all(f"'{name}'" in reason or reason == name for reason in reasons)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "name"), [("FedGH", "prototypes"), ("FedGKT", "features")])
+def test_most_clients_tell_the_width_where_the_head_does_not(method, name, monkeypatch):
+    def lying(server, message, update):
+        for extras in update.extras.values() if message.client == "site0" else ():
+            extras[name] = torch.cat([extras[name], extras[name][:, :1]], 1)
+        return checked(server, message, update)
+
+    monkeypatch.setattr(synchronous, "checked", lying)
+    for one in (fedgh, fedgkt):
+        monkeypatch.setattr(one, "head_widths", lambda module, head: (-1, -1))
+    case = CASES[method]
+    given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
+    trainer = federate(copy.deepcopy(case.algorithm), ToyData((12, 7, 10)), None, **given)
+    assert {entry["client"] for entry in trainer.server.failures} == {"site0"} and trainer.rounds_done == 2
