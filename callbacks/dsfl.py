@@ -33,6 +33,7 @@ from fedlightning.callbacks.shared.distillation import (
     logits_of,
     mean_rows,
     refuse_a_last_batch_of_one,
+    refuse_other_predictions,
 )
 from fedlightning.callbacks.shared.fusion import check_numbers
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
@@ -197,6 +198,15 @@ class DSFL(FederatedCallback):
             purpose=self.key,
         )
         server.models[GLOBAL] = clone(module_state(module))
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse rows of another width than the model's.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_other_predictions("probabilities", found["probabilities"], server, update.client, _probabilities)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send ids to predict, and what the client has not distilled yet."""

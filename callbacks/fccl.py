@@ -30,6 +30,7 @@ from fedlightning.callbacks.shared.distillation import (
     logits_of,
     mean_rows,
     refuse_a_last_batch_of_one,
+    refuse_other_predictions,
 )
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
@@ -182,6 +183,15 @@ class FCCL(FederatedCallback):
         trained = yield [Job(client, tag=tags[client]) for client in clients]
         new = [update.client for update in trained if update.error is None and update.client not in ready]
         server.state[self.key] = {"ready": ready + new}
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse rows of another width than the model's.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_other_predictions("rows", found["rows"], server, update.client, self.predict)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the ids, and for the collaborative phase the mean."""

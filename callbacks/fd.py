@@ -15,6 +15,7 @@ from fedlightning.callbacks.shared.distillation import both_classes
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
+    head_widths,
     labels_of,
     refuse_classes,
 )
@@ -130,7 +131,8 @@ class FD(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare a row of outputs per class, and which class it is of, down and up."""
-        table: dict[str, Extra] = {"outputs": Extra(("rows", -1)), "classes": Extra(("rows",), whole=True, low=0)}
+        width = head_widths(module, self.head)[1]
+        table: dict[str, Extra] = {"outputs": Extra(("rows", width)), "classes": Extra(("rows",), whole=True, low=0)}
         counts = {"counts": Extra(("rows",), counts="seen", whole=True)} if self.weighting == "samples" else {}
         return Wire(down={"outputs": (-1, -1), "classes": (-1,)}, up=table | counts)
 

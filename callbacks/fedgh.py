@@ -17,6 +17,7 @@ from fedlightning.algorithm import (
     Extra,
     FederatedCallback,
     Job,
+    Message,
     Plan,
     Server,
     Setup,
@@ -31,8 +32,11 @@ from fedlightning.callbacks.shared.prototypes import ClassMeans, pack
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
+    head_widths,
     labels_of,
+    of_one_width,
     refuse_other_widths,
+    refuse_width,
     rows,
 )
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
@@ -247,11 +251,21 @@ class FedGH(FederatedCallback):
     def plan_round(self, server: Server) -> Plan:
         """Let clients train; then train the header on the pairs that they have sent."""
         answers = yield [Job(client, returns=(), keep=True) for client in server.participants()]
-        sent = [answer.extras[self.key] for answer in answers if answer.error is None and answer.extras.get(self.key)]
-        sent = [payload for payload in sent if len(payload["classes"])]
+        found = {a.client: a.extras[self.key] for a in answers if a.error is None and a.extras.get(self.key)}
+        found = {client: payload for client, payload in found.items() if len(payload["classes"])}
+        sent = list(of_one_width(server, found, "prototypes").values())
         if sent:
             z, labels = (torch.cat([payload[part] for payload in sent]) for part in ("prototypes", "classes"))
             self._train_header(server, z, labels.long())
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse prototypes that do not fit the header.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_width("prototypes", found["prototypes"], head_widths(server.module, self.head)[0])
 
     def _train_header(self, server: Server, z: Tensor, labels: Tensor) -> None:
         """Continue the server's header on pairs of representation and class."""

@@ -37,7 +37,9 @@ from fedlightning.callbacks.shared.distillation import inputs_of, kl, logits_of
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
+    head_widths,
     labels_of,
+    of_one_width,
     refuse_other_widths,
     rows,
 )
@@ -194,11 +196,12 @@ class FedGKT(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare logits of samples and the server's head down; features, logits and labels of samples up."""
+        width, classes = head_widths(module, self.head)
         return Wire(
             down={"logits": (-1, -1), "head": "tensors"},
             up={
-                "features": Extra(("samples", -1)),
-                "logits": Extra(("samples", -1)),
+                "features": Extra(("samples", width)),
+                "logits": Extra(("samples", classes)),
                 "labels": Extra(("samples",), whole=True),
             },
         )
@@ -210,7 +213,7 @@ class FedGKT(FederatedCallback):
         sent = {a.client: a.extras[self.key] for a in answers if a.error is None and a.extras.get(self.key)}
         if not sent:
             return
-        own = server.state.get(self.key, {})
+        sent, own = of_one_width(server, sent, "features", "logits"), server.state.get(self.key, {})
         features, logits, labels = (
             torch.cat([payload[part] for payload in sent.values()]) for part in ("features", "logits", "labels")
         )

@@ -29,6 +29,7 @@ from fedlightning.callbacks.shared.distillation import (
     logits_of,
     mean_rows,
     refuse_a_last_batch_of_one,
+    refuse_other_predictions,
 )
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
 
@@ -160,6 +161,15 @@ class FedMD(FederatedCallback):
         trained = yield [Job(client, tag=tags[client]) for client in clients]
         ready += [update.client for update in trained if update.error is None and update.client in new]
         server.state[self.key] = {"ready": ready}
+
+    def check_update(self, server: Server, message: Message, update: Update) -> None:
+        """Refuse rows of another width than the model's.
+
+        Raises:
+            ValueError: With a sentence.
+        """
+        if found := update.extras.get(self.key):
+            refuse_other_predictions("logits", found["logits"], server, update.client, logits_of)
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send the ids, and for the digest the consensus."""

@@ -26,9 +26,11 @@ from fedlightning.callbacks.shared.prototypes import ClassMeans, fill_head, pack
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
     head_path,
+    head_widths,
     labels_of,
     refuse_classes,
     refuse_other_widths,
+    refuse_width,
     rows,
 )
 from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
@@ -208,13 +210,18 @@ class FedProto(FederatedCallback):
 
     # -- server, after the visits --------------------------------------------------------------------------------------
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse a class that comes twice.
+        """Refuse a class that comes twice, and prototypes of another width.
 
         Raises:
             ValueError: With a sentence.
         """
         if found := update.extras.get(self.key):
             refuse_classes(found["classes"])
+            width = head_widths(server.architecture_of(update.client).module, self.head)[0]
+            before = server.state.get(self.key, {}).get("prototypes")
+            refuse_width(
+                "prototypes", found["prototypes"], before.shape[1] if before is not None and len(before) else width
+            )
 
     def on_update(self, server: Server, update: Update) -> None:
         """Add the client's prototypes to the sums of their classes.

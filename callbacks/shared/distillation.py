@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Setup, isolated, move_batch
-from fedlightning.callbacks.shared.representations import LABEL_KEYS, features_at_start, labels_of, rows
+from fedlightning.algorithm import Server, Setup, isolated, move_batch
+from fedlightning.callbacks.shared.representations import LABEL_KEYS, features_at_start, labels_of, refuse_width, rows
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 
@@ -104,6 +104,25 @@ def kl(teacher_logits: Tensor, student_logits: Tensor, temperature: float = 1.0)
     student = rows(student_logits) / temperature
     divergence = F.kl_div(student.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)
     return temperature**2 * divergence
+
+
+def refuse_other_predictions(
+    name: str, sent: Tensor, server: Server, client: str, predict: Callable[[LightningModule, Any], Tensor]
+) -> None:
+    """Refuse rows of another width than the client's architecture gives on public data, as the server itself sees it.
+
+    Args:
+        name: The extra, for the message.
+        sent: Rows that the client sent.
+        server: Has the public data and the architecture.
+        client: The client's id.
+        predict: What gives a client's rows.
+
+    Raises:
+        ValueError: With a sentence.
+    """
+    few = server.public(list(range(min(2, server.public_size))), batch_size=2)
+    refuse_width(name, sent, server.outputs(server.architecture_of(client).module, few, predict).shape[1])
 
 
 def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: str) -> Tensor:

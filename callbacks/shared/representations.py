@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning.algorithm import (
     Client,
+    Server,
     Setup,
     as_names,
     isolated,
@@ -98,6 +99,64 @@ def head_path(module: LightningModule, head: str | list[str] | None) -> str:
             f"head={head} names {len(names)} submodules, but features go into one. Name a single submodule."
         )
     return names[0]
+
+
+def head_widths(module: nn.Module, head: str | list[str] | None) -> tuple[int, int]:
+    """Return how many numbers go into the head for a sample, and how many logits come out; -1 where the layer does not tell.
+
+    One logit counts as two: a 0 for class 0 goes beside it.
+
+    Args:
+        module: The model.
+        head: Path of the head, as :func:`head_path` takes it.
+
+    Example:
+        >>> head_widths(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.Flatten(), nn.Linear(8, 3))), "1")
+        (8, 3)
+    """
+    try:
+        part = module.get_submodule(head_path(module, head))  # type: ignore[arg-type]
+    except (AttributeError, IndexError, ValueError):
+        return -1, -1
+    layers = list(part) if isinstance(part, nn.Sequential) else [part]
+    layers = [one for one in layers if not isinstance(one, nn.Flatten | nn.Dropout | nn.Identity)]
+    ends = [one if isinstance(one, nn.Linear) else None for one in (layers or [part])]
+    width, classes = getattr(ends[0], "in_features", -1), getattr(ends[-1], "out_features", -1)
+    return width, 2 if classes == 1 else classes
+
+
+def refuse_width(name: str, sent: Tensor, known: int) -> None:
+    """Refuse rows of another width than the model gives.
+
+    Args:
+        name: The extra, for the message.
+        sent: What a client sent, a row for each sample or class.
+        known: The width; -1: any.
+
+    Raises:
+        ValueError: With a sentence.
+    """
+    if len(sent) and known not in (-1, sent.shape[1]):
+        raise ValueError(f"'{name}' has shape {tuple(sent.shape)}, and is to have {(len(sent), known)}")
+
+
+def of_one_width(
+    server: Server, sent: Mapping[str, Mapping[str, Tensor]], *parts: str
+) -> dict[str, Mapping[str, Tensor]]:
+    """Return what clients sent, where the head does not tell the width: those with another than most have failed.
+
+    Args:
+        server: Notes the failures.
+        sent: By client, named rows.
+        parts: Names of the rows whose widths are compared.
+    """
+    widths = {client: tuple(payload[part].shape[1] for part in parts) for client, payload in sent.items()}
+    most = max(widths.values(), key=list(widths.values()).count, default=())
+    for client, own in widths.items():
+        if own != most:
+            what = f"the rows of {' and '.join(map(repr, parts))} have the widths {own}, those of most clients {most}"
+            server.note_failure(client, f"the update of client '{client}' was refused: {what}")
+    return {client: payload for client, payload in sent.items() if widths[client] == most}
 
 
 def rows(features: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import FD, MOON, Ditto, FedAdam, FedPer, FedProx, GlobalCheckpoint, Local
+from fedlightning.callbacks import FD, MOON, Ditto, FedAdam, FedPer, FedProx, GlobalCheckpoint, Local, fd
 from fedlightning.callbacks.shared.distillation import both_classes
 from fedlightning.tensors import module_state
 from tests.callbacks.test_fedproto import class_data
@@ -238,13 +238,19 @@ def test_clients_may_have_models_of_their_own():
     assert module_state(trainer.module("0"))["net.0.weight"].shape == (8, FEATURES)
 
 
-def test_clients_of_two_numbers_of_classes_are_refused():
+@pytest.mark.filterwarnings("ignore")
+def test_clients_of_two_numbers_of_classes_are_refused(monkeypatch):
     class More(FD):
         def wrap_module(self, module, owner):
             if owner == "1":
                 module.net[3] = nn.Linear(8, CLASSES + 1)
             return module
 
+    trainer = federate(Toy(), toy_data(), [More()], max_rounds=1)
+    assert [(one["client"], "'outputs' as ('rows', 3)" in one["reason"]) for one in trainer.server.failures] == [
+        ("1", True)
+    ]
+    monkeypatch.setattr(fd, "head_widths", lambda module, head: (-1, -1))  # a head that does not tell
     with pytest.raises(ValueError, match=r"Client '1' has 4 classes, others 3\. FD needs the same"):
         federate(Toy(), toy_data(), [More()], max_rounds=1)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.callbacks import MOON, Ditto, FedPer, FedProto, Local, LocalCheckpoint
+from fedlightning.callbacks import MOON, Ditto, FedPer, FedProto, Local, LocalCheckpoint, fedproto
 from fedlightning.callbacks.shared.prototypes import fill_head, pack, unpack
 from fedlightning.tensors import module_state
 from tests.conformance.case import NO_PLAIN_FORM, Case, Kept
@@ -254,13 +254,17 @@ def test_one_logit_separates_two_prototypes():
     assert torch.equal(head(z)[:, 0] > 0, nearer)
 
 
-def test_representations_of_two_widths_are_refused():
+@pytest.mark.filterwarnings("ignore")
+def test_representations_of_two_widths_are_refused(monkeypatch):
     class Wider(FedProto):
         def wrap_module(self, module, owner):
             if owner == "1":
                 module.net = nn.Sequential(nn.Linear(FEATURES, 9), nn.ReLU(), nn.Identity(), nn.Linear(9, CLASSES))
             return module
 
+    trainer = federate(Toy(), toy_data(), [Wider()], max_rounds=1)
+    assert [(one["client"], "has shape (3, 9)" in one["reason"]) for one in trainer.server.failures] == [("1", True)]
+    monkeypatch.setattr(fedproto, "head_widths", lambda module, head: (-1, -1))  # a head that does not tell
     with pytest.raises(ValueError, match=r"Client '1' has representations of 9 numbers, others of 8"):
         federate(Toy(), toy_data(), [Wider()], max_rounds=1)
 

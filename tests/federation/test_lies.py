@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from fedlightning.callbacks import fedgh, fedgkt
 from fedlightning.federation.door import checked
 from fedlightning.federation.loops import synchronous
 from fedlightning.testing.toys import ToyData, federate
@@ -73,3 +74,57 @@ def test_a_part_of_another_shape_is_the_liars_failure(method, monkeypatch):
     given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
     trainer = federate(copy.deepcopy(case.algorithm), ToyData(), None, **given)
     assert {entry["client"] for entry in trainer.server.failures} == {LIAR} and trainer.rounds_done == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("FD", "outputs"),
+        ("FD inclusive", "outputs"),
+        ("FCCL", "rows"),
+        ("FCCLPlus", "rows"),
+        ("DSFL", "probabilities"),
+        ("FedMD", "logits"),
+        ("FedProto", "prototypes"),
+        ("FedGH", "prototypes"),
+        ("FedGKT", "features"),
+        ("FedGKT", "logits"),
+    ],
+)
+@pytest.mark.parametrize("more", [1, -1])
+def test_rows_of_another_width_are_the_liars_failure(method, name, more, monkeypatch):
+    reasons = []
+
+    def lying(server, message, update):
+        for extras in update.extras.values() if message.client == "site0" else ():  # the first: nobody to compare with
+            if update.error is None and name in extras:
+                rows = extras[name]
+                extras[name] = torch.cat([rows, rows[:, :1]], 1) if more > 0 else rows[:, :-1]
+        answer = checked(server, message, update)
+        reasons.append(answer.error or name)
+        return answer
+
+    monkeypatch.setattr(synchronous, "checked", lying)
+    case = CASES[method]
+    given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
+    trainer = federate(copy.deepcopy(case.algorithm), ToyData((12, 7, 10)), None, **given)
+    assert {entry["client"] for entry in trainer.server.failures} == {"site0"} and trainer.rounds_done == 2
+    assert all(f"'{name}'" in reason or reason == name for reason in reasons)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("method", "name"), [("FedGH", "prototypes"), ("FedGKT", "features")])
+def test_most_clients_tell_the_width_where_the_head_does_not(method, name, monkeypatch):
+    def lying(server, message, update):
+        for extras in update.extras.values() if message.client == "site0" else ():
+            extras[name] = torch.cat([extras[name], extras[name][:, :1]], 1)
+        return checked(server, message, update)
+
+    monkeypatch.setattr(synchronous, "checked", lying)
+    for one in (fedgh, fedgkt):
+        monkeypatch.setattr(one, "head_widths", lambda module, head: (-1, -1))
+    case = CASES[method]
+    given = {"evaluate_every": 0, "max_rounds": 2, "test_data": []} | case.arguments
+    trainer = federate(copy.deepcopy(case.algorithm), ToyData((12, 7, 10)), None, **given)
+    assert {entry["client"] for entry in trainer.server.failures} == {"site0"} and trainer.rounds_done == 2
