@@ -196,11 +196,11 @@ class FedGKT(FederatedCallback):
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare logits of samples and the server's head down; features, logits and labels of samples up."""
-        width, classes = head_widths(module, self.head)
+        classes = head_widths(module, self.head)[1]
         return Wire(
             down={"logits": (-1, -1), "head": "tensors"},
             up={
-                "features": Extra(("samples", width)),
+                "features": Extra(("samples", -1)),
                 "logits": Extra(("samples", classes)),
                 "labels": Extra(("samples",), whole=True),
             },

@@ -219,9 +219,11 @@ class FedProto(FederatedCallback):
             refuse_classes(found["classes"])
             width = head_widths(server.architecture_of(update.client).module, self.head)[0]
             before = server.state.get(self.key, {}).get("prototypes")
-            refuse_width(
-                "prototypes", found["prototypes"], before.shape[1] if before is not None and len(before) else width
-            )
+            if before is not None and len(before):
+                width = before.shape[1]
+            elif width > 0 and found["prototypes"].shape[1] % width == 0:
+                width = -1  # the head may see several places of a sample, whose features are one row here
+            refuse_width("prototypes", found["prototypes"], width)
 
     def on_update(self, server: Server, update: Update) -> None:
         """Add the client's prototypes to the sums of their classes.
