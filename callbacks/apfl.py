@@ -12,8 +12,11 @@ from torch import Tensor
 
 from fedlightning.algorithm import (
     NEWCOMER,
+    Change,
     Client,
+    Facts,
     FederatedCallback,
+    Need,
     Setup,
     Stage,
     Update,
@@ -70,7 +73,7 @@ class APFL(FederatedCallback):
         0.25
     """
 
-    keeps = True
+    facts = Facts(needs=[Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
 
     @renamed_arguments(personal="personal_model")
     def __init__(
@@ -120,9 +123,6 @@ class APFL(FederatedCallback):
                     f"APFL moves v by a second {type(optimizer).__name__}, whose step evaluates the loss again by a closure; "
                     "v has one gradient a batch. Return SGD, Adam or another optimizer of single steps."
                 )
-        others = [callback.key for callback in setup.callbacks if callback.claims("local_phases")]
-        if others:
-            raise ValueError(f"APFL trains w and v in one fit, but {others[0]} splits a visit into phases. Remove one.")
         if self.mix == "logits" and not _uses_forward(setup):
             raise ValueError(
                 f"APFL(mix='logits') mixes what forward returns, but {name}.training_step does not call self(x). "

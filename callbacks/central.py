@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import POOLED, FederatedCallback, Job, Plan, Server, Setup
+from fedlightning.algorithm import POOLED, Change, Facts, FederatedCallback, Job, Need, Plan, Server, Setup
 
 
 class Central(FederatedCallback):
@@ -20,30 +20,29 @@ class Central(FederatedCallback):
     """
 
     optimizer_state = "keep"
+    facts = Facts(
+        needs=[
+            Need(
+                "trains one model on pooled data, without clients to act on",
+                (
+                    *(Change.PARTICIPANTS, Change.START, Change.OWN, Change.PARTS, Change.SHARED, Change.PERSONAL),
+                    *(Change.GLOBAL, Change.REDUCED, Change.REDUCE, Change.STEP),
+                ),
+            )
+        ]
+    )
 
     def check(self, setup: Setup) -> None:
-        """Refuse data that are not in one place, and algorithms that act on clients: there are none.
+        """Refuse data that are not in one place.
 
         Raises:
-            ValueError: If there is no union of the data, or another callback decides who takes part, what is shared or sent,
-                keeps something at a client, deploys a model per client, or works on what several clients send.
+            ValueError: If there is no union of the data.
         """
         if not setup.has_pooled("train"):
             raise ValueError(
                 "Central trains one model on the union of all clients' data, which cannot be had in one place here. Use "
                 "an engine that has all data in one process (engine='sequential'), or another algorithm."
             )
-        acts = ("shared_names", "personal_module", "global_module", "on_reduced", "reduce", "server_step")
-        for other in setup.callbacks:
-            if other.claims("participants"):
-                raise ValueError(
-                    f"Central trains on all data in every round, and {other.key} says who takes part in a round: that would "
-                    f"have no effect. Leave {other.key} out."
-                )
-            if other.merges or other.keeps or other.sends_less or any(map(other.claims, acts)):
-                raise ValueError(
-                    f"Central trains one model on pooled data, so {other.key} has no clients to act on. Run them one by one."
-                )
 
     def plan_round(self, server: Server) -> Plan:
         """Plan one visit to the virtual client that holds all data."""

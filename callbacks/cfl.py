@@ -14,8 +14,10 @@ from torch import Tensor
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Facts,
     Job,
     Message,
+    Newcomers,
     Placing,
     Plan,
     Server,
@@ -29,7 +31,9 @@ from fedlightning.algorithm import (
     ties,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import refuse_global_steps
+from fedlightning.callbacks.shared.server_models import (
+    NO_SERVER_STEP,
+)
 
 
 class CFL(Clusters):
@@ -80,7 +84,11 @@ class CFL(Clusters):
         (['a', 'c'], ['b'])
     """
 
-    no_newcomers = "finds a client's cluster by the updates of its training, and has none for one that never trained"
+    @property
+    def facts(self) -> Facts:
+        """Clusters have models of their own; a client is placed by its update."""
+        why = "finds a client's cluster by the updates of its training, and has none for one that never trained"
+        return Facts(needs=[NO_SERVER_STEP], newcomers=Newcomers(no_model=why, place=self._place))
 
     def __init__(
         self,
@@ -102,12 +110,11 @@ class CFL(Clusters):
         self.start_round, self.min_size, self.weighting = start_round, min_size, weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that change one global model, and rounds in which not all members of a cluster train.
+        """Refuse rounds in which not all members of a cluster train.
 
         Raises:
             ValueError: With a sentence.
         """
-        refuse_global_steps(self, setup)
         if setup.absent:
             raise ValueError(
                 f"CFL splits a cluster by the updates of all its members, and {setup.absent} asks some of them. "
@@ -165,7 +172,7 @@ class CFL(Clusters):
         found = in_client_order(server, clusters)
         server.state[self.key] = {**own, "clusters": found, "parents": parents, "splits": splits}
 
-    def place_newcomers(self, server: Server, clients: Sequence[str]) -> Placing:
+    def _place(self, server: Server, clients: Sequence[str]) -> Placing:
         """Let clients that are onboarded go down the tree of splits, a visit for each."""
         own = server.state.get(self.key, {})
         splits, found = own.get("splits", {}), dict.fromkeys(clients, GLOBAL)

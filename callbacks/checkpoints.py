@@ -11,19 +11,23 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.algorithm import (
     GLOBAL,
+    Change,
     Client,
-    FederatedCallback,
+    Facts,
+    ModelSelection,
+    Newcomers,
     Server,
     Setup,
     Stage,
     clone,
+    facts,
     module_state,
     ties,
     warn,
 )
 
 
-class LocalCheckpoint(FederatedCallback):
+class LocalCheckpoint(ModelSelection):
     """Selection of each client's best model on its own validation split ("best_local").
 
     FENDA-FL paper (Tavakoli et al., 2024): the only selection that fits personalised methods.
@@ -45,7 +49,11 @@ class LocalCheckpoint(FederatedCallback):
         0.4
     """
 
-    mixes_architectures = True
+    @property
+    def facts(self) -> Facts:
+        """Each client's best model is kept, by every client's scores."""
+        return super().facts.extend(changes={Change.LOCAL_SELECTION}, needs=[facts.EVERY_SCORE])
+
     chooses_by_scores = True
     needs_every_score = True
 
@@ -73,7 +81,7 @@ class LocalCheckpoint(FederatedCallback):
         _keep_best(self, client, monitored(self, metrics), module, name="best_local", stage=stage)
 
 
-class GlobalCheckpoint(FederatedCallback):
+class GlobalCheckpoint(ModelSelection):
     """Selection of the global model whose mean validation score over the clients is best ("best_global").
 
     Where the server keeps a model for each architecture, each is selected by the scores of the clients that have it.
@@ -97,8 +105,12 @@ class GlobalCheckpoint(FederatedCallback):
     """
 
     chooses_by_scores = True
-    mixes_architectures = True
-    asynchronous = True
+
+    @property
+    def facts(self) -> Facts:
+        """One model is selected by the mean of scores, in any loop; with clients that join, anew."""
+        changes = {Change.GLOBAL_SELECTION}
+        return super().facts.extend(changes=changes, asynchronous=True, newcomers=Newcomers(join=self._select_anew))
 
     def __init__(
         self,
@@ -134,7 +146,7 @@ class GlobalCheckpoint(FederatedCallback):
         for _, client in self._models(server):
             self._module(server, client)
 
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+    def _select_anew(self, server: Server, clients: Sequence[str]) -> None:
         """Select anew: scores of a model on other clients cannot be compared with those before."""
         own = [key for key in server.checkpoints if key.split(" ")[0] == self.key]
         if [server.checkpoints.pop(key) for key in own]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -16,12 +16,14 @@ from fedlightning.algorithm import (
     GLOBAL,
     Client,
     Extra,
-    FederatedCallback,
+    Facts,
     Job,
     Message,
+    Newcomers,
     Phase,
     Plan,
     Server,
+    ServerModels,
     Setup,
     Update,
     Wire,
@@ -36,7 +38,9 @@ from fedlightning.callbacks.shared.distillation import (
     refuse_other_predictions,
 )
 from fedlightning.callbacks.shared.fusion import check_numbers
-from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import (
+    no_model,
+)
 
 PREDICT, DISTIL = "predict", "distil"
 
@@ -55,7 +59,7 @@ def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
     return (probabilities.double() / temperature).softmax(1).to(probabilities.dtype)
 
 
-class DSFL(FederatedCallback):
+class DSFL(ServerModels):
     """Probabilities on unlabelled public data travel, models do not: clients and a server's model learn their sharpened mean.
 
     Itahara, Nishio, Koda, Morikura, Yamamoto, "Distillation-based semi-supervised federated learning for
@@ -99,8 +103,14 @@ class DSFL(FederatedCallback):
         ([], ['probabilities'])
     """
 
-    mixes_architectures = True
-    no_newcomers = "shares predictions on public data and no model, and has no model for a client that never trained"
+    facts = Facts(
+        needs=no_model(),
+        mixes_architectures=True,
+        newcomers=Newcomers(
+            no_model="shares predictions on public data and no model, and has no model for a client that never trained",
+            join=True,
+        ),
+    )
 
     def __init__(
         self,
@@ -139,8 +149,6 @@ class DSFL(FederatedCallback):
             ValueError: If public data are missing or of another shape, or `forward` gives no logits for them. Also if another
                 callback works on a model that travels, or keeps something beside one.
         """
-        refuse_without_a_model(self, setup)
-        refuse_what_stays(self, setup)
         check_public_logits(self.key, setup, labels=False)
         if self.distil_epochs:
             way_out = "DSFL(distil_batch_size=...) to another size"
@@ -218,9 +226,6 @@ class DSFL(FederatedCallback):
             payload |= {"ids": own["ids"], "targets": own["targets"]}
         if payload:
             message.extras[self.key] = payload
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Do nothing: they are like clients that were absent so far."""
 
     # -- client --------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

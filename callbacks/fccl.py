@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from fedlightning.algorithm import (
     Client,
     Extra,
+    Facts,
     FederatedCallback,
     Job,
     Message,
+    Newcomers,
     Phase,
     Plan,
     Server,
@@ -33,7 +35,9 @@ from fedlightning.callbacks.shared.distillation import (
     refuse_other_predictions,
 )
 from fedlightning.callbacks.shared.representations import head_path
-from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import (
+    no_model,
+)
 from fedlightning.wrappers import FeatureTap
 
 PREDICT, PRETRAIN, COLLABORATE = "predict", "pretrain", "collaborate"
@@ -89,8 +93,14 @@ class FCCL(FederatedCallback):
         ([], ['rows'])
     """
 
-    mixes_architectures = True
-    no_newcomers = "shares logits on public data and no model, and has no model for a client that never trained"
+    facts = Facts(
+        needs=no_model(),
+        mixes_architectures=True,
+        newcomers=Newcomers(
+            no_model="shares logits on public data and no model, and has no model for a client that never trained",
+            join=True,
+        ),
+    )
 
     def __init__(
         self,
@@ -136,8 +146,6 @@ class FCCL(FederatedCallback):
             ValueError: If public data are missing or of another shape, or `forward` or the head gives no logits. Also if
                 another callback works on a model that travels, or keeps something beside one: here none does.
         """
-        refuse_without_a_model(self, setup)
-        refuse_what_stays(self, setup)
         check_public_logits(self.key, setup, labels=False)
         if self.collaborate_epochs:
             way_out = f"{self.key}(public_batch_size=...) to another size"
@@ -199,9 +207,6 @@ class FCCL(FederatedCallback):
         names = {PREDICT: ("ids",), COLLABORATE: ("ids", "mean")}.get(job.tag, ())
         if names:
             message.extras[self.key] = {name: own[name] for name in names}
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Do nothing: their first visit is like everybody's."""
 
     # -- client --------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -10,7 +10,20 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Client, Extra, FederatedCallback, Job, Message, Plan, Server, Setup, Update, Wire
+from fedlightning.algorithm import (
+    Client,
+    Extra,
+    Facts,
+    FederatedCallback,
+    Job,
+    Message,
+    Newcomers,
+    Plan,
+    Server,
+    Setup,
+    Update,
+    Wire,
+)
 from fedlightning.callbacks.shared.distillation import both_classes
 from fedlightning.callbacks.shared.representations import (
     features_at_start,
@@ -19,7 +32,9 @@ from fedlightning.callbacks.shared.representations import (
     labels_of,
     refuse_classes,
 )
-from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import (
+    no_model,
+)
 from fedlightning.wrappers import FeatureTap
 
 
@@ -65,8 +80,13 @@ class FD(FederatedCallback):
         ([], ['outputs', 'classes'])
     """
 
-    mixes_architectures = True
-    no_newcomers = "shares mean predictions and no model, and has no model for a client that never trained"
+    facts = Facts(
+        needs=no_model(),
+        mixes_architectures=True,
+        newcomers=Newcomers(
+            no_model="shares mean predictions and no model, and has no model for a client that never trained", join=True
+        ),
+    )
 
     def __init__(
         self,
@@ -107,8 +127,6 @@ class FD(FederatedCallback):
                 called exactly once a step or gives no rows of logits. Also if another callback works on a model that
                 travels, or keeps something beside one: here none does.
         """
-        refuse_without_a_model(self, setup)
-        refuse_what_stays(self, setup)
         seen = features_at_start(setup, self.feature_taps, self.key)
         if not seen:
             return
@@ -170,9 +188,6 @@ class FD(FederatedCallback):
             "outputs": (total[known] / weight[known, None]).float(),
             "classes": known.nonzero()[:, 0].int(),
         }
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Do nothing: a client that has sent no rows gets the mean of all others, like one that was never drawn."""
 
     # -- client --------------------------------------------------------------------------------------------------------
     def training_loss(

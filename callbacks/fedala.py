@@ -10,7 +10,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.algorithm import (
+    Change,
     Client,
+    Facts,
     FederatedCallback,
     Message,
     Server,
@@ -71,7 +73,7 @@ class FedALA(FederatedCallback):
         tensor([1., 2., 3.])
     """
 
-    merges = True
+    facts = Facts(changes={Change.START})
 
     def __init__(
         self,

@@ -12,7 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedlightning.algorithm import (
+    Change,
     Client,
+    Facts,
     GradientContext,
     Job,
     Message,
@@ -28,7 +30,11 @@ from fedlightning.algorithm import (
     module_state,
     select,
 )
-from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, parameter_names
+from fedlightning.callbacks.shared.server_models import (
+    KeepsClientModels,
+    combine,
+    parameter_names,
+)
 from fedlightning.callbacks.shared.steps import largest_lr
 
 PAPER_ALPHA = 1e4
@@ -99,8 +105,6 @@ class FedAMP(KeepsClientModels):
         {'a': 0.74, 'b': 0.26, 'c': 0.0}
     """
 
-    keeps = True
-
     def __init__(
         self,
         lam: float = 1.0,
@@ -125,7 +129,12 @@ class FedAMP(KeepsClientModels):
         self.sigma = sigma
         self.alpha_decay = alpha_decay
         self.start = start
-        self.merges = start == "own"
+
+    @property
+    def facts(self) -> Facts:
+        """A client keeps its own model, and may train from it."""
+        changes = {Change.START} if self.start == "own" else set()
+        return super().facts.extend(changes=changes, keeps=True)
 
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on a global model, and weights that could be negative; warn of a pull that diverges.

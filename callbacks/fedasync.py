@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedlightning.algorithm import Arrivals, FederatedCallback, GradientContext, Server, Setup, Update
+from fedlightning.algorithm import (
+    Arrivals,
+    AsynchronousMethod,
+    GradientContext,
+    Server,
+    Setup,
+    Update,
+)
 from fedlightning.callbacks.shared.staleness import StalenessName, check_staleness, staleness_weight
 
 
-class FedAsync(FederatedCallback):
+class FedAsync(AsynchronousMethod):
     """Asynchronous federated optimisation: every model that arrives is mixed into the server's at once.
 
     Xie, Koyejo, Gupta, "Asynchronous federated optimization", OPT workshop 2020.
@@ -44,8 +51,6 @@ class FedAsync(FederatedCallback):
         >>> [FedAsync(alpha=0.8).weighting(server, Update(0, "a", staleness=d)) for d in (0, 3)]
         [0.8, 0.4]
     """
-
-    asynchronous = True
 
     def __init__(
         self,

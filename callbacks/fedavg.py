@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import FederatedCallback, Setup, WeightingName
+from fedlightning.algorithm import Change, Facts, FederatedCallback, Need, Setup, WeightingName
 
 
 class FedAvg(FederatedCallback):
@@ -32,7 +32,7 @@ class FedAvg(FederatedCallback):
         tensor([2.])
     """
 
-    mixes_architectures = True
+    facts = Facts(mixes_architectures=True)
 
     def __init__(self, weighting: WeightingName = "samples") -> None:
         self.weighting = weighting
@@ -62,7 +62,7 @@ class FedSGD(FederatedCallback):
         ValueError: FedSGD takes one step per round, ... Set local_steps=1 and a batch size of at least 80.
     """
 
-    mixes_architectures = True
+    facts = Facts(needs=[Need("takes one step per round", (Change.PHASES, Change.WORK))], mixes_architectures=True)
 
     def __init__(self, weighting: WeightingName = "samples") -> None:
         self.weighting = weighting
@@ -93,9 +93,6 @@ class FedSGD(FederatedCallback):
                 f"FedSGD takes one step on one batch, but accumulate_grad_batches={window} would divide its gradient by "
                 f"{window}. Leave it out."
             )
-        fits = next((other for other in setup.callbacks if other.claims("local_phases")), None)
-        if fits is not None:
-            raise ValueError(f"FedSGD takes one step per round, but {fits.key} fits several times. Remove one of them.")
         names = [type(optimizer).__name__ for optimizer in setup.optimizers if type(optimizer).__name__ != "SGD"]
         if names:
             setup.warn(

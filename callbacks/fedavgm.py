@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from fedlightning.algorithm import FederatedCallback, Server, State, WeightingName
+from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, State, WeightingName
 from fedlightning.callbacks.shared.steps import memory, remember
 
 
@@ -49,8 +47,9 @@ class FedAvgM(FederatedCallback):
         tensor([2.9000])
     """
 
-    mixes_architectures = True
-    asynchronous = True  # a step of the server is a step, whoever's changes it takes
+    facts = Facts(
+        mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True)
+    )  # a step of the server is a step, whoever's changes it takes
 
     def __init__(self, beta: float = 0.9, server_lr: float = 1.0, weighting: WeightingName | None = None) -> None:
         if not 0.0 <= beta < 1.0:
@@ -64,9 +63,6 @@ class FedAvgM(FederatedCallback):
     def claims(self, role: str) -> bool:
         """Decline the server step where ``beta = 0, eta_s = 1``, which is FedAvg."""
         return super().claims(role) and not (role == "server_step" and self.beta == 0.0 and self.server_lr == 1.0)
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Need nothing: the momentum is the server's."""
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Take a heavy-ball step on trainable parameters; every other entry is the clients' mean."""

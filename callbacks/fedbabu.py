@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import Client, Phase, Server, Setup, WeightingName
+from fedlightning.algorithm import Client, Phase, Server, ServerModels, Setup, WeightingName
 from fedlightning.callbacks.local_adaptation import AdaptsAtEnd, Part
 from fedlightning.callbacks.partial import other_names, part_names, refuse_no_body
 
 
-class FedBABU(AdaptsAtEnd):
+class FedBABU(AdaptsAtEnd, ServerModels):
     """Body aggregation and body update: only the body trains, under a fixed random head; fine-tuning comes last.
 
     Oh, Kim, Yun, "FedBABU: toward enhanced representation for federated image classification", ICLR 2022.

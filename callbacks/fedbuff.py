@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import Arrivals, FederatedCallback, Server, Setup, State, Update
+from fedlightning.algorithm import (
+    Arrivals,
+    AsynchronousMethod,
+    Facts,
+    Newcomers,
+    Server,
+    Setup,
+    State,
+    Update,
+)
 from fedlightning.callbacks.shared.staleness import StalenessName, check_staleness, staleness_weight
 
 
-class FedBuff(FederatedCallback):
+class FedBuff(AsynchronousMethod):
     """Buffered asynchronous aggregation: the server makes a step whenever its buffer of changes is full.
 
     Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, "Federated learning with buffered asynchronous aggregation",
@@ -43,8 +52,6 @@ class FedBuff(FederatedCallback):
         [1.0, 0.5]
     """
 
-    asynchronous = True
-
     def __init__(
         self,
         buffer_size: int = 10,
@@ -65,6 +72,11 @@ class FedBuff(FederatedCallback):
         self.server_lr = server_lr
         self.max_staleness = max_staleness
         check_staleness("FedBuff", staleness, self.a, b, max_staleness)
+
+    @property
+    def facts(self) -> Facts:
+        """Between rounds the buffer is empty, so that clients may join."""
+        return super().facts.extend(newcomers=Newcomers(join=True))
 
     @property
     def arrivals(self) -> Arrivals:  # type: ignore[override]
@@ -104,6 +116,3 @@ class FedBuff(FederatedCallback):
             before = old[name].double()
             scaled[name] = (before + self.server_lr * (state[name].double() - before)).to(state[name].dtype)
         return scaled
-
-    def on_clients_join(self, server: Server, clients: object) -> None:
-        """Need nothing: between rounds the buffer is empty."""

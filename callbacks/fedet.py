@@ -14,9 +14,13 @@ from torch.optim import Adam
 
 from fedlightning.algorithm import (
     GLOBAL,
-    FederatedCallback,
+    Change,
+    Facts,
+    Need,
+    Newcomers,
     Plan,
     Server,
+    ServerModels,
     Setup,
     WeightingName,
     as_names,
@@ -24,15 +28,19 @@ from fedlightning.algorithm import (
     expand,
     module_state,
 )
-from fedlightning.callbacks.checkpoints import GlobalCheckpoint
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
-from fedlightning.callbacks.shared.server_models import refuse_parts_of_models
 
 LARGE = "server"
 """Key of the server's model where clients have its architecture too."""
 
+OWN_ENSEMBLE = Need(
+    "averages whole models for each architecture and teaches a large one by them",
+    (Change.PARTS, Change.REDUCE, Change.SHARED, Change.GLOBAL, Change.PERSONAL),
+)
+OWN_STAGE_G = Need("has a large model of its own for stage G", (Change.GLOBAL_SELECTION,), "use LocalCheckpoint()")
 
-class FedET(FederatedCallback):
+
+class FedET(ServerModels):
     """Clients train small models of differing architectures; on public data they teach a large model of the server's own.
 
     Cho, Manoel, Joshi, Sim, Dimitriadis, "Heterogeneous ensemble knowledge transfer for training large models in federated
@@ -75,7 +83,10 @@ class FedET(FederatedCallback):
         ['net.features']
     """
 
-    mixes_architectures = True
+    @property
+    def facts(self) -> Facts:
+        """Whole models make the ensemble, and the large one is FedET's; clients that join bring their architectures."""
+        return Facts(needs=[OWN_ENSEMBLE, OWN_STAGE_G], mixes_architectures=True, newcomers=Newcomers(join=self._join))
 
     def __init__(
         self,
@@ -104,25 +115,11 @@ class FedET(FederatedCallback):
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:
-        """Refuse missing public data, models without logits, and callbacks with another way to the next models.
+        """Refuse missing public data, and models without logits.
 
         Raises:
-            ValueError: If public data are missing or of another shape, or `forward` gives no logits for them. Also if another
-                callback reduces updates, sends parts of models, or selects one global model.
+            ValueError: If public data are missing or of another shape, or `forward` gives no logits for them.
         """
-        refuse_parts_of_models(self, setup)
-        for other in setup.callbacks:
-            ways = ("reduce", "shared_names", "global_module", "personal_module")
-            if other is not self and other.takes_part and any(map(other.claims, ways)):
-                raise ValueError(
-                    f"FedET averages whole models for each architecture and teaches a large one by them, and {other.key} has "
-                    f"another way to the models. Remove {other.key} or FedET."
-                )
-            if isinstance(other, GlobalCheckpoint):
-                raise ValueError(
-                    "GlobalCheckpoint would select the clients' architectures by the scores of stage G, which are those of "
-                    "FedET's large model. Remove GlobalCheckpoint, or use LocalCheckpoint()."
-                )
         check_public_logits(self.key, setup, labels=False)
 
     def on_federation_start(self, server: Server) -> None:
@@ -136,7 +133,7 @@ class FedET(FederatedCallback):
                 "FedET makes teachers of whole models, and float_buffers='local' keeps a part of each at its client. Use "
                 "float_buffers='average'."
             )
-        self.on_clients_join(server, server.clients)
+        self._join(server, server.clients)
         for client in server.held_out:
             if self.model_of(server, client) not in server.models:
                 raise ValueError(
@@ -148,7 +145,7 @@ class FedET(FederatedCallback):
             server.add_model(large, server.architecture().name)
         self._transferred(server)
 
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+    def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Make a model for an architecture that nobody had so far."""
         for client in clients:
             if (key := self.model_of(server, client)) not in server.models:

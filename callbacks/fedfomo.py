@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fedlightning.algorithm import (
+    Change,
     Client,
     Extra,
+    Facts,
     Job,
     Message,
     Server,
@@ -26,7 +28,11 @@ from fedlightning.algorithm import (
     ties,
 )
 from fedlightning.callbacks.shared.representations import refuse_classes
-from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, sent_models
+from fedlightning.callbacks.shared.server_models import (
+    KeepsClientModels,
+    combine,
+    sent_models,
+)
 
 ITSELF = "itself"
 
@@ -76,7 +82,10 @@ class FedFomo(KeepsClientModels):
         [0.75, 0.25, 0.0]
     """
 
-    merges = True
+    @property
+    def facts(self) -> Facts:
+        """Training starts from a mixture with the client's own model."""
+        return super().facts.extend(changes={Change.START})
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from fedlightning.algorithm import (
     GLOBAL,
     Client,
     Extra,
+    Facts,
     FederatedCallback,
     Job,
     Message,
@@ -39,7 +40,9 @@ from fedlightning.callbacks.shared.representations import (
     refuse_width,
     rows,
 )
-from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import (
+    no_model,
+)
 from fedlightning.wrappers import FeatureTap
 
 
@@ -87,7 +90,7 @@ class FedGH(FederatedCallback):
         (['2.weight', '2.bias'], ['prototypes', 'classes'])
     """
 
-    mixes_architectures = True
+    facts = Facts(needs=no_model("takes no model back from clients but a header"), mixes_architectures=True)
 
     def __init__(
         self,
@@ -128,8 +131,6 @@ class FedGH(FederatedCallback):
                 for representations alone or has too few, or widths of representations differ. Also if another callback
                 works on a model that comes back, or keeps something beside one: here none does.
         """
-        refuse_without_a_model(self, setup, "takes no model back from clients")
-        refuse_what_stays(self, setup, "shares a header alone")
         name, module = type(setup.template).__name__, setup.module
         if not module.automatic_optimization:
             raise ValueError(
@@ -210,13 +211,10 @@ class FedGH(FederatedCallback):
         """Return the header's names; nothing while clients keep their own."""
         return [] if server.round < self.warmup else self._header_names(module)
 
-    def may_leave(self, module: nn.Module) -> Iterable[str]:
-        """Return the header's names."""
-        return self._header_names(module)
-
     def wire(self, module: nn.Module) -> Wire:
         """Declare one vector for each class, and which class it is of, up."""
-        return Wire(up={"prototypes": Extra(("classes", -1)), "classes": Extra(("classes",), whole=True, low=0)})
+        up = {"prototypes": Extra(("classes", -1)), "classes": Extra(("classes",), whole=True, low=0)}
+        return Wire(up=up, entries=self._header_names(module))
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the header's input, the representation, and its output."""

@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedlightning.algorithm import (
     Client,
     Extra,
+    Facts,
     FederatedCallback,
     Job,
     Message,
+    Newcomers,
     Phase,
     Plan,
     Server,
@@ -43,7 +45,9 @@ from fedlightning.callbacks.shared.representations import (
     refuse_other_widths,
     rows,
 )
-from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import (
+    no_model,
+)
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 TRAIN = "train"
@@ -96,8 +100,14 @@ class FedGKT(FederatedCallback):
         ['features', 'logits', 'labels']
     """
 
-    mixes_architectures = True
-    no_newcomers = "shares features of training samples and no extractor, and has none for a client that never trained"
+    facts = Facts(
+        needs=no_model(),
+        mixes_architectures=True,
+        newcomers=Newcomers(
+            no_model="shares features of training samples and no extractor, and has none for a client that never trained",
+            join=True,
+        ),
+    )
 
     def __init__(
         self,
@@ -151,8 +161,6 @@ class FedGKT(FederatedCallback):
                 entropy (with `alpha`), batches are augmented at random, or features differ in width between architectures.
                 Also if another callback works on a model that travels, or keeps something beside one: here none does.
         """
-        refuse_without_a_model(self, setup)
-        refuse_what_stays(self, setup)
         name = type(setup.template).__name__
         features_at_start(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)
         refuse_other_widths(setup, lambda module: {"z": FeatureTap(module, head_path(module, self.head))}, self.key)
@@ -264,9 +272,6 @@ class FedGKT(FederatedCallback):
             age = server.round - own["rounds"][job.client]
             if self.max_age is None or age <= self.max_age:
                 message.extras[self.key] = {"logits": own["logits"][job.client]}
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Do nothing: a client without the server's logits trains its task, like all in the first round."""
 
     # -- client --------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

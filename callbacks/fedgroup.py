@@ -13,8 +13,10 @@ from torch import Tensor
 from fedlightning.algorithm import (
     GLOBAL,
     Client,
+    Facts,
     Job,
     Message,
+    Newcomers,
     Placing,
     Plan,
     Server,
@@ -29,7 +31,10 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import refuse_global_steps, refuse_second_visits
+from fedlightning.callbacks.shared.server_models import (
+    NO_SERVER_STEP,
+    one_visit,
+)
 
 COLD_START = "cold start"
 """Key of the first model at the server while clients pre-train from it; their scores go under it too."""
@@ -74,7 +79,20 @@ class FedGroup(Clusters):
         [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]
     """
 
-    no_newcomers = "finds a client's group by the update of its training, and has none for one that never trained"
+    @property
+    def facts(self) -> Facts:
+        """Groups have models of their own; newcomers pre-train first, and may then train again with their group."""
+        why = "finds a client's group by the update of its training, and has none for one that never trained"
+        once = one_visit(
+            "lets a newcomer train twice in a round",
+            "use participation=1.0 and an alpha that takes all clients",
+            self._twice_in,
+        )
+        return Facts(
+            needs=[NO_SERVER_STEP, once],
+            most_work=lambda usual: max(usual, self.pretrain or 0),
+            newcomers=Newcomers(no_model=why, join=True, place=self._place),
+        )
 
     def __init__(
         self,
@@ -103,21 +121,19 @@ class FedGroup(Clusters):
         return [f"cluster {k}" for k in range(1, self.num_clusters + 1)]
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that change one global model, and optimizers that go on from pre-training to the group.
+        """Refuse optimizers that go on from pre-training to the group.
 
         Raises:
             ValueError: With a sentence.
         """
-        refuse_global_steps(self, setup)
-        count, twice = len(setup.clients), self._twice(setup.participation, len(setup.clients))
-        if twice:
-            way_out = f"use participation=1.0 and an alpha of at least {math.ceil(count / self.num_clusters)}"
-            refuse_second_visits(self, setup, "lets a newcomer train twice in a round", way_out)
-        if setup.optimizer_state == "keep" and twice:
+        if setup.optimizer_state == "keep" and self._twice_in(setup):
             raise ValueError(
                 "FedGroup lets a newcomer train twice in a round, from the first model and from its group's, and with "
                 "optimizer_state='keep' the moments and clocks of one would go on in the other. Use optimizer_state='reset'."
             )
+
+    def _twice_in(self, setup: Setup) -> bool:
+        return self._twice(setup.participation, len(setup.clients))
 
     def _twice(self, participation: float, clients: int) -> bool:
         """Return whether a newcomer may pre-train and train with its group in one round.
@@ -151,10 +167,6 @@ class FedGroup(Clusters):
         if self.mix:
             yield []
             self._mix(server)
-
-    def most_work(self, usual: int) -> int:
-        """Return the larger of the ordinary work and that of pre-training."""
-        return max(usual, self.pretrain or 0)
 
     def _pretrained(
         self, server: Server, clients: Sequence[str]
@@ -197,7 +209,7 @@ class FedGroup(Clusters):
         server.state[self.key] = {**own, "clusters": in_client_order(server, own["clusters"] | found)}
         return found
 
-    def place_newcomers(self, server: Server, clients: Sequence[str]) -> Placing:
+    def _place(self, server: Server, clients: Sequence[str]) -> Placing:
         """Let clients that are onboarded pre-train, and place them as newcomers."""
         if self.key not in server.state:
             raise ValueError("FedGroup has found no groups yet: no client has trained in the cold start. Train first.")
@@ -221,9 +233,6 @@ class FedGroup(Clusters):
         if not names:
             raise ValueError("FedGroup groups clients by how the model moves, and no parameter that trains travels.")
         return names
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Need nothing: a client that is new is a newcomer, who pre-trains and joins the group of largest cosine."""
 
     def _mix(self, server: Server) -> None:
         """Add the other groups' models, each of length `mix`, to every group's."""

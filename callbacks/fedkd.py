@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning.algorithm import (
+    Change,
     Client,
+    Facts,
     Job,
     Message,
+    Need,
+    Newcomers,
     Server,
-    Setup,
     State,
     Update,
     WeightedMean,
@@ -27,6 +30,12 @@ from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.wrappers.pair import JointLoss, Side, shared_entries
 
 FACTORS = ("u", "s", "v")
+
+LOW_RANK_UPDATES = Need(
+    "sends a client's update as factors of low rank",
+    (Change.SENT,),
+    "set energy_start=1 and energy_end=1, without compression",
+)
 
 
 class FedKD(SharedPeer):
@@ -132,25 +141,11 @@ class FedKD(SharedPeer):
         """Return whether representations are compared."""
         return self.hidden and self.strength > 0.0
 
-    def check(self, setup: Setup) -> None:
-        """Refuse what :class:`SharedPeer` does, and callbacks that read or change what a client sends.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
-        super().check(setup)
-        for other in setup.callbacks:
-            if other is not self and other.takes_part and self.compresses:
-                if other.claims("on_send"):
-                    raise ValueError(
-                        f"FedKD sends a client's update as factors of low rank, which {other.key} does not know. Remove "
-                        f"{other.key}, or set energy_start=1 and energy_end=1: then nothing is compressed."
-                    )
-
     @property
-    def sends_less(self) -> bool:  # type: ignore[override]
-        """Whether matrices go as factors, in the extras."""
-        return self.compresses
+    def facts(self) -> Facts:
+        """Two models train; what a client sends goes as factors of low rank where it is compressed."""
+        changes, needs = ({Change.PARTS}, [LOW_RANK_UPDATES]) if self.compresses else (set(), [])
+        return super().facts.extend(changes=changes, needs=needs, newcomers=Newcomers(join=True))
 
     def wire(self, module: nn.Module) -> Wire:
         """Declare the factors of every matrix of the student; down also the share of energy and the student's number."""
@@ -257,9 +252,6 @@ class FedKD(SharedPeer):
                 new[name] = old[name] + product(found, value.shape).to(value)
         server.state[self.key] = {**own, "version": own.get("version", 0) + 1, "change": change}
         return new
-
-    def on_clients_join(self, server: Server, clients: object) -> None:
-        """Do nothing: a client without a student gets the whole one."""
 
 
 @dataclass(frozen=True)

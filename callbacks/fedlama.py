@@ -10,23 +10,26 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedlightning.algorithm import (
-    FederatedCallback,
     Job,
     Message,
     Plan,
     Server,
+    ServerModels,
     State,
     Update,
     WeightingName,
+    Wire,
     distance,
     partition,
     select,
     ties,
 )
-from fedlightning.callbacks.shared.server_models import parameter_names
+from fedlightning.callbacks.shared.server_models import (
+    parameter_names,
+)
 
 
-class FedLAMA(FederatedCallback):
+class FedLAMA(ServerModels):
     r"""Layer-wise adaptive model aggregation: layers on which the clients agree are averaged less often.
 
     Lee, Zhang, Avestimehr, "Layer-wise adaptive model aggregation for scalable federated learning", AAAI 2023.
@@ -107,8 +110,9 @@ class FedLAMA(FederatedCallback):
         layers = partition(module)
         return [name for layer in self._due(server) for name in layers[layer]]
 
-    def may_leave(self, module: nn.Module) -> None:
-        """Hold nothing back: every layer is averaged at the end of some round."""
+    def wire(self, module: nn.Module) -> Wire:
+        """Declare that every layer may leave: each is averaged at the end of some round."""
+        return Wire(entries="all")
 
     def plan_round(self, server: Server) -> Plan:
         """Visit the same participants until everything has been averaged."""

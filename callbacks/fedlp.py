@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from fedlightning.algorithm import POOLED, Client, FederatedCallback, Setup, Update, WeightingName, partition
+from fedlightning.algorithm import (
+    POOLED,
+    Change,
+    Client,
+    Facts,
+    FederatedCallback,
+    Setup,
+    Update,
+    WeightingName,
+    partition,
+)
 
 
 class FedLP(FederatedCallback):
@@ -40,7 +50,7 @@ class FedLP(FederatedCallback):
         ['1.weight', '1.bias']
     """
 
-    sends_less = True
+    facts = Facts(changes={Change.PARTS})
 
     def __init__(self, q: float | dict[str, float] = 0.7, weighting: WeightingName | None = None) -> None:
         for value in q.values() if isinstance(q, dict) else [q]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -13,9 +13,11 @@ from torch.nn import functional as F
 from fedlightning.algorithm import (
     Client,
     Extra,
+    Facts,
     FederatedCallback,
     Job,
     Message,
+    Newcomers,
     Phase,
     Plan,
     Server,
@@ -31,7 +33,9 @@ from fedlightning.callbacks.shared.distillation import (
     refuse_a_last_batch_of_one,
     refuse_other_predictions,
 )
-from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import (
+    no_model,
+)
 
 SCORES, TRANSFER, DIGEST = "scores", "transfer", "digest"
 ROUNDING = 1e-6
@@ -80,8 +84,14 @@ class FedMD(FederatedCallback):
         ([], ['logits'])
     """
 
-    mixes_architectures = True
-    no_newcomers = "shares logits on public data and no model, and has no model for a client that never trained"
+    facts = Facts(
+        needs=no_model(),
+        mixes_architectures=True,
+        newcomers=Newcomers(
+            no_model="shares logits on public data and no model, and has no model for a client that never trained",
+            join=True,
+        ),
+    )
 
     def __init__(
         self,
@@ -122,8 +132,6 @@ class FedMD(FederatedCallback):
                 gives no logits for them. Also if another callback works on a model that travels, or keeps something beside
                 one.
         """
-        refuse_without_a_model(self, setup)
-        refuse_what_stays(self, setup)
         check_public_logits(self.key, setup, labels=self.transfer_epochs > 0)
         if self.transfer_epochs:
             way_out = "the batch size of the public data to another one"
@@ -177,9 +185,6 @@ class FedMD(FederatedCallback):
         names = {SCORES: ("ids",), DIGEST: ("ids", "consensus")}.get(job.tag, ())
         if names:
             message.extras[self.key] = {name: own[name] for name in names}
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Do nothing: their first visit is like everybody's."""
 
     # -- client --------------------------------------------------------------------------------------------------------
     def local_phases(self, client: Client) -> Iterable[Phase]:

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import Client, FederatedCallback, Setup, Update, WeightingName
+from fedlightning.algorithm import Change, Client, Facts, FederatedCallback, Setup, Update, WeightingName
 from fedlightning.callbacks.shared.modalities import (
     Parts,
     encoders_of,
@@ -57,9 +57,9 @@ class FedMultimodal(FederatedCallback):
         self.encoders, self.holders_only, self.weighting = encoders, holders_only, weighting
 
     @property
-    def sends_less(self) -> bool:  # type: ignore[override]
-        """Whether encoders may be left out."""
-        return self.holders_only
+    def facts(self) -> Facts:
+        """Encoders without samples are left out."""
+        return Facts(changes={Change.PARTS} if self.holders_only else ())
 
     def check(self, setup: Setup) -> None:
         """Refuse modules without encoders, and those that train an encoder without its modality.

@@ -12,11 +12,14 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
     GLOBAL,
+    Change,
     Client,
     Extra,
+    Facts,
     FederatedCallback,
     Job,
     Message,
+    Need,
     Server,
     Setup,
     State,
@@ -65,6 +68,14 @@ class FedNova(FederatedCallback):
         (1.0, 0.0)
     """
 
+    facts = Facts(
+        needs=[
+            Need(
+                "averages normalised changes, each the sum of a client's steps from w^t", (Change.REDUCE, Change.START)
+            )
+        ]
+    )
+
     def __init__(self, weighting: WeightingName | None = None) -> None:
         self.weighting = weighting
 
@@ -78,15 +89,6 @@ class FedNova(FederatedCallback):
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
             raise ValueError(f"FedNova counts the steps of one optimizer, but {name} optimizes manually. Use FedAvg.")
-        other = next((callback for callback in setup.callbacks if callback.claims("reduce")), None)
-        if other is not None:
-            raise ValueError(f"FedNova averages normalised changes, but {other.key} combines the updates. Remove one.")
-        merging = next((callback for callback in setup.callbacks if callback.merges), None)
-        if merging is not None:
-            raise ValueError(
-                f"FedNova normalises w_i - w^t, the sum of a client's steps, but under {merging.key} training starts "
-                "elsewhere than from w^t. Remove one of them."
-            )
         for optimizer in setup.optimizers:
             if type(optimizer).__name__ != "SGD":
                 setup.warn(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import FederatedCallback, Server, State, WeightingName
+from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, State, WeightingName
 from fedlightning.callbacks.shared.steps import memory, remember
 
 
@@ -54,8 +53,9 @@ class FedOpt(FederatedCallback):
         tensor([0.4999, 0.5000])
     """
 
-    mixes_architectures = True
-    asynchronous = True  # a step of the server is a step, whoever's changes it takes
+    facts = Facts(
+        mixes_architectures=True, asynchronous=True, newcomers=Newcomers(join=True)
+    )  # a step of the server is a step, whoever's changes it takes
 
     def __init__(
         self,
@@ -90,9 +90,6 @@ class FedOpt(FederatedCallback):
             delta: The pseudo-gradient ``Delta``, of the same shape.
         """
         raise NotImplementedError
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Need nothing: the moments are the server's."""
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:
         """Take one adaptive step on trainable parameters; every other entry is the clients' mean."""

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from fedlightning.algorithm import (
     Client,
     Extra,
+    Facts,
     FederatedCallback,
     Job,
     Message,
+    Newcomers,
     Plan,
     Server,
     Setup,
@@ -33,7 +35,9 @@ from fedlightning.callbacks.shared.representations import (
     refuse_width,
     rows,
 )
-from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import (
+    no_model,
+)
 from fedlightning.wrappers import FeatureTap
 
 
@@ -75,8 +79,13 @@ class FedProto(FederatedCallback):
         ([], ['prototypes', 'classes'])
     """
 
-    mixes_architectures = True
-    no_newcomers = "shares prototypes and no model, and has no model for a client that never trained"
+    facts = Facts(
+        needs=no_model(),
+        mixes_architectures=True,
+        newcomers=Newcomers(
+            no_model="shares prototypes and no model, and has no model for a client that never trained"
+        ),
+    )
 
     def __init__(
         self,
@@ -121,8 +130,6 @@ class FedProto(FederatedCallback):
                 travels, or keeps something beside one (here none does), or if clients' models have representations of
             different widths.
         """
-        refuse_without_a_model(self, setup)
-        refuse_what_stays(self, setup)
         if features_at_start(setup, self.feature_taps, self.key):
             labels_of(setup.first_batch(), self.key)
         refuse_other_widths(setup, self.feature_taps, self.key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedlightning.algorithm import FederatedCallback, GradientContext, WeightingName
+from fedlightning.algorithm import Facts, FederatedCallback, GradientContext, WeightingName
 
 
 class FedProx(FederatedCallback):
@@ -39,7 +39,7 @@ class FedProx(FederatedCallback):
         tensor([ 0.5000, -1.0000])
     """
 
-    mixes_architectures = True
+    facts = Facts(mixes_architectures=True)
 
     def __init__(self, mu: float = 0.1, weighting: WeightingName | None = None) -> None:
         if mu < 0:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     NEWCOMER,
+    Change,
     Client,
     Extra,
+    Facts,
     GradientContext,
     Job,
     Message,
@@ -24,16 +26,16 @@ from fedlightning.algorithm import (
     Update,
     WeightedMean,
     Wire,
+    facts,
     select,
     ties,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
+    NO_SERVER_STEP,
     another_start,
     check_starts,
     parameter_names,
-    refuse_global_steps,
-    refuse_parts_of_models,
 )
 
 ESTIMATE = "estimate"
@@ -75,7 +77,7 @@ class FedSoft(Clusters):
         tensor([1.0000e+00, 1.0000e-04], dtype=torch.float64)
     """
 
-    merges = True
+    facts = Facts(changes={Change.START}, needs=[NO_SERVER_STEP, facts.WHOLE_UPDATES])
 
     def __init__(
         self,
@@ -105,13 +107,11 @@ class FedSoft(Clusters):
         return [f"centre {s}" for s in range(1, self.num_clusters + 1)]
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on one global model; warn of terms that lose their anchor.
+        """Warn of terms that lose their anchor; refuse centres that cannot differ.
 
         Raises:
             ValueError: If a callback changes one global model, or the module cannot be initialised anew.
         """
-        refuse_global_steps(self, setup)
-        refuse_parts_of_models(self, setup)
         if self.num_clusters > 1:
             check_starts(self, setup, self.init)
         terms = ("correct_gradient", "training_loss")

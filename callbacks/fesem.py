@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     GLOBAL,
+    Facts,
     GradientContext,
     Job,
     Message,
+    Newcomers,
     Placing,
     Plan,
     Server,
@@ -29,7 +31,10 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import combine, refuse_global_steps
+from fedlightning.callbacks.shared.server_models import (
+    NO_SERVER_STEP,
+    combine,
+)
 
 MIDDLE = "mean of the centres"
 """Key of the model from which clients train that are onboarded."""
@@ -81,7 +86,11 @@ class FeSEM(Clusters):
         [0, 0, 1]
     """
 
-    no_newcomers = "finds a client's cluster by the model that it has trained, and has none for one that never trained"
+    @property
+    def facts(self) -> Facts:
+        """Clusters have models of their own; a client is placed by the model that it has trained."""
+        why = "finds a client's cluster by the model that it has trained, and has none for one that never trained"
+        return Facts(needs=[NO_SERVER_STEP], newcomers=Newcomers(no_model=why, join=True, place=self._place))
 
     def __init__(
         self,
@@ -117,7 +126,6 @@ class FeSEM(Clusters):
         Raises:
             ValueError: With a sentence.
         """
-        refuse_global_steps(self, setup)
         trainable = [name for name, kind in setup.kinds.items() if kind == "trainable"]
         if self.layers is not None and not set(expand(self.layers, setup.kinds)) & set(trainable):
             raise ValueError(f"FeSEM got layers={self.layers}, none of which trains. Name some of {trainable}.")
@@ -147,10 +155,7 @@ class FeSEM(Clusters):
             return set()
         return {client for client in server.clients if self.cluster_of(server, client) == GLOBAL}
 
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Need nothing: a client that is new is a late one, whose cluster is looked for by its first visit."""
-
-    def place_newcomers(self, server: Server, clients: Sequence[str]) -> Placing:
+    def _place(self, server: Server, clients: Sequence[str]) -> Placing:
         """Let clients that are onboarded train from the mean of all centres; theirs is the one that they come nearer to most.
 
         From the first model, one visit would say little in later rounds: the centre that has moved least is the nearest.

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlightning.algorithm import (
+    Change,
     Client,
-    FederatedCallback,
+    Facts,
     Message,
+    Need,
     Setup,
     Stage,
     WeightingName,
@@ -26,6 +28,9 @@ from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 from fedlightning.wrappers.submodel import Units, plan_cuts
 from fedlightning.wrappers.units import prefix_units
 from fedlightning.wrappers.widths import Widths
+
+ONE_WIDTH_A_STEP = Need("trains another width in every step", (Change.LOSS, Change.PHASES, Change.OWN))
+"""A term of the loss, phases, or a model of the client's own would be of one width."""
 
 
 class FjORD(PartialTraining):
@@ -128,19 +133,10 @@ class FjORD(PartialTraining):
         largest = max(super()._computed())
         return {width for width in self.widths if width <= largest}
 
-    def _refuse(self, other: FederatedCallback, setup: Setup) -> None:
-        super()._refuse(other, setup)
-        why = (
-            "adds a term to the loss of a step"
-            if other.claims("training_loss")
-            else "trains in phases of its own"
-            if other.claims("local_phases")
-            else "trains a model of the client's own"
-            if other.keeps
-            else None
-        )
-        if why is not None:
-            raise ValueError(f"{other.key} {why}, but FjORD trains another width in every step. Remove one of them.")
+    @property
+    def facts(self) -> Facts:
+        """Every step trains another width, with one loss."""
+        return super().facts.extend(needs=[ONE_WIDTH_A_STEP])
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the logits: the output of the head."""

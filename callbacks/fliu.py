@@ -8,7 +8,9 @@ from torch import nn
 
 from fedlightning.algorithm import (
     POOLED,
+    Change,
     Client,
+    Facts,
     FederatedCallback,
     Job,
     Message,
@@ -52,7 +54,7 @@ class FLIU(FederatedCallback):
         [0.9, 0.75, 0.5, 0.25, 0.1]
     """
 
-    merges = True
+    facts = Facts(changes={Change.START})
 
     def __init__(self, gamma: float | Literal["adaptive"] = "adaptive", weighting: WeightingName = "uniform") -> None:
         if gamma != "adaptive" and not (isinstance(gamma, int | float) and 0.0 <= gamma <= 1.0):

@@ -11,10 +11,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedlightning.algorithm import (
+    Change,
     Client,
-    FederatedCallback,
+    Facts,
     Job,
     Message,
+    Need,
     Server,
     Setup,
     State,
@@ -24,8 +26,13 @@ from fedlightning.algorithm import (
     Wire,
 )
 from fedlightning.callbacks.shared.low_rank import ClientRanks
-from fedlightning.callbacks.shared.parts import whole_values
 from fedlightning.wrappers.adapters import adapted_layers, untie_adapted
+
+NEW_ADAPTERS = Need(
+    "merges the adapters into the network after every round and begins with new ones",
+    (Change.PLAN, Change.STEP, Change.REDUCED, Change.VALUES, Change.KEEPS, Change.PARTS),
+    "use FedIT in its place",
+)
 
 
 class FLoRA(ClientRanks):
@@ -68,7 +75,10 @@ class FLoRA(ClientRanks):
         (8, (8, 16.0))
     """
 
-    sends_private = True
+    @property
+    def facts(self) -> Facts:
+        """The adapters become a part of the network after every round, and new ones begin."""
+        return super().facts.extend(changes={Change.PRIVATE, Change.SMALLER}, needs=[NEW_ADAPTERS])
 
     def __init__(
         self,
@@ -113,25 +123,6 @@ class FLoRA(ClientRanks):
                 f"{self.key} begins every visit with new adapters, so optimizers that go on would carry moments of others. "
                 "Use optimizer_state='reset'."
             )
-        for other in setup.callbacks:
-            if other is not self and (why := self._conflict(other, setup)):
-                raise ValueError(
-                    f"{other.key} {why}, but {self.key} merges the adapters into the network after every round and begins "
-                    f"with new ones. Remove one of them, or use FedIT in place of {self.key}."
-                )
-
-    def _conflict(self, other: FederatedCallback, setup: Setup) -> str:
-        """Return what another callback does that new adapters in every round make meaningless; empty if nothing."""
-        keeps = other.merges or other.claims("shared_names") if other.keeps is None else other.keeps
-        found = {
-            "plans rounds of its own": other.claims("plan_round"),
-            "moves the server's model by the mean change of its entries": other.claims("server_step")
-            or (other.takes_part and other.claims("on_reduced")),
-            "sends values shaped as the model's entries": whole_values(other, setup),
-            "keeps a model or a part of it at each client": bool(keeps),
-            "leaves out entries of what is sent": other.sends_less,
-        }
-        return next((why for why, true in found.items() if true), "")
 
     def wire(self, module: Any) -> Wire:
         """Declare rank, scale, the stacks and how many rows of them are of which round."""
@@ -190,8 +181,6 @@ class FLoRA(ClientRanks):
         message.state |= fresh
         client.received |= fresh  # what terms in the gradient, as FedProx's, pull to
         client.state[self.key] = {"version": own["version"]}
-
-    sends_smaller = True
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
         """Refuse factors of another rank than the client's.

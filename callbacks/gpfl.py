@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning.algorithm import (
+    Change,
     Client,
+    Facts,
     FederatedCallback,
     GradientContext,
     Message,
+    Need,
     Server,
     Setup,
     WeightingName,
@@ -77,6 +80,7 @@ class GPFL(FederatedCallback):
         ['net.fc1.weight', 'net.fc1.bias', 'net.fc2.conditions.embeddings.weight']
     """
 
+    facts = Facts(needs=[Need("shares everything but the head, to which it has added layers", (Change.SHARED,))])
     rank = 1  # the contexts are those of the embeddings that a client trains from, after others have merged them
 
     def __init__(
@@ -115,17 +119,11 @@ class GPFL(FederatedCallback):
         return super().claims(role) and not unused.get(role, False)
 
     def check(self, setup: Setup) -> None:
-        """Refuse batches without labels, features that cannot be tapped, and other methods that share a part.
+        """Refuse batches without labels, and features that cannot be tapped.
 
         Raises:
             ValueError: With a sentence.
         """
-        for other in setup.callbacks:
-            if other is not self and other.claims("shared_names"):
-                raise ValueError(
-                    f"GPFL shares everything but the head, and {other.key} chooses another part, of a module to which GPFL "
-                    f"has added layers. Remove GPFL or {other.key}."
-                )
         if features_at_start(setup, self.feature_taps, self.key):
             labels_of(setup.first_batch(), self.key)
 

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from fedlightning.algorithm import (
     Client,
     Extra,
+    Facts,
     Job,
     Message,
+    Newcomers,
     Phase,
     Plan,
     Server,
@@ -45,7 +47,9 @@ from fedlightning.callbacks.shared.modalities import (
     rows_with,
     samples_with,
 )
-from fedlightning.callbacks.shared.server_models import refuse_global_steps
+from fedlightning.callbacks.shared.server_models import (
+    NO_SERVER_STEP,
+)
 
 ASK, UNIMODAL, FUSION = "modalities", "unimodal", "fusion"
 
@@ -91,8 +95,11 @@ class Harmony(Clusters):
         [0, 0, 1]
     """
 
-    no_newcomers = (
-        "finds a client's fusion by the encoders that it has trained, and has none for one that never trained"
+    facts = Facts(
+        needs=[NO_SERVER_STEP],
+        newcomers=Newcomers(
+            no_model="finds a client's fusion by the encoders that it has trained, and has none for one that never trained"
+        ),
     )
 
     def __init__(
@@ -116,7 +123,6 @@ class Harmony(Clusters):
         Raises:
             ValueError: With a sentence.
         """
-        refuse_global_steps(self, setup)
         encoders = encoders_of(setup, self.encoders, self.key)
         heads = parts_of(setup.module, self.heads, "heads")
         missing = [name for name in encoders if name not in heads]

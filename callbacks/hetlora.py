@@ -10,10 +10,25 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import Client, Job, Message, Server, Setup, State, Update, WeightedMean
+from fedlightning.algorithm import (
+    Change,
+    Client,
+    Facts,
+    Job,
+    Message,
+    Need,
+    Server,
+    Setup,
+    State,
+    Update,
+    WeightedMean,
+    facts,
+)
 from fedlightning.callbacks.shared.low_rank import ClientRanks
-from fedlightning.callbacks.shared.parts import refuse_whole_models
 from fedlightning.wrappers.adapters import adapted_layers
+
+BOTH_FACTORS = Need("weighs a client by the product of both factors of its adapters", (Change.PARTS,))
+PRUNED_ROWS = Need("prunes rows, which must not come back", (Change.START,), "use gamma=1")
 
 
 class HetLoRA(ClientRanks):
@@ -57,7 +72,11 @@ class HetLoRA(ClientRanks):
         ((8, 8), 7, 1)
     """
 
-    sends_smaller = True
+    @property
+    def facts(self) -> Facts:
+        """Clients have adapters of their own ranks, which are pruned where gamma is below 1."""
+        needs = [facts.WHOLE_MODELS_OF_CLIENTS, BOTH_FACTORS, *([PRUNED_ROWS] if self.gamma < 1.0 else [])]
+        return super().facts.extend(changes={Change.SMALLER}, needs=needs)
 
     def __init__(
         self,
@@ -100,7 +119,7 @@ class HetLoRA(ClientRanks):
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that take a client's adapters for those of all, and what would bring pruned rows back.
+        """Refuse optimizers that would bring pruned rows back.
 
         Raises:
             ValueError: With the reason.
@@ -111,20 +130,6 @@ class HetLoRA(ClientRanks):
                 f"{self.key} prunes ranks, and the moments of optimizers that go on would move the rows that are gone. Use "
                 "optimizer_state='reset', or gamma=1."
             )
-        for other in setup.callbacks:
-            if other is self:
-                continue
-            refuse_whole_models(self, other, setup)
-            if other.sends_less:
-                raise ValueError(
-                    f"{other.key} leaves out entries of what is sent, but {self.key} weighs a client by the product of both "
-                    "factors. Remove one of them."
-                )
-            if other.merges and self.gamma < 1.0:
-                raise ValueError(
-                    f"{other.key} merges what came with what the client has kept, which brings back the rows that "
-                    f"{self.key} has pruned. Use gamma=1, or remove one of them."
-                )
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse adapters of which one factor travels and the other one stays.

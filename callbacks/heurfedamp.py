@@ -11,7 +11,10 @@ from torch import Tensor
 
 from fedlightning.algorithm import Server, Setup, State
 from fedlightning.callbacks.fedamp import FLAT, PAPER_ALPHA, FedAMP
-from fedlightning.callbacks.shared.server_models import KeepsClientModels, parameter_names
+from fedlightning.callbacks.shared.server_models import (
+    KeepsClientModels,
+    parameter_names,
+)
 
 ROUNDING = 1e-14
 """What ``1 - cos`` of a vector with itself may be in float64."""

@@ -7,7 +7,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import Client, Job, Message, Server, Setup, Update, clone, module_state, partition, ties
+from fedlightning.algorithm import (
+    Change,
+    Client,
+    Facts,
+    Job,
+    Message,
+    Server,
+    Setup,
+    Update,
+    clone,
+    module_state,
+    partition,
+    ties,
+)
 from fedlightning.callbacks.pfedla import layers_of, pFedLA
 
 
@@ -53,7 +66,10 @@ class HeurpFedLA(pFedLA):
         []
     """
 
-    merges = True
+    @property
+    def facts(self) -> Facts:
+        """Training starts from a mixture with the client's own model."""
+        return super().facts.extend(changes={Change.START})
 
     def __init__(
         self,

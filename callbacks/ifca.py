@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -14,8 +13,10 @@ from fedlightning.algorithm import (
     GLOBAL,
     Client,
     Extra,
+    Facts,
     Job,
     Message,
+    Newcomers,
     Plan,
     Server,
     Setup,
@@ -29,7 +30,11 @@ from fedlightning.algorithm import (
     ties,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
-from fedlightning.callbacks.shared.server_models import another_start, check_starts, refuse_global_steps
+from fedlightning.callbacks.shared.server_models import (
+    NO_SERVER_STEP,
+    another_start,
+    check_starts,
+)
 
 GRADIENT = "gradient at the chosen centre"
 
@@ -109,6 +114,11 @@ class IFCA(Clusters):
         self.deploy_split = deploy_split
         self.weighting = weighting
 
+    @property
+    def facts(self) -> Facts:
+        """Several centres have models of their own; a client that joins tries them all."""
+        return Facts(needs=[NO_SERVER_STEP] if self.num_clusters > 1 else [], newcomers=Newcomers(join=True))
+
     def claims(self, role: str) -> bool:
         """Decline the plan of the round under option 2, and the global model where there is one cluster."""
         declined = {"plan_round": self.option == 2, "global_module": self.num_clusters == 1}
@@ -127,7 +137,6 @@ class IFCA(Clusters):
             )
         if self.num_clusters == 1:
             return
-        refuse_global_steps(self, setup)
         check_starts(self, setup, self.init)
 
     def wire(self, module: nn.Module) -> Wire:
@@ -219,9 +228,6 @@ class IFCA(Clusters):
     def models_in_use(self, server: Server) -> list[str]:
         """Return the keys of all centres; the first one is the global model."""
         return [centre(j) for j in range(self.num_clusters)]
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Need nothing: a client that is new chooses a centre in the round in which it comes."""
 
     def global_module(self, server: Server, client: str | None) -> LightningModule | None:
         """Return the centre that ``client`` chose last; ``None`` for all, and for a client that never took part."""

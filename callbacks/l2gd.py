@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from fedlightning.algorithm import (
+    Change,
     Client,
+    Facts,
     FederatedCallback,
     Job,
     Message,
+    Need,
+    Newcomers,
     Plan,
     Server,
     Setup,
@@ -23,8 +26,9 @@ from fedlightning.algorithm import (
     interpolate,
     select,
 )
-from fedlightning.callbacks.fedavg import FedSGD
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr
+
+MEAN_MODEL = Need("pulls the clients towards the mean of their models", (Change.STEP, Change.REDUCED, Change.REDUCE))
 
 
 class L2GD(FederatedCallback):
@@ -68,7 +72,16 @@ class L2GD(FederatedCallback):
         0.45
     """
 
-    merges = True
+    @property
+    def facts(self) -> Facts:
+        """Clients go on from their own models, for as many steps as a coin says: more than usual, once in 10^12 rounds."""
+        most = 1 + math.ceil(12 * math.log(10) / -math.log1p(-self.p))
+        return Facts(
+            changes={Change.START, Change.WORK},
+            needs=[MEAN_MODEL],
+            most_work=lambda usual: most,
+            newcomers=Newcomers(join=True),
+        )
 
     def __init__(self, lam: float = 1.0, p: float = 0.1, weighting: WeightingName = "uniform") -> None:
         if lam < 0:
@@ -86,16 +99,6 @@ class L2GD(FederatedCallback):
             ValueError: If the trainer counts epochs, ``theta > 1``, another callback makes the global model something
                 else than the mean of the clients' models, or corrects their gradients towards the mean.
         """
-        for other in setup.callbacks:
-            if any(other.claims(name) for name in ("server_step", "on_reduced", "reduce")):
-                raise ValueError(
-                    f"L2GD pulls the clients towards xbar, the mean of their models, but {other.key} makes the server's "
-                    "model something else. Remove one of them."
-                )
-            if isinstance(other, FedSGD):
-                raise ValueError(
-                    "FedSGD takes one step per round, but L2GD's coin decides how many. Remove one of them."
-                )
         if setup.local_steps is None:
             raise ValueError(
                 f"L2GD decides by a coin how many steps a round has, but the trainer counts local_epochs="
@@ -134,13 +137,6 @@ class L2GD(FederatedCallback):
             m += 1
         yield [Job(client, work=k) for client in server.participants()]
         server.state[self.key] = {"m": m}
-
-    def most_work(self, usual: int) -> int:
-        """Return the steps that the coin exceeds once in 10^12 rounds."""
-        return 1 + math.ceil(12 * math.log(10) / -math.log1p(-self.p))
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Need nothing: a client that is new begins at the mean."""
 
     def on_broadcast(self, server: Server, job: Job, message: Message) -> None:
         """Send m. Before the first round there is nothing to aggregate, so it is 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import MixingWeights, Plan, Server, Setup, Topology, Update
+from fedlightning.algorithm import Facts, MixingWeights, Plan, Server, Setup, Topology, Update
 from fedlightning.callbacks.dsgd import warn_of_lost_momentum
 from fedlightning.callbacks.shared.gossip import Gossip
 
@@ -75,9 +75,10 @@ class LDSGD(Gossip):
         if self.i2 > 1:
             warn_of_lost_momentum(self, setup)
 
-    def most_work(self, usual: int) -> int:
-        """Return ``I1 + 1``."""
-        return usual + 1
+    @property
+    def facts(self) -> Facts:
+        """A round has visits of `I1 + 1` steps."""
+        return super().facts.extend(most_work=lambda usual: usual + 1)
 
     def plan_round(self, server: Server) -> Plan:
         """Plan ``I1 + 1`` steps, an average, and then ``I2 - 1`` times one step and an average."""

@@ -8,7 +8,7 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import NEWCOMER, Client, Job, Message, Phase, Server, Setup, Stage, select
+from fedlightning.algorithm import NEWCOMER, Client, Facts, Job, Message, Phase, Server, Setup, Stage, select
 from fedlightning.callbacks.checkpoints import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
@@ -33,7 +33,7 @@ class AdaptsAtEnd(KeepsModel):
         lr_factor: Factor on the module's learning rate in fine-tuning.
     """
 
-    keeps = False  # the copy is made once, after the last round
+    facts = Facts(keeps=False)  # the copy is made once, after the last round
 
     epochs: int
     part: Part

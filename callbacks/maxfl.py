@@ -9,10 +9,14 @@ from torch import nn
 
 from fedlightning.algorithm import (
     GLOBAL,
+    Change,
     Client,
     Extra,
+    Facts,
     FederatedCallback,
     Job,
+    Need,
+    Newcomers,
     Plan,
     Server,
     Setup,
@@ -26,7 +30,9 @@ from fedlightning.algorithm import (
     select,
     warn,
 )
-from fedlightning.callbacks.shared.server_models import refuse_second_visits
+from fedlightning.callbacks.shared.server_models import (
+    one_visit,
+)
 
 ALONE = "alone"
 """Tag of visits that only find a requirement, and key of the model that they begin from."""
@@ -35,6 +41,8 @@ COLUMNS = ("round", "client", "weight", "satisfied")
 """Columns of `appeal.csv`."""
 FAR = 20.0
 """Distance from a requirement beyond which a client counts no less: sigmoids of more are 0 in floating point."""
+
+ONE_MODEL = Need("weighs the changes that clients make to one model", (Change.START, Change.REDUCE, Change.REDUCED))
 
 
 class MaxFL(FederatedCallback):
@@ -89,7 +97,7 @@ class MaxFL(FederatedCallback):
         return max(float(update.extras[self.key]["weight"]), 0.0)  # the check has some slack
 
     def check(self, setup: Setup) -> None:
-        """Refuse modules without a training loss, and callbacks that leave no one global model to weigh.
+        """Refuse modules without a training loss, and optimizers that go on from one model to another.
 
         Raises:
             ValueError: With a sentence.
@@ -99,21 +107,24 @@ class MaxFL(FederatedCallback):
                 f"MaxFL compares losses that training_step returns, but {type(setup.template).__name__} optimizes manually. "
                 "Use automatic optimization."
             )
-        twice = self._twice(setup.participation, len(setup.clients))
-        if twice:
-            what = "lets a client train alone before it trains the global model"
-            refuse_second_visits(self, setup, what, "use participation=1.0 and alone=None")
-        if setup.optimizer_state == "keep" and twice:
+        if setup.optimizer_state == "keep" and self._twice_in(setup):
             raise ValueError(
                 "MaxFL lets a client train alone before it trains the global model, and with optimizer_state='keep' the "
                 "moments and clocks of one would go on in the other. Use optimizer_state='reset'."
             )
-        for other in setup.callbacks:
-            if other is not self and (other.merges or other.claims("reduce") or other.claims("on_reduced")):
-                why = "makes training start elsewhere than from w" if other.merges else "combines the updates otherwise"
-                raise ValueError(
-                    f"MaxFL weighs the changes that clients make to one model, and {other.key} {why}. Remove one of them."
-                )
+
+    @property
+    def facts(self) -> Facts:
+        """The changes of one model are weighed; who has no requirement yet may train alone first."""
+        what = "lets a client train alone before it trains the global model"
+        return Facts(
+            needs=[ONE_MODEL, one_visit(what, "use participation=1.0 and alone=None", self._twice_in)],
+            most_work=lambda usual: max(usual, self.alone or 0),
+            newcomers=Newcomers(join=True),
+        )
+
+    def _twice_in(self, setup: Setup) -> bool:
+        return self._twice(setup.participation, len(setup.clients))
 
     def _twice(self, participation: float, clients: int) -> bool:
         """Return whether a client may train alone and with the others in one round.
@@ -146,10 +157,6 @@ class MaxFL(FederatedCallback):
             )
         server.state[self.key] = {"known": [], "rows": []}
 
-    def most_work(self, usual: int) -> int:
-        """Return the larger of the ordinary work and that of who trains alone."""
-        return max(usual, self.alone or 0)
-
     def plan_round(self, server: Server) -> Plan:
         """Let clients without a requirement find one; then train."""
         server.state[self.key] = {**server.state[self.key], "rows": []}
@@ -162,9 +169,6 @@ class MaxFL(FederatedCallback):
             clients = [client for client in clients if client in known or (twice and client in found)]
         if clients:
             yield [Job(client) for client in clients]
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Need nothing: a client that is new finds its requirement in the round in which it comes."""
 
     def _find_requirements(self, server: Server, new: Sequence[str]) -> Generator[list[Job], list[Update], set[str]]:
         """Let clients train alone; return those that have a requirement now."""

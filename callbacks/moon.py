@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedlightning.algorithm import Client, FederatedCallback, Setup, Update, WeightingName
+from fedlightning.algorithm import Client, Facts, FederatedCallback, Setup, Update, WeightingName
 from fedlightning.callbacks.shared.representations import (
     comes_by,
     contrastive_loss,
@@ -60,7 +60,7 @@ class MOON(FederatedCallback):
         (tensor(0.1269), tensor(2.1269))
     """
 
-    keeps = True
+    facts = Facts(keeps=True)
 
     def __init__(
         self,

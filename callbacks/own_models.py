@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.algorithm import (
     Client,
+    Facts,
     FederatedCallback,
     Stage,
     State,
@@ -30,7 +31,7 @@ class KeepsModel(FederatedCallback):
         {'w': 1.0}
     """
 
-    keeps: bool | None = True
+    facts = Facts(keeps=True)
 
     def kept(self, client: Client) -> State:
         """Return the client's own model; empty if it has none yet."""

@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedlightning.algorithm import (
+    Facts,
     FederatedCallback,
+    Newcomers,
     Server,
     Setup,
     WeightingName,
@@ -17,7 +19,9 @@ from fedlightning.algorithm import (
     head_names,
     ordered_layers,
 )
-from fedlightning.callbacks.shared.server_models import refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import (
+    no_model,
+)
 
 
 class FedPer(FederatedCallback):
@@ -43,7 +47,7 @@ class FedPer(FederatedCallback):
         ['0.weight', '0.bias']
     """
 
-    mixes_architectures = True
+    facts = Facts(mixes_architectures=True)
 
     def __init__(
         self, personal: str | list[str] | None = None, num_layers: int = 1, weighting: WeightingName | None = None
@@ -92,7 +96,7 @@ class LGFedAvg(FederatedCallback):
         ['2.weight', '2.bias']
     """
 
-    mixes_architectures = True
+    facts = Facts(mixes_architectures=True)
 
     def __init__(
         self, shared: str | list[str] | None = None, num_layers: int = 2, weighting: WeightingName | None = None
@@ -181,9 +185,12 @@ class Local(FederatedCallback):
         []
     """
 
-    mixes_architectures = True
+    facts = Facts(
+        needs=no_model()[:1],
+        mixes_architectures=True,
+        newcomers=Newcomers(no_model="trains each client alone, and has no model for one that never trained"),
+    )
     optimizer_state = "keep"
-    no_newcomers = "trains each client alone, and has no model for one that never trained"
 
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on a model that travels, and those that only choose what does.
@@ -191,7 +198,6 @@ class Local(FederatedCallback):
         Raises:
             ValueError: If there is one.
         """
-        refuse_without_a_model(self, setup)
         for other in setup.callbacks:
             if other is not self and other.claims("shared_names") and not other.claims("wrap_module"):
                 raise ValueError(

@@ -14,7 +14,10 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
+    Change,
     Client,
+    Facts,
+    Need,
     Phase,
     Server,
     Setup,
@@ -80,6 +83,13 @@ class pFedBayes(KeepsModel):
         ['net.fc1.weight', 'net.fc1.bias', 'net.fc1.weight_rho', 'net.fc1.bias_rho']
     """
 
+    facts = Facts(
+        needs=[
+            Need("trains the model that travels without data of its own", (Change.GRADIENT,)),
+            Need("adds a spread to every parameter of the module", (Change.MODULE,)),
+        ]
+    )
+
     def __init__(
         self,
         zeta: float = 0.1,
@@ -114,7 +124,7 @@ class pFedBayes(KeepsModel):
         return super().claims(role) and not (role == "server_step" and self.server_lr == 1.0)
 
     def check(self, setup: Setup) -> None:
-        """Refuse manual optimization, weight decay, corrections of `w_i` and other parts; warn of a prior that overshoots.
+        """Refuse manual optimization, and weight decay; warn of a prior that overshoots.
 
         Raises:
             ValueError: With a sentence.
@@ -122,17 +132,6 @@ class pFedBayes(KeepsModel):
         name = type(setup.template).__name__
         if not setup.module.automatic_optimization:
             raise ValueError(f"pFedBayes samples the weights of every step, but {name} optimizes manually.")
-        for other in setup.callbacks:
-            if other is not self and other.claims("correct_gradient"):
-                raise ValueError(
-                    f"{other.key} corrects the training of the model that travels; that of pFedBayes sees no data of its "
-                    f"own. Remove {other.key} or pFedBayes."
-                )
-            if other is not self and other.claims("wrap_module"):
-                raise ValueError(
-                    f"pFedBayes adds a spread to every parameter of the module, and {other.key} adds or replaces parameters. "
-                    f"Remove {other.key} or pFedBayes."
-                )
         smallest = min((count for count in setup.num_samples.values() if count), default=1)
         for optimizer in setup.optimizers:
             if any(group.get("weight_decay") for group in optimizer.param_groups):

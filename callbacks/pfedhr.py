@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from fedlightning.algorithm import (
     Client,
+    Facts,
     FederatedCallback,
     Job,
     Message,
+    Newcomers,
     Plan,
     Server,
     Setup,
@@ -28,7 +30,9 @@ from fedlightning.callbacks.pfedhr_server import Reassembly
 from fedlightning.callbacks.shared.blocks import check_cut, cut
 from fedlightning.callbacks.shared.distillation import both_classes, check_public_logits, inputs_of, kl
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
-from fedlightning.callbacks.shared.server_models import refuse_what_stays, refuse_without_a_model
+from fedlightning.callbacks.shared.server_models import (
+    no_model,
+)
 from fedlightning.callbacks.shared.stitching import BLOCKS, Stitched, rebuild
 from fedlightning.wrappers import FeatureTap
 
@@ -92,8 +96,14 @@ class pFedHR(FederatedCallback):
         ([], {'candidate': 'tensors'})
     """
 
-    mixes_architectures = True
-    no_newcomers = "lets each client train a model of its own, and has none for a client that never trained"
+    facts = Facts(
+        needs=no_model(),
+        mixes_architectures=True,
+        newcomers=Newcomers(
+            no_model="lets each client train a model of its own, and has none for a client that never trained",
+            join=True,
+        ),
+    )
 
     def __init__(
         self,
@@ -165,8 +175,6 @@ class pFedHR(FederatedCallback):
                 calculate with; if `forward` gives no logits; if a network is no chain of layers and has no `blocks()`. Also
                 if another callback works on a model that travels, or keeps something beside one.
         """
-        refuse_without_a_model(self, setup)
-        refuse_what_stays(self, setup)
         check_public_logits(self.key, setup, labels=bool(self.labels))
         features_at_start(setup, self.feature_taps, self.key)
         x = inputs_of(move_batch(setup.module, setup.public_batch()), self.key)
@@ -183,12 +191,9 @@ class pFedHR(FederatedCallback):
         """Return nothing: clients' models are not averaged. They travel whole, beside the message's own entries."""
         return []
 
-    def may_leave(self, module: nn.Module) -> None:
-        """Hold nothing back: the model travels whole, as an extra."""
-
     def wire(self, module: nn.Module) -> Wire:
         """Declare the candidate down, the client's model up."""
-        return Wire(down={"candidate": "tensors"}, up={"model": "state"})
+        return Wire(down={"candidate": "tensors"}, up={"model": "state"}, entries="all")
 
     def feature_taps(self, module: LightningModule) -> Mapping[str, FeatureTap]:
         """Tap the logits: the output of the head."""
@@ -248,9 +253,6 @@ class pFedHR(FederatedCallback):
         own = server.state.get(self.key)
         if own is not None and job.client in own["given"] and job.work != 0:
             message.extras[self.key] = {"candidate": own["candidates"][own["given"][job.client]]}
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Do nothing: clients that have sent no model have no candidate, and begin like all others."""
 
     def _reassemble(self, server: Server, models: Mapping[str, State]) -> None:
         """Make candidates out of the models that came, and note which one each of these clients gets."""

@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedlightning.algorithm import (
+    Change,
     Client,
+    Facts,
     FederatedCallback,
     GradientContext,
     Job,
     Message,
+    Need,
+    Newcomers,
     Plan,
     Server,
     Setup,
@@ -30,10 +34,15 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
-from fedlightning.callbacks.shared.server_models import refuse_global_steps
 from fedlightning.wrappers import FeatureTap
 
 LABELLED, UNLABELLED = "labelled", "unlabelled"
+
+OWN_PRUNING = Need(
+    "tells from its own pruning what each client holds, of a model that its server has trained",
+    (Change.STEP, Change.REDUCED, Change.PARTS),
+)
+OWN_LOSS = Need("trains clients on a loss without labels", (Change.LOSS,))
 
 
 class pFedKnow(FederatedCallback):
@@ -97,24 +106,17 @@ class pFedKnow(FederatedCallback):
         self.server, self.prune, self.threshold = server, prune, threshold
         self.guide, self.lam, self.head, self.weighting = guide, lam, head, weighting
 
+    @property
+    def facts(self) -> Facts:
+        """Clients hold pruned models and train on another loss; shares that are dealt in turn stay."""
+        return Facts(needs=[OWN_PRUNING, OWN_LOSS], newcomers=Newcomers(join=self._join))
+
     def check(self, setup: Setup) -> None:
-        """Refuse a server without data, a guide that trains, a head without logits, server optimizers, other losses.
+        """Refuse a server without data, a guide that trains, and a head without logits.
 
         Raises:
             ValueError: With a sentence.
         """
-        refuse_global_steps(self, setup)
-        for other in setup.callbacks:
-            if other.sends_less:
-                raise ValueError(
-                    f"pFedKnow tells from its own pruning what each client holds, and {other.key} leaves out more, also of "
-                    f"the model that the server has trained. Remove {other.key} or pFedKnow."
-                )
-            if other is not self and other.claims("training_loss"):
-                raise ValueError(
-                    f"{other.key} adds a term to the loss on labels, but pFedKnow's clients train on another loss, without "
-                    f"them. Remove {other.key} or pFedKnow."
-                )
         if self.server is not None and not setup.num_samples.get(self.server):
             raise ValueError(
                 f"pFedKnow got server={self.server!r}, and there is no such client with training data; the clients are "
@@ -160,13 +162,12 @@ class pFedKnow(FederatedCallback):
         if labelled:
             yield labelled
 
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+    def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Refuse to change what the clients that are there lose, which comes from a list in turn.
 
         Raises:
             ValueError: If that would happen.
         """
-        super().on_clients_join(server, clients)
         if isinstance(self.prune, list):
             refuse_new_deal(self, server, clients, "prune", self.prune)
 

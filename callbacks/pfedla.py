@@ -11,7 +11,11 @@ from torch.func import functional_call
 
 from fedlightning.algorithm import Job, Message, Server, State, Update, clone, isolated, module_state, partition, select
 from fedlightning.callbacks.hypernetwork import HyperNetwork
-from fedlightning.callbacks.shared.server_models import KeepsClientModels, combine, parameter_names
+from fedlightning.callbacks.shared.server_models import (
+    KeepsClientModels,
+    combine,
+    parameter_names,
+)
 
 
 class pFedLA(KeepsClientModels):

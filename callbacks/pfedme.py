@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
     Client,
+    Facts,
     FederatedCallback,
     Job,
     Plan,
@@ -71,7 +72,7 @@ class pFedMe(FederatedCallback):
 
     saved_as = "PFedMe"
 
-    keeps = True
+    facts = Facts(keeps=True)
 
     @renamed_arguments(server_rate="server_lr")
     def __init__(

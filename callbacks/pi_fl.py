@@ -22,8 +22,10 @@ from fedlightning.algorithm import (
     GLOBAL,
     Client,
     Extra,
+    Facts,
     Job,
     Message,
+    Newcomers,
     Plan,
     Server,
     Setup,
@@ -31,6 +33,7 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
+    facts,
     select,
     ties,
 )
@@ -39,12 +42,11 @@ from fedlightning.callbacks.shared.class_scores import class_scores
 from fedlightning.callbacks.shared.memberships import cluster_module, in_client_order, ledger_figure, save
 from fedlightning.callbacks.shared.representations import head_path
 from fedlightning.callbacks.shared.server_models import (
+    NO_SERVER_STEP,
     another_start,
     check_starts,
     combine,
-    refuse_global_steps,
-    refuse_parts_of_models,
-    refuse_second_visits,
+    one_visit,
 )
 from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
 
@@ -170,17 +172,23 @@ class PIFL(PIFLRound):
     tokens: float | None
     init: float | Literal["random"]
 
+    @property
+    def facts(self) -> Facts:
+        """Clusters have models of their own, of which a client may train several; who joins gets tokens."""
+        needs = [NO_SERVER_STEP, facts.WHOLE_UPDATES]
+        if self.num_clusters > 1:
+            needs.append(one_visit("lets a client train several clusters' models in one round", "use one cluster"))
+        return Facts(needs=needs, newcomers=Newcomers(join=self._join))
+
     elsewhere: ClassVar[str] = "utility='local' and pretrain_rounds=0"
     """What runs where the clients' data are not in one place, for a message."""
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on one global model, and accuracies without validation data.
+        """Refuse accuracies without validation data, and what would go on from one cluster's model to the next.
 
         Raises:
             ValueError: With a sentence.
         """
-        refuse_global_steps(self, setup)
-        refuse_parts_of_models(self, setup)
         if self.num_clusters > 1 and not self.pretrain_rounds and self.init != 0:
             check_starts(self, setup, self.init)
         scores = self.ledger or (self.incentive and self.utility != "gradient") or self.pretrain_rounds > 0
@@ -199,10 +207,6 @@ class PIFL(PIFLRound):
             raise ValueError(
                 f"{self.key} has {self.pretrain_rounds} rounds of pre-training and there are {setup.max_rounds} in all: "
                 "no cluster would ever train. Use pretrain_rounds below max_rounds."
-            )
-        if self.num_clusters > 1:
-            refuse_second_visits(
-                self, setup, "lets a client train several clusters' models in one round", "use one cluster"
             )
         if self.num_clusters > 1 and setup.optimizer_state == "keep":
             raise ValueError(
@@ -252,7 +256,7 @@ class PIFL(PIFLRound):
             start = another_start(server.module, self.init, server.blueprint.settings.seed, self.key, number)
             server.models[cluster] = dict(server.model) if number == 1 else start
 
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+    def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Give new clients the tokens that the others began with."""
         own = server.state[self.key]
         self._note(server, balances={**own["balances"], **dict.fromkeys(clients, own["tokens"])})

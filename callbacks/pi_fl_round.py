@@ -12,7 +12,9 @@ from torch import Tensor
 from fedlightning.algorithm import POOLED, Job, Server, State, Update
 from fedlightning.callbacks.shared.class_scores import groups_by_class_scores
 from fedlightning.callbacks.shared.memberships import Clusters
-from fedlightning.callbacks.shared.server_models import combine
+from fedlightning.callbacks.shared.server_models import (
+    combine,
+)
 from fedlightning.callbacks.shared.shapley import Coalition, Shapley, shapley_values
 from fedlightning.callbacks.shared.tokens import Ledger, contribution_ranks, levels, refund_share
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fedlightning.algorithm import (
+    Change,
     Client,
     Extra,
     FederatedCallback,
@@ -28,7 +29,6 @@ from fedlightning.algorithm import (
     pieces,
     state_names,
 )
-from fedlightning.callbacks.checkpoints import GlobalCheckpoint
 from fedlightning.callbacks.diagnostics.sensitivity import Sensitivity, SensitivityAccumulator, scale_of
 from fedlightning.callbacks.diagnostics.sensitivity_files import write_sensitivity
 from fedlightning.callbacks.diagnostics.sensitivity_terms import layers_sent
@@ -118,7 +118,9 @@ class PLayerFL(FederatedCallback):
             )
         if self.split is not None and not 0 <= self.split <= count:
             raise ValueError(f"{self.key} got split={self.split}; {name} has {count} layers: use 0 to {count}.")
-        if any(isinstance(other, GlobalCheckpoint) for other in setup.callbacks) and not self._shares_all(count):
+        if any(Change.GLOBAL_SELECTION in other.facts.changes for other in setup.callbacks) and not self._shares_all(
+            count
+        ):
             raise ValueError(
                 f"GlobalCheckpoint needs a global model, but {self.key} keeps layers with the clients. "
                 "Use LocalCheckpoint()."
@@ -130,8 +132,9 @@ class PLayerFL(FederatedCallback):
 
     # -- what travels ------------------------------------------------------------------------------------------------
     def wire(self, module: nn.Module) -> Wire:
-        """Declare F's terms and the order of the layers, which go up once."""
-        return Wire(up={"sensitivity": Extra(("pieces",)), "order": Extra(("pieces",), whole=True, low=0)})
+        """Declare F's terms and the order of the layers, which go up once. Until p is known, every layer may be shared."""
+        up = {"sensitivity": Extra(("pieces",)), "order": Extra(("pieces",), whole=True, low=0)}
+        return Wire(up=up, entries="all")
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str] | None:
         """Return all entries outside the personal layers; everything travels before p is known."""
@@ -140,9 +143,6 @@ class PLayerFL(FederatedCallback):
             return None
         personal = set(own["personal"])
         return [name for name in server.kinds if name not in personal]
-
-    def may_leave(self, module: nn.Module) -> None:
-        """Hold nothing back: until p is known, which the server decides, every layer may be a federated one."""
 
     def plan_round(self, server: Server) -> Plan:
         """In round 1 ask for F, decide, then ask for the federated layers; later rounds are ordinary."""

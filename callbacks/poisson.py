@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fedlightning.algorithm import FederatedCallback, Server
+from fedlightning.algorithm import ClientSelection, Facts, Server
 
 
-class PoissonSampling(FederatedCallback):
+class PoissonSampling(ClientSelection):
     """Every client takes part in a round with the same probability, independently of the others.
 
     The number of participants varies; a round may have nobody, and then changes nothing. It stands beside any method, also
@@ -30,7 +30,7 @@ class PoissonSampling(FederatedCallback):
         88
     """
 
-    mixes_architectures = True
+    facts = Facts(mixes_architectures=True)
 
     def __init__(self, rate: float = 0.1) -> None:
         if not 0.0 < rate <= 1.0:

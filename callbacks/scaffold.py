@@ -10,11 +10,14 @@ from torch.optim import SGD
 
 from fedlightning.algorithm import (
     WEIGHTINGS,
+    Change,
     Client,
+    Facts,
     FederatedCallback,
     GradientContext,
     Job,
     Message,
+    Newcomers,
     Server,
     Setup,
     State,
@@ -78,9 +81,6 @@ class SCAFFOLD(FederatedCallback):
         tensor([12.])
     """
 
-    keeps = True
-    in_step = True  # c is the mean of all c_i
-
     def __init__(self, option: Literal[1, 2] = 2, server_lr: float = 1.0, weighting: WeightingName = "uniform") -> None:
         if option not in (1, 2):
             raise ValueError(
@@ -91,6 +91,11 @@ class SCAFFOLD(FederatedCallback):
         self.option = option
         self.server_lr = server_lr
         self.weighting = weighting
+
+    @property
+    def facts(self) -> Facts:
+        """`c` is the mean of all `c_i`, which the clients keep."""
+        return Facts(changes={Change.IN_STEP}, keeps=True, newcomers=Newcomers(join=self._join))
 
     def claims(self, role: str) -> bool:
         """Decline the server step where ``eta_s = 1``, so that a server optimizer may take the role."""
@@ -161,7 +166,7 @@ class SCAFFOLD(FederatedCallback):
         stored: State = server.state.get(self.key, {}).get("c", {})
         return stored or zeros_like(server.model, server.trainable)
 
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+    def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Set `c <- c sum_old p_i / sum_all p_i`: it stays the mean of all `c_i`, and those of new clients are 0."""
         own = server.state.get(self.key)
         if own:

@@ -7,10 +7,19 @@ from typing import Literal
 
 import torch
 
-from fedlightning.algorithm import POOLED, FederatedCallback, Job, Server, Setup, generator
+from fedlightning.algorithm import (
+    POOLED,
+    Change,
+    ClientSelection,
+    Facts,
+    Job,
+    Server,
+    Setup,
+    generator,
+)
 
 
-class Stragglers(FederatedCallback):
+class Stragglers(ClientSelection):
     """A share of each round's participants does fewer epochs than it is asked to; they are kept, or left out.
 
     Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, "Federated optimization in heterogeneous networks", MLSys 2020, section 5.2:
@@ -36,10 +45,6 @@ class Stragglers(FederatedCallback):
         Stragglers(share=0.9, keep=False, epochs='paper')
     """
 
-    asynchronous = False  # who is at work there is no draw of a round
-
-    mixes_architectures = True
-
     def __init__(self, share: float = 0.5, keep: bool = True, epochs: Literal["paper", "code"] = "paper") -> None:
         if not 0.0 <= share <= 1.0:
             raise ValueError(f"Stragglers got share={share}; a share of the participants is in [0, 1].")
@@ -50,9 +55,10 @@ class Stragglers(FederatedCallback):
         self.epochs = epochs
 
     @property
-    def leaves_out(self) -> bool:  # type: ignore[override]
-        """Whether stragglers have no part in a round."""
-        return not self.keep and self.share > 0
+    def facts(self) -> Facts:
+        """Stragglers may be left out; who is at work in an asynchronous loop is no draw of a round."""
+        away = {Change.ABSENCE} if not self.keep and self.share > 0 else set()
+        return Facts(changes=away, mixes_architectures=True, asynchronous=False)
 
     def check(self, setup: Setup) -> None:
         """Refuse a federation in which nobody could do less.

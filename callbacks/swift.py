@@ -6,8 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
-from fedlightning.algorithm import MixingWeights, Server, Setup, State, Topology, Update
+from fedlightning.algorithm import Change, Facts, MixingWeights, Need, Server, Setup, State, Topology, Update
 from fedlightning.callbacks.shared.gossip import Gossip, mixed
+
+OWN_PACE = Need(
+    "lets every client take step after step at its own pace",
+    (Change.JOBS, Change.PARTICIPANTS),
+    "say by the clock of the loop when clients are there",
+)
 
 
 class SWIFT(Gossip):
@@ -75,6 +81,11 @@ class SWIFT(Gossip):
         self.s = s
         self.fresh_only = fresh_only
 
+    @property
+    def facts(self) -> Facts:
+        """Every client takes step after step at its own pace."""
+        return super().facts.extend(needs=[OWN_PACE])
+
     def averages(self, step: int) -> bool:
         """Return whether a client averages in its c-th step, c from 1."""
         return step % (self.s + 1) == 0
@@ -91,12 +102,6 @@ class SWIFT(Gossip):
                 f"SWIFT exchanges models in every optimizer step, but local_steps={setup.local_steps} and local_epochs="
                 f"{setup.local_epochs}. Set local_steps=1."
             )
-        for other in setup.callbacks:
-            if other.claims("on_job") or other.claims("participants"):
-                raise ValueError(
-                    f"{other.key} says which jobs a round has, and in SWIFT every client takes step after step at its own "
-                    f"pace. Remove {other.key}, or say by the clock of the loop when clients are there."
-                )
         if setup.optimizer_state != "keep":
             for optimizer in setup.optimizers:
                 if type(optimizer).__name__ != "SGD" or any(group.get("momentum") for group in optimizer.param_groups):

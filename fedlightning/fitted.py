@@ -23,7 +23,7 @@ from fedlightning.federation.deploy import Deploy, Predict, predictions
 from fedlightning.federation.deployed import deployed, deployed_module
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.federation import Federation
-from fedlightning.federation.onboarding import Onboarding, blueprint_of_placing, blueprint_of_visits
+from fedlightning.federation.onboarding import Onboarding, blueprint_of_placing, blueprint_of_visits, placing_callback
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.unseen import refusal
@@ -290,7 +290,7 @@ class Fitted:
             return old.beside(runner)
 
         engine, placing = engine_of(blueprint_of_visits(server.blueprint, epochs)), None
-        if server.callbacks.role("place_newcomers") is not None:
+        if placing_callback(server) is not None:
             placing = engine_of(blueprint_of_placing(server.blueprint))
         onboarding = Onboarding(server, engine, epochs, placing)
         with nullcontext() if folder is None else only_writer(folder.path), engine.at_work(), preserved():

@@ -7,7 +7,7 @@ optimizer and no data.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -70,6 +70,10 @@ class Wire:
     Attributes:
         down: Extras that may go to clients, by name.
         up: Extras that may come from clients, by name.
+        entries: Exact names or module prefixes of all entries of the model that can ever leave a client: its side holds every
+            request to them. `"shared"`: what `shared_names` answers a server that has `module`, `kinds` and nothing else.
+            `"all"`: every one; a method whose choice depends on the round or on the server's state declares what no round
+            exceeds.
 
     Example:
         >>> Wire(up={"delta_c": "parameters", "steps": "scalar"}).down
@@ -78,6 +82,7 @@ class Wire:
 
     down: Mapping[str, Spec] = field(default_factory=dict)
     up: Mapping[str, Spec] = field(default_factory=dict)
+    entries: Sequence[str] | Literal["shared", "all"] = "shared"
 
 
 @dataclass

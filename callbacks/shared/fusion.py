@@ -20,8 +20,12 @@ from torch.nn import (
 
 from fedlightning.algorithm import (
     GLOBAL,
-    FederatedCallback,
+    Change,
+    Facts,
+    Need,
+    Newcomers,
     Server,
+    ServerModels,
     Setup,
     State,
     Update,
@@ -31,19 +35,21 @@ from fedlightning.algorithm import (
 )
 from fedlightning.callbacks.shared.distillation import check_public_logits, kl, logits_of, refuse_a_last_batch_of_one
 from fedlightning.callbacks.shared.representations import labels_of
-from fedlightning.callbacks.shared.server_models import refuse_parts_of_models
 
 Member = tuple[str, State]
 """A model of an ensemble: the key of the server's model whose architecture it has, and its entries."""
 NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d, SyncBatchNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d)
 """Layers with running statistics."""
-OTHER_WAYS = ("plan_round", "reduce", "global_module", "shared_names")
-"""What a callback has that makes the server's models in another way, or of parts of models."""
+WHOLE_MODELS_ONCE = Need(
+    "fuses the whole models that participants send once a round into one for each architecture",
+    (Change.PARTS, Change.PLAN, Change.REDUCE, Change.GLOBAL, Change.SHARED),
+)
+"""Nothing else may make the server's models, or of parts of models."""
 TINY = 1e-30
 """Least probability of a mean of probabilities: its logarithm must be finite."""
 
 
-class EnsembleFusion(FederatedCallback):
+class EnsembleFusion(ServerModels):
     """Base of methods in which the server distils an ensemble of the returned models into their mean.
 
     The server keeps one model for each architecture that clients have, under the architecture's name; that of the global
@@ -55,12 +61,16 @@ class EnsembleFusion(FederatedCallback):
     arguments `combine`, `temperature`, `validation` and `update_statistics` of :class:`~fedlightning.callbacks.FedDF`.
     """
 
-    mixes_architectures = True
     batch_size: int
     combine: Literal["logits", "probabilities"]
     temperature: float
     validation: float
     update_statistics: bool
+
+    @property
+    def facts(self) -> Facts:
+        """Whole models come once a round; clients that join bring their architectures with them."""
+        return Facts(needs=[WHOLE_MODELS_ONCE], mixes_architectures=True, newcomers=Newcomers(join=self._make_models))
 
     @property
     def distils(self) -> bool:
@@ -84,19 +94,12 @@ class EnsembleFusion(FederatedCallback):
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
-        """Refuse missing public data, models without logits, and callbacks with another way to the next model.
+        """Refuse missing public data, and models without logits.
 
         Raises:
             ValueError: If public data are missing or of another shape, have no labels for the validation, or `forward` gives
-                no logits for them. Also if another callback reduces updates, plans rounds, or sends parts of models.
+                no logits for them.
         """
-        refuse_parts_of_models(self, setup)
-        for other in setup.callbacks:
-            if other is not self and other.takes_part and any(map(other.claims, OTHER_WAYS)):
-                raise ValueError(
-                    f"{self.key} fuses the whole models that participants send once a round into one for each architecture, "
-                    f"and {other.key} has another way to the server's models. Remove {other.key} or {self.key}."
-                )
         check_public_logits(self.key, setup, labels=self.validation > 0)
         if self.distils and self.update_statistics:
             size = setup.public_size()
@@ -122,23 +125,18 @@ class EnsembleFusion(FederatedCallback):
                     f"{self.key} has no model for the held-out client '{client}': nobody who trains has its architecture "
                     f"'{server.architecture_of(client).name}'. Assign it another one."
                 )
-        for client in server.clients:
-            self._make_model(server, client)
-            if server.float_buffers == "local":
-                raise ValueError(
-                    f"{self.key} makes teachers of whole models, and float_buffers='local' keeps a part of each at its "
-                    "client. Use float_buffers='average'."
-                )
+        self._make_models(server, server.clients)
+        if server.float_buffers == "local":
+            raise ValueError(
+                f"{self.key} makes teachers of whole models, and float_buffers='local' keeps a part of each at its client. "
+                "Use float_buffers='average'."
+            )
 
-    def _make_model(self, server: Server, client: str) -> None:
-        key = self.model_of(server, client)
-        if key not in server.models:
-            server.add_model(key, key)
-
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
-        """Make a model for an architecture that nobody had so far."""
+    def _make_models(self, server: Server, clients: Sequence[str]) -> None:
+        """Make a model for every architecture that nobody had so far."""
         for client in clients:
-            self._make_model(server, client)
+            if (key := self.model_of(server, client)) not in server.models:
+                server.add_model(key, key)
 
     def model_of(self, server: Server, client: str) -> str:
         """Return the model of the client's architecture."""

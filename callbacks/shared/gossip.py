@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from fedlightning.algorithm import (
-    FederatedCallback,
+    Change,
+    Decentralised,
+    Facts,
     Job,
     Message,
     MixingWeights,
+    Need,
+    Newcomers,
     Server,
     Setup,
     State,
@@ -27,25 +31,22 @@ from fedlightning.algorithm import (
     select,
     without,
 )
-from fedlightning.callbacks.checkpoints import GlobalCheckpoint
 
-AT_A_SERVER = (
-    "plan_round",
-    "denominator",
-    "server_step",
-    "on_reduced",
-    "reduce",
-    "model_of",
-    "place_newcomers",
-    "wire",
+NO_SERVER = Need(
+    "has no server: clients talk to their neighbours",
+    (
+        *(Change.PLAN, Change.DENOMINATOR, Change.STEP, Change.REDUCED, Change.REDUCE, Change.MODEL_OF, Change.PLACES),
+        Change.EXTRAS,
+    ),
 )
-"""Work of a server: what it plans, combines, keeps several models for, or tells clients beside the model."""
+"""Nothing else may do the work of a server: plan, combine, keep several models, or tell clients something."""
+WHOLE_MODELS = Need("mixes whole models of neighbours, of which each client's own is one", (Change.START, Change.PARTS))
 
 _MATRICES: WeakKeyDictionary[Gossip, tuple[Any, Any, Tensor]] = WeakKeyDictionary()
 """The weights that each callback has made, for which clients and out of which options: every message asks for them."""
 
 
-class Gossip(FederatedCallback):
+class Gossip(Decentralised):
     """Base of methods in which every client is a node with a model of its own, and mixes it with its neighbours' models.
 
     The simulation keeps the nodes' models in ``server.state[key]["models"]``, in client order (O(N * model) memory),
@@ -68,6 +69,11 @@ class Gossip(FederatedCallback):
     loop = "Synchronous"
     """The loop that it runs in."""
 
+    @property
+    def facts(self) -> Facts:
+        """There is no server, and models are mixed whole; clients that join begin at the consensus average."""
+        return Facts(needs=[NO_SERVER, WHOLE_MODELS], newcomers=Newcomers(join=self._join))
+
     def check(self, setup: Setup) -> None:
         """Make the graph and its weights once, warn of one that falls apart, and refuse what needs a server.
 
@@ -81,25 +87,12 @@ class Gossip(FederatedCallback):
                 f"{name} runs in rounds by the loop {self.loop}, and trainer.loop is {setup.loop}. Set it to "
                 f"fedlightning.federation.loops.{self.loop}."
             )
-        for other in setup.callbacks:
-            if other is self or not other.takes_part:
-                continue
-            if any(other.claims(role) for role in AT_A_SERVER):
-                raise ValueError(
-                    f"{other.key} works at a server, and {name} has none: clients talk to their neighbours. Remove "
-                    f"{other.key} or {name}."
-                )
-            if other.claims("final_jobs") and other.claims("on_broadcast") and _finds(setup, GlobalCheckpoint):
-                raise ValueError(
-                    f"{other.key} adapts the model that GlobalCheckpoint selects, and with {name} that is the consensus "
-                    f"average, which no client holds. Remove GlobalCheckpoint: then each client adapts its own model."
-                )
-            if other.merges or other.sends_less:
-                what = "merges what a server sent with what a client has kept" if other.merges else "leaves entries out"
-                raise ValueError(
-                    f"{other.key} {what}, and {name} mixes whole models of neighbours, of which each client's own is "
-                    f"one. Remove {other.key} or {name}."
-                )
+        final = [other for other in setup.callbacks if other.claims("final_jobs") and other.claims("on_broadcast")]
+        if final and any(Change.GLOBAL_SELECTION in other.facts.changes for other in setup.callbacks):
+            raise ValueError(
+                f"{final[0].key} adapts the model that GlobalCheckpoint selects, and with {name} that is the consensus "
+                "average, which no client holds. Remove GlobalCheckpoint: then each client adapts its own model."
+            )
         graph = make_graph(self.topology, setup.clients, edge_probability=self.edge_probability, seed=self.graph_seed)
         matrix = mixing_weights(self.weights, graph)
         factor = contraction(matrix)
@@ -188,7 +181,7 @@ class Gossip(FederatedCallback):
         """
         return mixed(matrix, after, names)
 
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+    def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Let clients that join begin at the consensus average, with the links that the topology gives them.
 
         Raises:
@@ -200,10 +193,6 @@ class Gossip(FederatedCallback):
             known = next(iter(stored.values()))
             joined = {client: select(server.model, known) for client in clients}
             server.state[self.key] = {**server.state[self.key], "models": {**stored, **joined}}
-
-
-def _finds(setup: Setup, kind: type[FederatedCallback]) -> bool:
-    return any(isinstance(callback, kind) for callback in setup.callbacks)
 
 
 def mixed(

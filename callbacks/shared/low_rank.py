@@ -10,11 +10,14 @@ from torch import nn
 
 from fedlightning.algorithm import (
     Client,
-    FederatedCallback,
+    Facts,
     Job,
     Message,
+    Newcomers,
     Server,
+    ServerModels,
     Setup,
+    SubModels,
     Weighting,
     Wire,
     as_names,
@@ -25,7 +28,7 @@ from fedlightning.wrappers import DualByHeadMixin
 from fedlightning.wrappers.adapters import adapter_names, add_adapters, resize_adapters
 
 
-class LowRank(FederatedCallback):
+class LowRank(ServerModels):
     """Base of methods in which the network is frozen, and low-rank adapters beside its linear layers train and travel.
 
     A subclass gives :meth:`size`.
@@ -107,7 +110,7 @@ class LowRank(FederatedCallback):
         return None if private else server.module_with(server.model)
 
 
-class ClientRanks(LowRank):
+class ClientRanks(LowRank, SubModels):
     """Base of methods in which every client has adapters of a rank that it can afford.
 
     Modules are built with the largest rank; a client's own one is cut to its rank when it is opened.
@@ -132,6 +135,11 @@ class ClientRanks(LowRank):
     ) -> None:
         super().__init__(dropout, target_modules, head, weighting)
         self.r = r
+
+    @property
+    def facts(self) -> Facts:
+        """Ranks that are dealt in turn must stay when clients join."""
+        return Facts(newcomers=Newcomers(join=self._join))
 
     @property
     def largest(self) -> int:
@@ -166,7 +174,7 @@ class ClientRanks(LowRank):
                     f"{self.key} got no {option} for client '{missing[0]}'. Give one number, a list, or one for each client."
                 )
 
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+    def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Refuse to change the ranks of the clients that are there, which come from a list in turn.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import GLOBAL, FederatedCallback, Server, add_round
+from fedlightning.algorithm import GLOBAL, Server, ServerModels, add_round
 
 COLUMNS = ("round", "client", "cluster", "share")
 """Columns of `clusters.csv`."""
@@ -18,7 +18,7 @@ FILE = "clusters.csv"
 T = TypeVar("T")
 
 
-class Clusters(FederatedCallback):
+class Clusters(ServerModels):
     """Base of methods in which each client belongs to clusters, whose models the server keeps in `server.models`.
 
     It writes who belongs to which cluster after every round, and draws it at the end.

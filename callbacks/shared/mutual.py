@@ -12,9 +12,12 @@ from torch.nn import functional as F
 
 from fedlightning.algorithm import (
     NEWCOMER,
+    Change,
     Client,
-    FederatedCallback,
+    Facts,
+    Need,
     Server,
+    ServerModels,
     Setup,
     Stage,
     isolated,
@@ -25,23 +28,17 @@ from fedlightning.callbacks.shared.representations import targets_in
 from fedlightning.wrappers import frozen_buffers, muted, unmix
 from fedlightning.wrappers.pair import JointLoss, pair, shared_entries, shared_of, sides_of
 
-OWN_WAYS = (
-    *(
-        "plan_round",
-        "model_of",
-        "shared_names",
-        "wrap_module",
-        "on_build",
-        "on_receive",
-        "local_phases",
-        "training_loss",
+TWO_MODELS = Need(
+    "lets a client train two models, of which only the shared one travels",
+    (
+        *(Change.START, Change.PLAN, Change.MODEL_OF, Change.SHARED, Change.MODULE, Change.SHAPE, Change.RECEIVED),
+        *(Change.PHASES, Change.LOSS, Change.TAPS, Change.REDUCE, Change.FINAL),
     ),
-    *("feature_taps", "reduce", "final_jobs"),
 )
-"""What another callback must not decide: which model travels, what a client trains, and on which loss."""
+"""Nothing else may decide which model travels, what a client trains, and on which loss."""
 
 
-class SharedPeer(FederatedCallback):
+class SharedPeer(ServerModels):
     """Base of methods in which only a small model travels, which trains beside each client's private one.
 
     The client's LightningModule gets the shared one as `shared_model` (:mod:`fedlightning.wrappers.pair`). Names below that
@@ -60,8 +57,11 @@ class SharedPeer(FederatedCallback):
         'shared_model.net.fc1.weight'
     """
 
-    mixes_architectures = True
-    keeps = True
+    @property
+    def facts(self) -> Facts:
+        """A client keeps its private model, of whatever architecture."""
+        return Facts(needs=[TWO_MODELS], keeps=True, mixes_architectures=True)
+
     shared: LightningModule | None
     head: str | None
     shared_head: str | None
@@ -115,17 +115,11 @@ class SharedPeer(FederatedCallback):
         return shared_entries(module)
 
     def check(self, setup: Setup) -> None:
-        """Refuse callbacks that decide what travels or trains, and two models that cannot take a step together.
+        """Refuse two models that cannot take a step together.
 
         Raises:
             ValueError: With the reason and another way.
         """
-        for other in setup.callbacks:
-            if other is not self and other.takes_part and (other.merges or any(map(other.claims, OWN_WAYS))):
-                raise ValueError(
-                    f"{other.key} decides what travels or how a client trains, but in {self.key} a client trains two models, "
-                    f"and only the shared one travels. Remove {other.key} or {self.key}."
-                )
         unheard = sorted(set(UNHEARD) & set(_written(shared_of(setup.module))))
         if self.shared is not None and unheard:
             setup.warn(

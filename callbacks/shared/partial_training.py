@@ -25,28 +25,31 @@ from fedlightning.algorithm import (
     GLOBAL,
     NEWCOMER,
     POOLED,
+    Change,
     Client,
     Extra,
-    FederatedCallback,
+    Facts,
     Job,
     Message,
+    Need,
+    Newcomers,
     Plan,
     Server,
     Setup,
     Stage,
     State,
+    SubModels,
     Update,
     WeightingName,
     Wire,
     as_names,
+    facts,
     generator,
     load_state,
     module_state,
     training_loss,
 )
-from fedlightning.callbacks.checkpoints import LocalCheckpoint
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
-from fedlightning.callbacks.shared.parts import refuse_whole_models
 from fedlightning.callbacks.shared.representations import (
     head_path,
     refuse_classes,
@@ -60,7 +63,7 @@ STATISTICS = "statistics"
 """Tag of the jobs in which clients run the new global model over their data."""
 
 
-class PartialTraining(FederatedCallback):
+class PartialTraining(SubModels):
     """Base of methods in which each client trains some units of every hidden layer of one network.
 
     A subclass gives :meth:`units`. Where they change from round to round, it sets :attr:`rolls`.
@@ -159,9 +162,6 @@ class PartialTraining(FederatedCallback):
                 f"{self._changing} changes what a client trains, so its optimizers cannot be kept. Use "
                 "optimizer_state='reset'."
             )
-        for other in setup.callbacks:
-            if other is not self:
-                self._refuse(other, setup)
 
     def _computed(self) -> set[float]:
         """The widths at which some client computes."""
@@ -172,23 +172,15 @@ class PartialTraining(FederatedCallback):
         """How the method is called where a client's sub-model changes from round to round; else empty."""
         return self.key if self.rolls else f"{self.key}(dynamic=True)" if self.dynamic else ""
 
-    def _refuse(self, other: FederatedCallback, setup: Setup) -> None:
-        """Refuse another callback that would take a part of the model for the whole, or for the part of another round."""
-        refuse_whole_models(self, other, setup)
-        if not self._changing:
-            return
-        if isinstance(other, LocalCheckpoint):
-            what = "units change from round to round" if self.rolls else "width changes"
-            way_out = "Use GlobalCheckpoint" + ("." if self.rolls else ", or dynamic=False.")
-            raise ValueError(
-                f"LocalCheckpoint keeps a client's best model, but under {self._changing} its {what}. {way_out}"
-            )
-        keeps = other.merges or other.claims("shared_names") if other.keeps is None else other.keeps
-        if keeps or other.claims("final_jobs"):
-            raise ValueError(
-                f"{other.key} keeps a part of the model at each client from round to round, but under {self._changing} the "
-                f"next round's units are others. Remove {other.key}, or use HeteroFL with fixed rates."
-            )
+    @property
+    def facts(self) -> Facts:
+        """Clients hold parts of the model; where these change, nothing that a client keeps fits the next ones."""
+        needs = [facts.WHOLE_MODELS_OF_CLIENTS]
+        if self._changing:
+            what = f"gives a client other units in every round (under {self._changing})"
+            kept = (Change.LOCAL_SELECTION, Change.KEEPS, Change.FINAL)
+            needs.append(Need(what, kept, "use GlobalCheckpoint, or HeteroFL with fixed rates"))
+        return Facts(needs=needs, newcomers=Newcomers(join=self._join))
 
     def on_federation_start(self, server: Server) -> None:
         """Refuse running statistics that stay at a client whose units change.
@@ -202,13 +194,12 @@ class PartialTraining(FederatedCallback):
                 "round's units are others. Use float_buffers='average'."
             )
 
-    def on_clients_join(self, server: Server, clients: Sequence[str]) -> None:
+    def _join(self, server: Server, clients: Sequence[str]) -> None:
         """Refuse to change the widths of the clients that are there, which come from a list in turn.
 
         Raises:
             ValueError: If that would happen.
         """
-        super().on_clients_join(server, clients)
         if not isinstance(self.rates, dict) and not self.dynamic:
             refuse_new_deal(self, server, clients, "rates", self.rates)
 

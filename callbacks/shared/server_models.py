@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -10,8 +10,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.algorithm import (
+    Change,
+    Facts,
     FederatedCallback,
+    Need,
+    Newcomers,
     Server,
+    ServerModels,
     Setup,
     State,
     Update,
@@ -20,13 +25,38 @@ from fedlightning.algorithm import (
     detached_copy,
     entry_kinds,
     equal,
+    facts,
     isolated,
     module_state,
     select,
 )
 
+NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", (Change.STEP, Change.REDUCED))
+"""Nothing can work on the one model that the clients' mean gives."""
+NO_MODEL_TRAVELS = "lets no model travel"
 
-class KeepsClientModels(FederatedCallback):
+
+def one_visit(what: str, instead: str, when: Callable[[Setup], bool] = facts.always) -> Need:
+    """Return the need of a method that lets a client train twice in a round: that it keeps nothing both would train.
+
+    Args:
+        what: When it does so, as the end of a sentence after its key.
+        instead: Another setting, as the end of a sentence.
+        when: Whether it does so in a federation.
+    """
+    return Need(f"{what}, so that what a client keeps would train in both visits", (Change.KEEPS,), instead, when)
+
+
+def no_model(why: str = NO_MODEL_TRAVELS) -> list[Need]:
+    """Return the needs of a method that lets no model travel: that nothing works on one, or keeps a part beside it.
+
+    Args:
+        why: What it does instead, as the end of a sentence after its key.
+    """
+    return [Need(why, facts.WORKS_ON_THE_MODEL), Need(f"{why}, and each client's own model is whole", (Change.KEEPS,))]
+
+
+class KeepsClientModels(ServerModels):
     """Base of methods in which the server keeps every client's model and sends each client another one.
 
     ``server.state[key]["models"]`` holds what each client sent last; a client that never sent anything counts with
@@ -42,18 +72,11 @@ class KeepsClientModels(FederatedCallback):
         ({}, {'a': {'w': tensor([1.])}, 'b': {'w': tensor([0.])}})
     """
 
-    no_newcomers = (
-        "makes a client's model out of what this client has sent before, and has none for one that never trained"
-    )
-
-    def check(self, setup: Setup) -> None:
-        """Refuse callbacks that work on a global model, and those that send a part of a client's.
-
-        Raises:
-            ValueError: If a callback changes one global model between rounds, or leaves entries out.
-        """
-        refuse_global_steps(self, setup)
-        refuse_parts_of_models(self, setup)
+    @property
+    def facts(self) -> Facts:
+        """Whole models of clients are mixed, and none is for all."""
+        why = "makes a client's model out of what this client has sent before, and has none for one that never trained"
+        return Facts(needs=[NO_SERVER_STEP, facts.WHOLE_UPDATES], newcomers=Newcomers(no_model=why))
 
     def models(self, server: Server) -> dict[str, State]:
         """Return each client's last model, in client order."""
@@ -74,111 +97,6 @@ class KeepsClientModels(FederatedCallback):
 def sent_models(updates: Iterable[Update]) -> dict[str, State]:
     """Return the models of the clients that took a step, by client."""
     return {update.client: dict(update.state) for update in updates if update.steps and update.state}
-
-
-def refuse_global_steps(callback: FederatedCallback, setup: Setup) -> None:
-    """Refuse callbacks that change one global model between rounds.
-
-    Raises:
-        ValueError: If there is one. The sentence names the two callbacks.
-    """
-    name = type(callback).__name__
-    for other in setup.callbacks:
-        if other is not callback and any(other.claims(role) for role in ("server_step", "on_reduced")):
-            raise ValueError(
-                f"{other.key} works on the one model that the clients' mean gives, but {name} keeps several "
-                f"models on the server. Remove {other.key} or {name}."
-            )
-
-
-def refuse_parts_of_models(callback: FederatedCallback, setup: Setup) -> None:
-    """Refuse callbacks that send a part of a client's model, beside one that compares or mixes whole ones.
-
-    Raises:
-        ValueError: If there is one. The sentence names the two callbacks.
-    """
-    name = type(callback).__name__
-    for other in setup.callbacks:
-        if other.sends_less:
-            raise ValueError(
-                f"{name} compares what clients send as a whole, and {other.key} leaves entries out. Remove {other.key} or "
-                f"{name}."
-            )
-
-
-def refuse_second_visits(callback: FederatedCallback, setup: Setup, what: str, way_out: str) -> None:
-    """Refuse callbacks that keep something at a client, beside one that lets a client train twice in a round.
-
-    What a client keeps would take the steps of both visits, for two models in turn.
-
-    Args:
-        callback: The callback that lets a client train twice.
-        setup: The federation.
-        what: When it does so, as the end of a sentence after its key.
-        way_out: Another setting, as the end of a sentence.
-
-    Raises:
-        ValueError: If there is one. The sentence names the two callbacks.
-    """
-    for other in setup.callbacks:
-        keeps = other.merges or other.claims("shared_names") if other.keeps is None else other.keeps
-        if other is not callback and keeps:
-            raise ValueError(
-                f"{callback.key} {what}, and what {other.key} keeps at the client would train in both visits, for one model "
-                f"after the other. Remove {other.key}, or {way_out}."
-            )
-
-
-def refuse_without_a_model(callback: FederatedCallback, setup: Setup, why: str = "lets no model travel") -> None:
-    """Refuse callbacks that work on the model that travels, beside one that lets none travel.
-
-    They make it, or several of it, weigh the clients in it, choose what is sent of it, put it together at a client, or adapt
-    it after the last round.
-
-    Args:
-        callback: The callback that lets none travel.
-        setup: The federation.
-        why: What it does instead, as the end of a sentence after its key.
-
-    Raises:
-        ValueError: If there is one. The sentence names the two callbacks.
-    """
-    works = (
-        "plan_round",
-        "on_receive",
-        "correct_gradient",
-        "on_reduced",
-        "reduce",
-        "server_step",
-        "global_module",
-        "final_jobs",
-    )
-    for other in setup.callbacks:
-        averages = other.merges or other.sends_less or other.weighting is not None
-        works_on_it = averages or any(map(other.claims, works))
-        if other is not callback and other.takes_part and works_on_it:
-            raise ValueError(
-                f"{callback.key} {why}, so {other.key} has nothing to work on. Remove {callback.key} or {other.key}."
-            )
-
-
-def refuse_what_stays(callback: FederatedCallback, setup: Setup, why: str = "lets no model travel") -> None:
-    """Refuse callbacks that keep something at a client beside a shared model, beside one that lets none travel.
-
-    Args:
-        callback: The callback that lets none travel.
-        setup: The federation.
-        why: What it does instead, as the end of a sentence after its key.
-
-    Raises:
-        ValueError: If there is one. The sentence names the two callbacks.
-    """
-    for other in setup.callbacks:
-        if other is not callback and (other.claims("shared_names") if other.keeps is None else other.keeps):
-            raise ValueError(
-                f"{callback.key} {why}, and each client's own model is whole, so {other.key} has nothing to do with "
-                f"what it keeps at a client beside a shared model. Remove {callback.key} or {other.key}."
-            )
 
 
 def another_start(module: LightningModule, init: float | Literal["random"], *address: object) -> State:

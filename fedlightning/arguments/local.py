@@ -62,7 +62,7 @@ def _check_numbers(callback: FederatedCallback) -> None:
         for number in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(number, float) or math.isfinite(number):
                 continue
-            if math.isnan(number) or name not in callback.infinite_arguments:
+            if math.isnan(number) or name not in getattr(callback, "infinite_arguments", ()):
                 raise ConfigurationError(f"{callback.key} has {name}={value}; it must be finite.")
 
 

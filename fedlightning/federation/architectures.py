@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.errors import ConfigurationError
+from fedlightning.hooks import FederatedCallback
 from fedlightning.messages import GLOBAL
 from fedlightning.scoring.metrics import bounds_of
 from fedlightning.tensors import EntryKind, entry_kinds, module_state, tied_names
@@ -88,7 +89,7 @@ def refuse_mixed(server: Server) -> None:
     owner = server.callbacks.role("model_of")
     several = owner is not None and any(server.model_of(client) != GLOBAL for client in server.clients)
     for callback in server.callbacks if several and not server.is_mixed else ():
-        if owner not in (None, callback) and callback.takes_part and not callback.mixes_architectures:
+        if owner not in (None, callback) and not _is_right(callback):
             assert owner is not None
             raise ConfigurationError(
                 f"{callback.key} works on the one global model, and {owner.key} keeps several. Remove one of them."
@@ -96,12 +97,18 @@ def refuse_mixed(server: Server) -> None:
     if not server.is_mixed:
         return
     for callback in server.callbacks:
-        if callback.takes_part and not callback.mixes_architectures:
+        if not _is_right(callback):
             raise ConfigurationError(
                 f"{callback.key} works on models of one architecture, and ClientModels gives clients several "
                 f"({', '.join(server.architectures)}). Use a method for models that differ (docs/heterogeneous.md), or one "
                 "architecture for all."
             )
+
+
+def _is_right(callback: FederatedCallback) -> bool:
+    """Return whether a callback is right where models differ, or only watches."""
+    facts = callback.facts
+    return facts.mixes_architectures or not facts.takes_part
 
 
 def refuse_uncommon(server: Server) -> None:

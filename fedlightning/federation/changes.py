@@ -10,6 +10,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.datamodules.held_out import draw_clients
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.server import Server
+from fedlightning.hooks import Change
 from fedlightning.models.client_models import ClientModels
 from fedlightning.run.environment import plain
 from fedlightning.run.fingerprint import differences, with_later_options, with_present_names
@@ -185,7 +186,7 @@ def check_rescored(before: Sequence[str], server: Server, place: object, go_on: 
         return
     counts = f"{len(before)} of {len(server.clients)} clients", f"{len(server.evaluated)}"
     for callback in server.callbacks if go_on else ():
-        if callback.chooses_by_scores:
+        if Change.SELECTION in callback.facts.changes:
             raise ConfigurationError(
                 f"{callback.key} compares the scores of all rounds, and the run in {place} has scored {counts[0]} and would "
                 f"score {counts[1]} now. Resume it with its own evaluate_clients (its config.yaml says which), or start a "
@@ -214,6 +215,30 @@ def refuse_mixed_validation(before: Sequence[str], server: Server) -> None:
             f"would add those of others to its last one: {len(server.evaluated)} are scored now. Validate it with its own "
             "evaluate_clients (its config.yaml says which), or score other clients by test."
         )
+
+
+def join_clients(server: Server, clients: Sequence[str]) -> None:
+    """Let every callback make room for clients that take part from now on.
+
+    Args:
+        server: The server, which knows them already. Nothing has trained since it was restored.
+        clients: Their ids.
+
+    Raises:
+        ConfigurationError: If a callback has state at the server and does not say what joining does to it.
+        ValueError: If a callback has no place for them.
+    """
+    for callback in server.callbacks:
+        join = callback.facts.newcomers.join
+        if callable(join):
+            join(server, clients)
+        elif not join and server.state.get(callback.key):
+            names = ", ".join(clients[:5]) + (", ..." if len(clients) > 5 else "")
+            raise ConfigurationError(
+                f"{callback.key} keeps state at the server and does not say what becomes of it when clients join ({names}): "
+                "its facts have no Newcomers(join=...). Start a new run with them, or serve them by trainer.onboard or "
+                "`fedlightning onboard`."
+            )
 
 
 def joined_since(saved: Mapping[str, Any], server: Server) -> list[str]:

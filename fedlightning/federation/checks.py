@@ -17,7 +17,7 @@ from fedlightning.datamodules.public import first_batch, size_of
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.engine import Engine, Task
 from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback, Setup
+from fedlightning.hooks import Change, FederatedCallback, Setup, changes_of, refuse_combinations
 from fedlightning.seeding import isolated
 from fedlightning.tensors import entry_kinds
 from fedlightning.visit.failing import client_failure
@@ -99,6 +99,7 @@ def check_callbacks(
             modules=modules if server.is_mixed else {},
             shared_names=partial(server.shared_in, name),
         )
+        refuse_combinations(whose.callbacks, whose)
         checks += [(callback, name, whose) for callback in server.callbacks]
     if engine.data_here:
         for callback, _, whose in checks:
@@ -112,8 +113,8 @@ def absent_by(server: Server) -> str:
     share, count = server.participation, len(server.clients)
     if share < count if isinstance(share, int) else share < 1.0:
         return f"participation={share}"
-    drawing = (callback.key for callback in server.callbacks if callback.leaves_out or callback.claims("participants"))
-    return next(drawing, "")
+    away = {Change.ABSENCE, Change.PARTICIPANTS}
+    return next((callback.key for callback in server.callbacks if away & changes_of(callback)), "")
 
 
 def _check_there(

@@ -18,7 +18,7 @@ from fedlightning.blueprint.client_logger import MEDIA
 from fedlightning.datamodules.base import SPLITS
 from fedlightning.federation.norms import norm_of, norm_of_change, norm_of_sent, numbers_in
 from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import Change, FederatedCallback
 from fedlightning.messages import ClientLog, Extra, Message, Update, check_extras, sizes_in
 from fedlightning.scoring.metrics import outside
 from fedlightning.scoring.rows import EVERYBODY
@@ -159,8 +159,8 @@ def _fault_of_state(server: Server, message: Message, update: Update, norms: dic
     if unasked:
         return f"'{unasked[0]}' was not asked for"
     missing = [name for name in message.returns if name not in state]
-    if missing and not any(callback.sends_less for callback in server.callbacks):
-        why = "a callback that leaves out entries says so by sends_less = True"
+    if missing and not server.callbacks.making(Change.PARTS):
+        why = "a callback that leaves out entries says so in its facts: Change.PARTS"
         return f"'{missing[0]}' was asked for and is missing ({why})"
     model = server.models[update.model]
     unknown = next((name for name in state if name not in model), None)
@@ -184,7 +184,7 @@ def _fault_of_part(server: Server, message: Message, name: str, value: Tensor, w
     """Return what is wrong with the shape of a part of an entry: it is that of what was sent, or smaller where it may be."""
     sent = message.state.get(name)
     most = whole if sent is None else sent
-    if value.shape != most.shape and not any(one.sends_smaller for one in server.callbacks):
+    if value.shape != most.shape and not server.callbacks.making(Change.SMALLER):
         return f"'{name}' has shape {tuple(value.shape)}, and is to have {tuple(most.shape)}"
     if value.ndim != most.ndim or any(have > want for have, want in zip(value.shape, most.shape, strict=True)):
         return f"'{name}' has shape {tuple(value.shape)}, which is no part of {tuple(most.shape)}"

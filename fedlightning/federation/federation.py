@@ -16,6 +16,7 @@ from fedlightning.federation.changes import (
     changes_since,
     check_rescored,
     check_scored,
+    join_clients,
     keep_assigned,
     refuse_mixed_validation,
     scored_before,
@@ -181,7 +182,7 @@ class Federation:
         self.changes = [*extra.get("changes", []), *changes.told(self.rounds_done + 1)]
         if changes.joined:
             self.server.round = self.rounds_done
-            self.server.callbacks.event("on_clients_join", self.server, changes.joined)
+            join_clients(self.server, changes.joined)
         self.costs.load(extra)
         self.server.spent = spent_of(extra.get("spent"))
         self.server.failures = list(extra.get("failures", []))

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 
 from fedlightning.federation.architectures import Architecture, architectures_of
 from fedlightning.federation.server_fit import TrainsAtServer
-from fedlightning.hooks import CallbackList, FederatedCallback
+from fedlightning.hooks import CallbackList, FederatedCallback, ServerModels
 from fedlightning.layers import expand
 from fedlightning.messages import GLOBAL
 from fedlightning.tensors import EntryKind, State, clone, load_state, module_state
@@ -92,7 +92,7 @@ class KeepsModels(TrainsAtServer):
 
     def model_of(self, client: str) -> str:
         """Return the key of the model that a client is sent: a callback's answer, or the global one."""
-        owner = self.callbacks.role("model_of")
+        owner = self.callbacks.answering(ServerModels, "model_of")
         return GLOBAL if owner is None else owner.model_of(cast("Server", self), client)
 
     def selected(self, name: str, client: str | None = None) -> dict[str, Any] | None:
@@ -194,7 +194,7 @@ class KeepsModels(TrainsAtServer):
         Args:
             client: For whom. `None`: for all; of clients with models of several architectures each has its own.
         """
-        owner = self.callbacks.role("global_module")
+        owner = self.callbacks.answering(ServerModels, "global_module")
         if owner is not None:
             return owner.global_module(cast("Server", self), client)
         if self.is_mixed and client is None:

@@ -3,7 +3,7 @@
 Each is served as :mod:`fedlightning.federation.unseen` serves a client that never trained, then makes one visit as the
 method's clients do, of which nothing is sent back. The federation's models, records and random numbers stay as they are.
 
-Where a method finds a client's place (its cluster) by an update, visits for that come first (`place_newcomers`). They are
+Where a method finds a client's place (its cluster) by an update, visits for that come first (`Newcomers.place`). They are
 those of a round, and only the place is kept of them.
 """
 
@@ -24,7 +24,7 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import describe_clients
 from fedlightning.federation.unseen import Unseen
-from fedlightning.hooks import NEWCOMER, CallbackList, FederatedCallback, Job, Placing
+from fedlightning.hooks import NEWCOMER, CallbackList, Facts, FederatedCallback, Job, Placing
 from fedlightning.messages import Message, Update
 from fedlightning.run.files import readable_json, write_text_atomically, writing
 from fedlightning.scoring.results import summarise
@@ -51,7 +51,7 @@ class KeepTrained(FederatedCallback):
         owner: The callback that says which model a client deploys, if any.
     """
 
-    takes_part = False
+    facts = Facts(takes_part=False)
     rank = 10**6  # what the others keep of a visit is there
 
     def __init__(self, owner: FederatedCallback | None = None) -> None:
@@ -62,6 +62,11 @@ class KeepTrained(FederatedCallback):
         module = client.module if self.owner is None else self.owner.personal_module(client, "L2")
         model = clone(module_state(module), "cpu")
         client.checkpoints[self.key] = {"name": ONBOARDED, "stage": "L2", "round": client.round + 1, "model": model}
+
+
+def placing_callback(server: Server) -> FederatedCallback | None:
+    """Return the callback that places newcomers by visits; `None` if nobody has to."""
+    return next((callback for callback in server.callbacks if callback.facts.newcomers.place), None)
 
 
 def blueprint_of_visits(blueprint: Blueprint, epochs: int) -> Blueprint:
@@ -139,12 +144,13 @@ class Onboarding:
 
     def _place(self, engine: Engine) -> None:
         """Carry out the method's plan on what is the server's own from here on; leave out who finds no place."""
-        server, owner = self.server, self.server.callbacks.role("place_newcomers")
-        assert owner is not None
+        server, owner = self.server, placing_callback(self.server)
+        plan = None if owner is None else owner.facts.newcomers.place
+        assert owner is not None and plan is not None
         server.models, server.state = _own(server.models), _own(server.state)
         known = server.num_samples
         server.num_samples = known | {client: engine.runner.described.num_samples(client) for client in self.newcomers}
-        self.places = self._placed(engine, owner.place_newcomers(server, list(self.newcomers)))
+        self.places = self._placed(engine, plan(server, list(self.newcomers)))
         server.num_samples = known
         noted = {failure["client"] for failure in server.failures}
         for client in self.newcomers:

@@ -11,6 +11,7 @@ from fedlightning.federation.loops import Loop
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.hooks import POOLED
+from fedlightning.hooks.facts import EVERY_SCORE
 
 WORDS = {POOLED: "pooled data", "clients": "other clients' data"}
 FAR = 100
@@ -64,7 +65,7 @@ def refuse_scores_of_some(server: Server, engine: Engine, splits: Iterable[str])
     if server.evaluated is server.clients:
         return
     for callback in server.callbacks:
-        if callback.needs_every_score:
+        if EVERY_SCORE in callback.facts.needs:
             raise ConfigurationError(
                 f"{callback.key} goes by the scores of every client, and evaluate_clients scores "
                 f"{len(server.evaluated)} of {len(server.clients)}. Leave evaluate_clients out, or {callback.key}."

@@ -18,7 +18,7 @@ from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import at_site
 from fedlightning.federation.models import KeepsModels
 from fedlightning.federation.norms import Norms
-from fedlightning.hooks import POOLED, CallbackList, Job
+from fedlightning.hooks import POOLED, CallbackList, ClientSelection, Job
 from fedlightning.messages import GLOBAL, Message, Update, check_extras
 from fedlightning.seeding import first_of_permutation, generator
 from fedlightning.tensors import State, clone, module_state
@@ -141,7 +141,7 @@ class Server(KeepsModels):
             ConfigurationError: If a callback names a client twice, or one that the federation does not have.
         """
         self.asked = True
-        owner = self.callbacks.role("participants")
+        owner = self.callbacks.answering(ClientSelection, "participants")
         if owner is not None:
             return self._named(owner.key, list(owner.participants(self)))
         share = self.participation

@@ -33,10 +33,10 @@ def refusal(server: Server, joining: bool = False) -> str | None:
         joining: The client is onboarded, so that it may make the visits by which a method finds its place.
     """
     for callback in server.callbacks:
-        places = callback.claims("place_newcomers")
-        if callback.no_newcomers and not (joining and places):
-            way_out = " Onboarding places it by a visit." if places else ""
-            return f"{callback.key} {callback.no_newcomers.rstrip('.')}.{way_out}"
+        newcomers = callback.facts.newcomers
+        if newcomers.no_model and not (joining and newcomers.place):
+            way_out = " Onboarding places it by a visit." if newcomers.place else ""
+            return f"{callback.key} {newcomers.no_model.rstrip('.')}.{way_out}"
     by_method = server.callbacks.role("global_module") is not None  # it knows when which layers travel
     if not server.shared_names() and not (by_method and server.global_module(None) is not None):
         return "No entry of the model travels, so there is no model for a client that never trained."

@@ -1,11 +1,23 @@
 """The contract between the core and every algorithm.
 
-`callback.py` is the contract itself, :class:`FederatedCallback`; `words.py` holds what its methods are given and give back;
-`callback_list.py` runs events and finds who answers a role.
+`callback.py` is the contract itself, :class:`FederatedCallback`, and `families.py` its kinds with methods of their own;
+`facts.py` is what a callback says of itself, and `composition.py` which ones cannot work together; `words.py` holds what
+methods are given and give back; `callback_list.py` runs events and finds who answers a role.
 """
 
+from fedlightning.hooks import facts
 from fedlightning.hooks.callback import FederatedCallback
 from fedlightning.hooks.callback_list import ROLES, CallbackList
+from fedlightning.hooks.composition import changes_in, changes_of, refuse_combinations
+from fedlightning.hooks.facts import Change, Facts, Need, Newcomers
+from fedlightning.hooks.families import (
+    AsynchronousMethod,
+    ClientSelection,
+    Decentralised,
+    ModelSelection,
+    ServerModels,
+    SubModels,
+)
 from fedlightning.hooks.words import (
     NEWCOMER,
     POOLED,
@@ -24,11 +36,25 @@ from fedlightning.hooks.words import (
 )
 
 __all__ = [
+    "facts",
     "NEWCOMER",
     "POOLED",
     "ROLES",
     "WEIGHTINGS",
     "Arrivals",
+    "AsynchronousMethod",
+    "Change",
+    "ClientSelection",
+    "Decentralised",
+    "Facts",
+    "ModelSelection",
+    "Need",
+    "Newcomers",
+    "ServerModels",
+    "SubModels",
+    "changes_in",
+    "changes_of",
+    "refuse_combinations",
     "CallbackList",
     "FederatedCallback",
     "GradientContext",

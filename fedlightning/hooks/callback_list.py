@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedlightning.hooks.callback import FederatedCallback
+from fedlightning.hooks.facts import Change
 from fedlightning.hooks.words import WEIGHTINGS
 from fedlightning.messages import Update
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 ROLES = (
     "participants",
     "plan_round",
-    "place_newcomers",
     "model_of",
     "neighbours",
     "final_jobs",
@@ -30,7 +30,7 @@ ROLES = (
 )
 """Methods that at most one callback of a run may answer."""
 
-T = TypeVar("T")
+T = TypeVar("T", bound=FederatedCallback)
 
 
 @dataclass
@@ -58,7 +58,7 @@ class CallbackList:
                     f"{' and '.join(claimants)} both claim '{role}', which only one callback can answer. "
                     "Remove one of them."
                 )
-        merging = [callback.key for callback in self.callbacks if callback.merges]
+        merging = [callback.key for callback in self.callbacks if Change.START in callback.facts.changes]
         if len(merging) > 1:
             raise ValueError(
                 f"{' and '.join(merging)} both merge the model that arrives with what the client has kept, and each would "
@@ -88,13 +88,22 @@ class CallbackList:
         return iter(self.callbacks)
 
     def event(self, name: str, *args: Any) -> None:
-        """Run an event on every callback, in order."""
+        """Run an event on every callback that has it, in order."""
         for callback in self.callbacks:
-            getattr(callback, name)(*args)
+            if (method := getattr(callback, name, None)) is not None:
+                method(*args)
 
     def role(self, name: str) -> FederatedCallback | None:
         """Return the callback that answers role `name`, or `None` for the core's default."""
         return next((callback for callback in self.callbacks if callback.claims(name)), None)
+
+    def answering(self, kind: type[T], name: str) -> T | None:
+        """Return the callback of a family that answers role `name`, or `None` for the core's default."""
+        return next((one for one in self.callbacks if isinstance(one, kind) and one.claims(name)), None)
+
+    def making(self, change: Change) -> list[FederatedCallback]:
+        """Return the callbacks that declare a change."""
+        return [callback for callback in self.callbacks if change in callback.facts.changes]
 
     def weight(self, server: Server, update: Update) -> float:
         """Return an update's weight before normalisation, by the weighting that the callbacks agree on."""

@@ -18,7 +18,7 @@ from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.compat.quiet import quiet
 from fedlightning.compat.renamed import old_names
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import Change, FederatedCallback
 from fedlightning.hooks.words import Stage
 from fedlightning.models.client_models import ClientModels
 from fedlightning.run.environment import plain
@@ -88,11 +88,11 @@ def fingerprint(
     if not isinstance(loop, str):  # else the default, which runs of earlier versions had
         found["loop"] = type(loop).__name__
         found |= {f"{found['loop']}.{name}": value for name, value in loop.hyperparameters().items()}
-    callbacks = [callback for callback in callbacks if callback.takes_part]
+    callbacks = [callback for callback in callbacks if callback.facts.takes_part]
     found["callbacks"] = [callback.key for callback in callbacks] + [type(callback).__name__ for callback in ordinary]
     for callback in callbacks:
         found |= {f"{callback.key}.{name}": value for name, value in callback.hyperparameters().items()}
-    if any(callback.chooses_by_scores for callback in callbacks):
+    if any(Change.SELECTION in callback.facts.changes for callback in callbacks):
         stages = ", ".join(sorted(arguments["stages"] or get_args(Stage)))
         every = f"evaluate_every={arguments['evaluate_every']}"
         if arguments.get("evaluate_seconds") is not None:  # else rounds, as in runs of earlier versions

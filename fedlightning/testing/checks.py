@@ -19,7 +19,7 @@ import torch
 
 from fedlightning.federation.failures import TooFewClientsError
 from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import Change, FederatedCallback, changes_of
 from fedlightning.scoring.rows import UNSEEN
 from fedlightning.tensors import State, entry_kinds, first_nonfinite, module_state
 from fedlightning.testing.runs import (
@@ -188,7 +188,7 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
         assert not unasked, f"{algorithm.key} lets client '{message.client}' send {sorted(unasked)} unasked."
         beyond = set(update.state) - leaving_of(server.blueprint, message.client).entries
         assert not beyond, (
-            f"{algorithm.key} lets client '{message.client}' send {sorted(beyond)}, and may_leave does not."
+            f"{algorithm.key} lets client '{message.client}' send {sorted(beyond)}, and wire().entries does not."
         )
         # The initial state is no secret: a bias before BatchNorm never moves away from it, but by rounding.
         start = module_state(server.blueprint.build(message.client))
@@ -206,13 +206,14 @@ def check_wire(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
                     or bool((value == value.flatten()[0]).all())
                 ), f"{algorithm.key}: the private '{name}' of client '{message.client}' left it."
 
-    says = algorithm.merges or algorithm.claims("shared_names") if algorithm.keeps is None else algorithm.keeps
-    if not algorithm.claims("plan_round") and not says:  # else nobody lets its clients train twice in a round
+    changes = changes_of(algorithm)
+    if not changes & {Change.PLAN, Change.KEEPS}:  # else nobody lets its clients train twice in a round
         trained = [(update.client, record) for _, update, record in visits.all if update.steps]
         for client in server.clients:
             kept = [(record.state, _trained(server, record)) for name, record in trained if name == client][:2]
             assert same_tree(kept[0], kept[-1]), (
-                f"{algorithm.key} keeps something at client '{client}' that changed in its second visit. Set keeps = True."
+                f"{algorithm.key} keeps something at client '{client}' that changed in its second visit. Say "
+                "so: facts = Facts(keeps=True)."
             )
 
 
@@ -301,7 +302,7 @@ def check_identical_clients(algorithm: FederatedCallback, root: Path, **given: A
 def check_unseen_clients(algorithm: FederatedCallback, root: Path, **given: Any) -> None:
     """Check that a client which is held out is never visited, changes nothing for the others, and is scored.
 
-    A method that has no model for it says so in `no_newcomers`, and gives it no scores.
+    A method that has no model for it says so in `facts.newcomers.no_model`, and gives it no scores.
     """
     again, settings = copy.deepcopy(algorithm), {"max_rounds": 2} | given | {"evaluate_every": 2}
     with watching() as visits, warnings.catch_warnings():
@@ -315,9 +316,10 @@ def check_unseen_clients(algorithm: FederatedCallback, root: Path, **given: Any)
     rest = sorted(str(row) for row in trainer.rows if row.model != UNSEEN)
     assert rest == sorted(map(str, others.rows)), f"{algorithm.key}: a held-out client changes the others' scores."
     assert not server_of(trainer).failures, f"{algorithm.key}: {server_of(trainer).failures[0]['reason']}"
-    refused = any(callback.no_newcomers for callback in trainer.callbacks)
+    refused = any(callback.facts.newcomers.no_model for callback in trainer.callbacks)
     assert {row.client for row in unseen} == (set() if refused else {"site3"}), (
-        f"{algorithm.key}: the held-out client has {len(unseen)} scores, and no_newcomers is {algorithm.no_newcomers!r}."
+        f"{algorithm.key}: the held-out client has {len(unseen)} scores, and facts.newcomers.no_model is "
+        f"{algorithm.facts.newcomers.no_model!r}."
     )
     assert all(math.isfinite(row.value) for row in unseen), f"{algorithm.key}: an unseen client's score is not finite."
 

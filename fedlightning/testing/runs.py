@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedlightning.federation.server import Server
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import Facts, FederatedCallback
 from fedlightning.messages import Message, Update
 from fedlightning.tensors import module_state
 from fedlightning.trainer import FederatedTrainer
@@ -27,7 +27,7 @@ class Stopped(BaseException):
 class StopAfter(FederatedCallback):
     """A callback that interrupts a run in the round after `rounds`."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, rounds: int) -> None:
         self.rounds = rounds

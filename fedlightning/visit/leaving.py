@@ -7,15 +7,17 @@ site, a privacy budget or a person that wants to know what may ever leave reads 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.errors import ConfigurationError
-from fedlightning.hooks import POOLED
+from fedlightning.hooks import POOLED, FederatedCallback
 from fedlightning.layers import expand
 from fedlightning.messages import Spec, Wire, check_extras
 from fedlightning.tensors import entry_kinds, tied_names
@@ -132,11 +134,11 @@ def _found(blueprint: Blueprint, architecture: str, everything: bool) -> Leaving
     names = set(kinds)
     for callback in () if everything else blueprint.callbacks:
         try:
-            answer = callback.may_leave(module)
+            answer = _of(callback, module)
         except (AttributeError, TypeError) as error:
             raise ConfigurationError(
                 f"{callback.key} cannot say without a server which entries can leave a client ({type(error).__name__}: "
-                f"{error}). Give it a method may_leave(module) that returns the names of all that ever leave, or None for "
+                f"{error}). Declare in its wire() what no round exceeds: Wire(entries=[...]), or entries='all' for "
                 "the whole model."
             ) from error
         if answer is not None:
@@ -146,6 +148,15 @@ def _found(blueprint: Blueprint, architecture: str, everything: bool) -> Leaving
     entries = frozenset(name for name in names if tied.get(name, frozenset()) <= names)
     extras = {callback.key: up for callback in blueprint.callbacks if (up := callback.wire(module).up)}
     return Leaving(entries, frozenset(kinds) - entries, extras)
+
+
+def _of(callback: FederatedCallback, module: nn.Module) -> Iterable[str] | None:
+    """Return what a callback lets leave, as it declares; `None`: everything."""
+    entries = callback.wire(module).entries
+    if entries == "shared":
+        nobody: Any = SimpleNamespace(module=module, kinds=entry_kinds(module), is_mixed=False)
+        return callback.shared_names(nobody, module)
+    return None if entries == "all" else entries
 
 
 def _listed(names: Collection[str]) -> str:

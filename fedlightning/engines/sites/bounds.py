@@ -32,6 +32,7 @@ from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
 from fedlightning.federation.loops.synchronous import ROUNDS
 from fedlightning.federation.sanity import TryStep
+from fedlightning.hooks import Change
 from fedlightning.messages import Message, check_extras
 from fedlightning.scoring.rows import UNSEEN
 from fedlightning.scoring.server_model import ServerModel
@@ -71,7 +72,8 @@ class Here:
     def work(self) -> int:
         """The most local epochs or steps that a method may ask for."""
         usual = self.runner.settings.work
-        return max([usual, *(callback.most_work(usual) for callback in self.runner.callbacks)])
+        asked = (callback.facts.most_work for callback in self.runner.callbacks)
+        return max([usual, *(most(usual) for most in asked if most is not None)])
 
     def claims(self, name: str) -> bool:
         """Whether any callback has a method."""
@@ -112,7 +114,7 @@ def _kept_private(here: Here, value: Message) -> str | None:
     """Refuse a message that brings entries in the place of the client's own: their scores would tell of the data alone."""
     reason = fault(here, value)
     private = next((name for name in value.state if name in here.runner.leaving(here.client).private), None)
-    if reason is None and private is not None and not any(one.sends_private for one in here.runner.callbacks):
+    if reason is None and private is not None and not here.runner.callbacks.making(Change.PRIVATE):
         return f"state of its Message: '{private}' is the client's own, and no method here replaces it"
     return reason
 

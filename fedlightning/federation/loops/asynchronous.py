@@ -22,7 +22,7 @@ from fedlightning.federation.loops.synchronous import refuse_if_all_failed, refu
 from fedlightning.federation.loops.synchrony import refuse_synchronous
 from fedlightning.federation.server import Server
 from fedlightning.federation.terms import note_work
-from fedlightning.hooks import Arrivals
+from fedlightning.hooks import Arrivals, AsynchronousMethod
 from fedlightning.messages import Update
 from fedlightning.run.timeline import Outcome
 from fedlightning.seeding import generator
@@ -129,7 +129,7 @@ class Asynchronous(Loop):
         Raises:
             ConfigurationError: If two say so, or the algorithm says something else than the option.
         """
-        said = {callback.key: callback.arrivals for callback in server.callbacks if callback.arrivals is not None}
+        said = {one.key: one.arrivals for one in server.callbacks if isinstance(one, AsynchronousMethod)}
         if len(said) > 1:
             raise ConfigurationError(
                 f"{' and '.join(said)} both say how updates are taken in as they arrive. Remove one of them."

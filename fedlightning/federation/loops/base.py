@@ -12,7 +12,7 @@ from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Server
-from fedlightning.hooks import POOLED, Job
+from fedlightning.hooks import POOLED, Change, ClientSelection, Job
 from fedlightning.messages import Update
 from fedlightning.run.timeline import Trip
 from fedlightning.visit.record import ClientRecord
@@ -103,7 +103,9 @@ def allowed(server: Server, job: Job) -> Job | None:
         return job
     now: Job = job
     for callback in server.callbacks:
-        answer = callback.on_job(server, now)
+        if not isinstance(callback, ClientSelection):
+            continue
+        answer: Job | None = callback.on_job(server, now)
         if answer is None:
             return None
         if not isinstance(answer, Job) or answer.client != job.client:
@@ -125,11 +127,11 @@ def left_behind(server: Server, before: ClientRecord, after: ClientRecord) -> Cl
     """Return what a client keeps of a visit whose update is left out: all, but what has to agree with the server's.
 
     Args:
-        server: Its callbacks say by `in_step` what has to.
+        server: Its callbacks say by `Change.IN_STEP` what has to.
         before: The client's record before the visit.
         after: The same after it.
     """
-    keys = [callback.key for callback in server.callbacks if callback.in_step]
+    keys = [callback.key for callback in server.callbacks.making(Change.IN_STEP)]
     state = {key: value for key, value in after.state.items() if key not in keys}
     return replace(after, state=state | {key: before.state[key] for key in keys if key in before.state})
 

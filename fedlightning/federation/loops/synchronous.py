@@ -18,7 +18,7 @@ from fedlightning.federation.loops.base import Loop, allowed, left_out
 from fedlightning.federation.loops.timing import Late, RoundTimes
 from fedlightning.federation.server import Server
 from fedlightning.federation.terms import note_work
-from fedlightning.hooks import Job, Plan
+from fedlightning.hooks import AsynchronousMethod, Job, Plan
 from fedlightning.messages import Message, Update
 from fedlightning.visit.requests import Evaluate
 
@@ -97,7 +97,7 @@ class Synchronous(Loop):
             ConfigurationError: Naming one.
         """
         for callback in server.callbacks:
-            if callback.arrivals is not None:
+            if isinstance(callback, AsynchronousMethod):
                 raise ConfigurationError(
                     f"{callback.key} takes updates in as they arrive, and synchronous rounds wait for everybody. Give the "
                     "trainer an asynchronous loop: loop=fedlightning.federation.loops.Asynchronous() (trainer.loop)."

@@ -32,14 +32,15 @@ def refuse_synchronous(callback: FederatedCallback) -> None:
             f"{callback.key} plans its rounds, and an asynchronous loop has no rounds to plan: its plan would be ignored. "
             "Leave out trainer.loop, or take an algorithm that runs there (docs/time.md)."
         )
-    if callback.asynchronous is None and callback.takes_part:
+    facts = callback.facts
+    if facts.asynchronous is None and facts.takes_part:
         work = [name for name in AT_THE_SERVER if callback.claims(name)]
         runs = not work
     else:
-        work, runs = [], callback.asynchronous is not False
+        work, runs = [], facts.asynchronous is not False
     if not runs:
         reason = f"works at the server ({', '.join(work)})" if work else "is defined for synchronous rounds"
         raise ConfigurationError(
             f"{callback.key} {reason}, and nothing says that it is right where updates arrive one by one and late. Leave out "
-            "trainer.loop; or, if it is your own and right there, say so by the class attribute asynchronous = True."
+            "trainer.loop; or, if it is your own and right there, say so in its facts: Facts(asynchronous=True)."
         )

@@ -14,7 +14,7 @@ from fedlightning.federation.failures import FederationError
 from fedlightning.federation.loops.base import left_behind
 from fedlightning.federation.loops.flights import Planned
 from fedlightning.federation.server import Server
-from fedlightning.hooks import POOLED, Job
+from fedlightning.hooks import POOLED, Change, Job
 from fedlightning.messages import Message, Update, tree_bytes
 from fedlightning.run.timeline import Trip
 from fedlightning.visit.record import ClientRecord
@@ -87,7 +87,7 @@ class RoundTimes:
             job if job is None or job.client == POOLED or self.clock.available(job.client, self._began) else None
             for job in jobs
         ]
-        names = [callback.key for callback in self.server.callbacks if callback.in_step]
+        names = [callback.key for callback in self.server.callbacks.making(Change.IN_STEP)]
         if names and (self.first is not None or not math.isinf(self.deadline)):
             store = self.planned.engine.store
             if not store.is_here:

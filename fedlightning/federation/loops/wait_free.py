@@ -19,7 +19,7 @@ from fedlightning.federation.loops.flights import Planned
 from fedlightning.federation.loops.synchronous import refuse_if_all_failed, refuse_if_too_few
 from fedlightning.federation.server import Server
 from fedlightning.federation.terms import note_work
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import Decentralised
 from fedlightning.messages import Message, Update
 from fedlightning.run.timeline import Outcome, Trip
 from fedlightning.tensors import State
@@ -124,7 +124,7 @@ class WaitFree(Loop):
         """
         server.explosions.forget_round()
         server.callbacks.event("on_round_start", server)
-        owner = server.callbacks.role("neighbours")
+        owner = server.callbacks.answering(Decentralised, "neighbours")
         assert owner is not None
         planned = Planned(engine)
         for client in server.clients:  # in round 1 all, later those that have joined
@@ -157,7 +157,7 @@ class WaitFree(Loop):
             refuse_if_too_few(server, done, engine.attempts.policy, None)
         return last_scores(done)
 
-    def _begin(self, server: Server, owner: FederatedCallback, client: str, taken: int, planned: Planned) -> None:
+    def _begin(self, server: Server, owner: Decentralised, client: str, taken: int, planned: Planned) -> None:
         """Let a client begin its next step, now or when it is available: its model leaves then."""
         message = server.message(server.job(client))
         begins = self.clock.next_available(client, server.time)
@@ -201,7 +201,7 @@ class WaitFree(Loop):
         server: Server,
         engine: Engine,
         evaluate: Evaluate,
-        owner: FederatedCallback,
+        owner: Decentralised,
         clients: list[str],
         report: Callable[[Update], None],
     ) -> list[Update]:
@@ -243,7 +243,7 @@ class WaitFree(Loop):
         server.heard = {}
         return done
 
-    def _trips(self, server: Server, owner: FederatedCallback, updates: list[Update]) -> list[Trip]:
+    def _trips(self, server: Server, owner: Decentralised, updates: list[Update]) -> list[Trip]:
         """Return the steps that have ended, for the timeline; staleness is in how many of them the oldest model was there."""
         found = []
         for update in updates:

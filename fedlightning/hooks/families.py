@@ -1,0 +1,97 @@
+"""Bases of kinds of callbacks, with the methods that only such callbacks have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule
+
+from fedlightning.hooks.callback import FederatedCallback
+from fedlightning.hooks.facts import Change, Facts
+from fedlightning.hooks.words import Arrivals, Job, Stage
+from fedlightning.messages import Message
+
+if TYPE_CHECKING:
+    from fedlightning.federation.server import Server
+    from fedlightning.visit.client import Client
+
+
+class ClientSelection(FederatedCallback):
+    """Base of callbacks that say who takes part in rounds, and how much work each client does."""
+
+    def participants(self, server: Server) -> Sequence[str]:
+        """Return the clients that take part in this round, in any order. A role; default: a uniform draw.
+
+        It answers `server.participants()`, which algorithms that plan their rounds ask, and may be asked several times in a
+        round: draw from `server.rng`. Nobody is an answer, too. The trainer's `participation` is left alone then.
+        """
+        raise NotImplementedError
+
+    def on_job(self, server: Server, job: Job) -> Job | None:
+        """Change a job before its message is made (`replace(job, work=1)`), or leave it out (`None`). Chains.
+
+        It runs for every job of a client that a plan asks for, probes without training (`job.work == 0`) too, in the order
+        of the jobs. A plan gets an update with `left_out` and an `error` for what is left out, which is no failure.
+        """
+        return job
+
+
+class ServerModels(FederatedCallback):
+    """Base of methods that say which model the server has for whom, such as one for each cluster."""
+
+    def model_of(self, server: Server, client: str) -> str:
+        """Return the key in `server.models` of the model that a client is sent, such as that of its architecture. A role.
+
+        Default: the global model. It holds for ordinary visits and for evaluation; a plan's jobs name theirs
+        (`server.job` makes one by this).
+        """
+        raise NotImplementedError
+
+    def global_module(self, server: Server, client: str | None) -> LightningModule | None:
+        """Return the model of stage G for `client` (`None`: for all); `None` if the method has none. A role."""
+        raise NotImplementedError
+
+
+class Decentralised(FederatedCallback):
+    """Base of methods without a server, in which clients talk to their neighbours."""
+
+    def neighbours(self, server: Server, client: str) -> Sequence[str]:
+        """Return the clients that a client sends its model to. A role."""
+        raise NotImplementedError
+
+
+class AsynchronousMethod(FederatedCallback):
+    """Base of methods that take updates in as they arrive; refused in synchronous rounds.
+
+    Attributes:
+        arrivals: How an asynchronous loop takes updates in.
+    """
+
+    arrivals: Arrivals = Arrivals()
+
+    @property
+    def facts(self) -> Facts:
+        """It is right where updates arrive one by one."""
+        return super().facts.extend(asynchronous=True)
+
+
+class SubModels(FederatedCallback):
+    """Base of methods whose clients hold smaller models than the server."""
+
+    def on_build(self, client: Client, message: Message) -> None:
+        """Give `client.module` the shape of what came, before anything is loaded. Also for evaluation."""
+
+
+class ModelSelection(FederatedCallback):
+    """Base of callbacks that select models by their scores; a resumed run must score the same rounds."""
+
+    @property
+    def facts(self) -> Facts:
+        """It selects by scores."""
+        return super().facts.extend(changes={Change.SELECTION}, mixes_architectures=True)
+
+    def on_client_evaluated(
+        self, client: Client, stage: Stage, split: str, metrics: Mapping[str, float], module: LightningModule
+    ) -> None:
+        """See the scores of the client's model on its own `split` data at `stage`. May write `client.checkpoints`."""
