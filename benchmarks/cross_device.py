@@ -22,6 +22,7 @@ import torch
 from benchmarks.engines import Data, Module
 from benchmarks.work import WORKS, BareLoop, Work
 from fedlightning import FederatedCallback, FederatedTrainer
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import FedAvg
 
 WARM = 5
@@ -35,7 +36,7 @@ class Pairs(FederatedCallback):
         profiled: Whether federated rounds are profiled.
     """
 
-    takes_part = False
+    facts = Facts(takes_part=False)
     work: Work
     loop: BareLoop | None
     began: float

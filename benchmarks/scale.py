@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fedlightning import FederatedCallback, FederatedTrainer
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import FedAvg
 from fedlightning.datamodules import SyntheticDataModule
 from fedlightning.models import Classifier
@@ -34,7 +35,7 @@ from fedlightning.models import Classifier
 class Clock(FederatedCallback):
     """Notes CPU times of this process at the start of each round."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from fedlightning import FederatedCallback, FederatedTrainer  # fedlightning before lightning
+from fedlightning.algorithm import Facts
 
 # isort: split
 from lightning.pytorch import seed_everything
@@ -56,7 +57,7 @@ class FedDyn(FederatedCallback):
     """
 
     weighting = "uniform"  # the paper's mean counts every participant once
-    keeps = True  # g_k, which every visit changes
+    facts = Facts(keeps=True)  # g_k, which every visit changes
 
     def __init__(self, alpha: float = 0.1) -> None:
         if alpha <= 0:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import fedlightning  # noqa: F401  before lightning
+from fedlightning.algorithm import Facts
 
 # isort: split
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -308,7 +309,7 @@ def differs(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 class Spy(FederatedCallback):
     """Notes every message and update, and with ``trainer`` set every client's record after each round."""
 
-    mixes_architectures = True
+    facts = Facts(mixes_architectures=True)
 
     def __init__(self) -> None:
         self.messages: list[Message] = []

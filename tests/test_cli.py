@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from fedlightning import FederatedTrainer
+from fedlightning.algorithm import Facts
 from fedlightning.arguments import REPLACED
 from fedlightning.cli import main
 from fedlightning.commands.folders import find_run
@@ -230,7 +231,7 @@ def test_test_an_interrupted_run(finished: Path, capsys: pytest.CaptureFixture[s
     from fedlightning.hooks import FederatedCallback
 
     class Interrupt(FederatedCallback):
-        takes_part = False
+        facts = Facts(takes_part=False)
 
         def on_round_start(self, server: object) -> None:
             if server.round == 1:  # type: ignore[attr-defined]

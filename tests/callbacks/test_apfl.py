@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import APFL, FedAvg, FedProx, Local
 from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
 from fedlightning.commands.run import Commands
@@ -580,7 +581,7 @@ def test_any_style_of_module(make):
 
 
 class Stop(FederatedCallback):
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def on_round_start(self, server):
         if server.round == 2:

@@ -188,10 +188,10 @@ def test_clients_that_join_begin_at_the_average(tmp_path):
     first = federate(Toy(), data, [DFedAvg()], tmp_path, max_rounds=2, evaluate_every=0)
     server = first.server
     server.clients.append("d")
-    first.server.callbacks.find(DFedAvg).on_clients_join(server, ["d"])
+    first.server.callbacks.find(DFedAvg).facts.newcomers.join(server, ["d"])
     same(server.state["DFedAvg"]["models"]["d"], server.model)
     with pytest.raises(ValueError, match=r"3 rows of .*there are 4 clients"):
-        DFedAvg("complete", [[1 / 3] * 3] * 3).on_clients_join(server, ["d"])
+        DFedAvg("complete", [[1 / 3] * 3] * 3).facts.newcomers.join(server, ["d"])
 
 
 @pytest.mark.parametrize(

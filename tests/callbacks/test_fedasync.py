@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fedlightning.algorithm import FederatedCallback, Update
+from fedlightning.algorithm import Facts, FederatedCallback, Update
 from fedlightning.callbacks import FedAdam, FedAsync, FedProx
 from fedlightning.callbacks.shared.staleness import staleness_weight
 from fedlightning.clock import FixedSpeed, LogNormalSpeed, VirtualClock
@@ -30,7 +30,7 @@ KEPT = {"FedAsync": Kept("FedAsync", arguments={"loop": LOOP})}
 class Received(FederatedCallback):
     """Notes what arrives, and the server's model before."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedlightning.algorithm import FederatedCallback, Update
+from fedlightning.algorithm import Facts, FederatedCallback, Update
 from fedlightning.callbacks import FedAdam, FedAvg, FedAvgM, FedBuff, Local
 from fedlightning.clock import FixedSpeed, LogNormalSpeed, VirtualClock
 from fedlightning.federation.loops import Asynchronous
@@ -23,7 +23,7 @@ KEPT = {"FedBuff": Kept("FedBuff", server=("count",), options={"buffer_size": 2}
 class Received(FederatedCallback):
     """Notes what arrives, and the server's model of each version."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self) -> None:
         self.rounds: list[list[tuple[int, dict[str, torch.Tensor]]]] = []

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Change, Facts
 from fedlightning.callbacks import FLIU, FedAvg, FedAvgM, FedNova, FedPer, FedProx
 from fedlightning.callbacks.fednova import count_step
 from fedlightning.hooks import Phase
@@ -224,7 +225,7 @@ def test_private_layers_stay_and_do_not_matter():
 class Drops(FederatedCallback):
     """Client 1 does not send the head (as layer-dropping methods do)."""
 
-    sends_less = True
+    facts = Facts(changes={Change.PARTS})
 
     def on_send(self, client, update):
         if client.id == "1":

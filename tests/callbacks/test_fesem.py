@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import FedAvg, FedLP, FedPer, FeSEM, FeSEMMA
 from fedlightning.callbacks.fesem import first_groups, nearest
 from fedlightning.hooks import FederatedCallback
@@ -112,7 +113,7 @@ def test_the_pull_is_the_gradient_of_the_distance():
 class Models(FederatedCallback):
     """Notes the server's models after each round."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self):
         self.rounds = []

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fedlightning
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import (
     SCAFFOLD,
     FedAdam,
@@ -161,7 +162,7 @@ def test_the_merged_change_is_the_mean_of_the_clients_changes():
 class AtStart(FederatedCallback):
     """Notes what every client begins its training with."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self):
         self.seen = {}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fedlightning
+from fedlightning.algorithm import Facts
 
 # isort: split
 from lightning.pytorch.plugins.precision import Precision
@@ -246,7 +247,7 @@ def test_a_resumed_run_writes_the_same_table(tmp_path):
 class Interrupt(fedlightning.FederatedCallback):
     """Kills the run after round 4 was written and before its state is saved."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def on_round_end(self, server: Any) -> None:
         if server.round == 3:

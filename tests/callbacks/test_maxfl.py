@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Change, Facts
 from fedlightning.callbacks import Ditto, FedAdam, FedAvg, FedBN, FedPer, FedProx, MaxFL
 from fedlightning.callbacks.maxfl import ALONE, appeal_weight
 from fedlightning.tensors import module_state
@@ -175,7 +176,7 @@ def test_a_round_of_hopeless_clients_says_that_it_stands_still():
 
 
 class Merging(FederatedCallback):
-    merges = True
+    facts = Facts(changes={Change.START})
 
 
 class Reducing(FederatedCallback):

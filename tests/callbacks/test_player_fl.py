@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import (
     FedAvg,
     FederationSensitivity,
@@ -479,7 +480,7 @@ def test_files_of_a_run(tmp_path, threshold):
 
 
 class Stop(FederatedCallback):
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, round):
         self.round = round

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from fedlightning.algorithm import FederatedCallback, Wire
+from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Wire
 from fedlightning.federation.failures import FederationError
 from fedlightning.testing import check_algorithm
 from fedlightning.testing.checks import CHECKS
@@ -163,8 +163,7 @@ class Knows(FederatedCallback):
     def on_broadcast(self, server, job, message):
         server.state[self.key][job.client].clone()
 
-    def on_clients_join(self, server, clients):
-        """Say that nothing is needed, which is not true."""
+    facts = Facts(newcomers=Newcomers(join=True))  # which is not true
 
 
 class Alone(FederatedCallback):

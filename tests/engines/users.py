@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import fedlightning  # noqa: F401  before lightning
+from fedlightning.algorithm import Facts
 
 # isort: split
 from lightning.pytorch import Callback
@@ -56,7 +57,7 @@ class Trouble(FederatedCallback):
 class Interrupt(FederatedCallback):
     """The user's Ctrl-C, while updates come in."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def on_update(self, server: Any, update: Any) -> None:
         raise KeyboardInterrupt
@@ -65,7 +66,7 @@ class Interrupt(FederatedCallback):
 class Lose(FederatedCallback):
     """Does something while the updates of round 2 come in, such as losing a machine."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
     then: list[Any] = []  # of the module, which is there for the driver alone
 
     def on_update(self, server: Any, update: Any) -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fedlightning
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import (
     SCAFFOLD,
     FedAdam,
@@ -52,7 +53,7 @@ def data():
 class OneModelEach(FederatedCallback):
     """FedAvg among the clients of one architecture."""
 
-    mixes_architectures = True
+    facts = Facts(mixes_architectures=True)
 
     def on_federation_start(self, server):
         for name in server.architectures:
@@ -119,7 +120,7 @@ def test_one_model_for_each_architecture_is_fedavg_among_its_clients():
 class Builds(FederatedCallback):
     """Lets a client build a module of every architecture."""
 
-    mixes_architectures = True
+    facts = Facts(mixes_architectures=True)
 
     def on_visit_start(self, client):
         built = {name: client.module_of(name) for name in client.architectures}
@@ -210,7 +211,7 @@ def test_what_travels_must_be_the_same_part_of_all_models(order):
 
 def test_a_check_runs_for_every_architecture():
     class Sees(FederatedCallback):
-        mixes_architectures = True
+        facts = Facts(mixes_architectures=True)
         seen: list = []
 
         def check(self, setup):

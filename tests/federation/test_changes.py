@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import (
     CFL,
     IFCA,
@@ -84,7 +85,7 @@ def test_public_data_of_clients_that_join_are_no_change_of_the_configuration(tmp
 class Stop(FederatedCallback):
     """Ends the run before the fourth round."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def on_round_start(self, server):
         if server.round == 3:

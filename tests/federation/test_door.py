@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Change, Facts
 from fedlightning.callbacks import HeteroFL
 from fedlightning.federation.door import checked
 from fedlightning.hooks import Job
@@ -188,7 +189,11 @@ def test_gaps_may_be_there_where_they_are_declared(monkeypatch):
 # -- entries that are missing, or of another shape ------------------------------------------------------------------------
 class Drops(FederatedCallback):
     def __init__(self, says: bool) -> None:
-        self.sends_less = says
+        self.says = says
+
+    @property
+    def facts(self):
+        return Facts(changes={Change.PARTS} if self.says else ())
 
     def on_send(self, client, update):
         if client.id == "1":
@@ -200,7 +205,7 @@ class Drops(FederatedCallback):
 def test_entries_are_missing_only_where_a_method_says_so(says):
     trainer = federate(Toy(), toy_data(), [Drops(says)], max_rounds=1)
     assert [entry["client"] for entry in trainer.server.failures] == ([] if says else ["1"])
-    assert says or "sends_less" in trainer.server.failures[0]["reason"]
+    assert says or "Change.PARTS" in trainer.server.failures[0]["reason"]
 
 
 class Crops(FederatedCallback):

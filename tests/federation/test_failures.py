@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import FedAvg, LocalCheckpoint
 from fedlightning.engines import watchdog as watchdogs
 from fedlightning.errors import ConfigurationError
@@ -212,7 +213,7 @@ class Arms(Names):
     """Lets a data module fail from a round on."""
 
     data = None
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, after):
         self.after = after
@@ -252,7 +253,7 @@ class Killed(Exception):
 class Dies(FailingHook):
     """The process ends at the end of a round, before its state is saved."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, round):
         self.round, self.where = round, ""
@@ -416,7 +417,7 @@ def test_attempts_are_numbered_within_a_round():
 class BreaksInTheEnd(FederatedCallback):
     """The client's code fails when its model is made for the last time."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
     over = False
 
     def __init__(self, times):

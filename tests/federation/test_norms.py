@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, FedAsync, FedAvg
 from fedlightning.clock import SampleSpeed, VirtualClock
 from fedlightning.errors import ConfigurationError
@@ -27,7 +28,7 @@ def toy():
 class Liar(FederatedCallback):
     """Client 0 multiplies what it sends, or sends other numbers, from a round on."""
 
-    asynchronous = True
+    facts = Facts(asynchronous=True)
 
     def __init__(self, begin: int = 0, factor: float = 1.0, number: float | None = None, entry: str = NAME) -> None:
         self.begin, self.factor, self.number, self.entry = begin, factor, number, entry

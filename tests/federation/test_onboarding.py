@@ -258,7 +258,8 @@ def test_every_method_lets_them_join_or_says_why_not(name, tmp_path):
         key: {entry: value.clone() for entry, value in state.items()} for key, state in trainer.server.models.items()
     }
     state = copy.deepcopy(trainer.server.state)
-    if case.algorithm.no_newcomers and not case.algorithm.claims("place_newcomers"):
+    newcomers = case.algorithm.facts.newcomers
+    if newcomers.no_model and newcomers.place is None:
         with pytest.raises(ConfigurationError, match="cannot be onboarded"):
             trainer.onboard(verbose=False)
         return

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from fedlightning.algorithm import Facts, Newcomers
 from fedlightning.callbacks import CFL, FedGroup, FedPer, FeSEM, FeSEMMA, Local
 from fedlightning.errors import ConfigurationError
+from fedlightning.federation.onboarding import placing_callback
 from fedlightning.hooks import FederatedCallback
 from fedlightning.scoring.row_files import read_rows
 from fedlightning.tensors import module_state
@@ -54,7 +56,7 @@ def scores(state, data, client):
 class Watch(FederatedCallback):
     """Notes the visits that train: client, model that went down, tag, steps, and how often the client was visited."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self):
         self.visits = []
@@ -72,7 +74,7 @@ def fitted(method, root=None, rounds=2, kind=Breaks, **options):
 
 def rule(trainer, name, sent, start):
     """Where a client belongs, in the words of the papers, from what it made of the first model."""
-    server, own = trainer.server, trainer.server.state[trainer.server.callbacks.role("place_newcomers").key]
+    server, own = trainer.server, trainer.server.state[placing_callback(trainer.server).key]
     if name.startswith("FeSEM"):
         centres = {key: flat(server.models[key]) for key in ("centre 1", "centre 2")}
         nearer = {key: (flat(start) - c).square().sum() - (flat(sent) - c).square().sum() for key, c in centres.items()}
@@ -94,7 +96,7 @@ def test_newcomers_land_in_their_group_and_score_like_its_members(name, tmp_path
         4 if name == "FeSEM" else 2
     )  # a rule that is biased to the centre that has moved least shows in later rounds
     trainer, watch = fitted(MAKES[name](), tmp_path, rounds)
-    server, role = trainer.server, trainer.server.callbacks.role("place_newcomers")
+    server, role = trainer.server, placing_callback(trainer.server)
     before, new = copy.deepcopy([server.models, server.state, server.clients, server.num_samples]), planted(NEW)
     trainer.onboard(new, epochs=2, verbose=False)
     assert same_tree(before, [server.models, server.state, server.clients, server.num_samples])
@@ -265,7 +267,11 @@ def test_engines_agree(engine, tmp_path):
 class Odd(FederatedCallback):
     """Places some clients only, and one that nobody asked for."""
 
-    def place_newcomers(self, server, clients):
+    @property
+    def facts(self):
+        return Facts(newcomers=Newcomers(place=self.place))
+
+    def place(self, server, clients):
         yield []
         return {clients[0]: "here", "stranger": "there"}
 
@@ -279,7 +285,7 @@ def test_who_is_given_no_place_is_noted(tmp_path):
 
 def test_another_method_without_a_model_for_them_still_refuses():
     class Cannot(FederatedCallback):
-        no_newcomers = "does not know them"
+        facts = Facts(newcomers=Newcomers(no_model="does not know them"))
 
     trainer, _ = fitted(FeSEM(), rounds=1)
     trainer.server.callbacks.callbacks.append(Cannot())

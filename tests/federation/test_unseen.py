@@ -172,7 +172,7 @@ def test_visits_after_the_last_round_are_not_theirs(tmp_path):
 # -- what a method gives them ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("method", [Local(), FedAMP(), FeSEM(), CFL()], ids=lambda method: method.key)
 def test_methods_without_a_model_for_them_say_so(method, tmp_path):
-    way_out = r" Onboarding places it by a visit\." if method.claims("place_newcomers") else ""
+    way_out = r" Onboarding places it by a visit\." if method.facts.newcomers.place else ""
     with pytest.warns(UserWarning, match=rf"{method.key} .*never trained\.{way_out} The held-out clients stay out"):
         trainer = federate(Toy(), toy_data(SIZES), [method], tmp_path, held_out=["b"], max_rounds=1)
     assert not unseen(trainer) and trainer.client_ids == ["a", "c", "d"]

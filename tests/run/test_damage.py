@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, LocalCheckpoint
 from fedlightning.run.metrics import DamagedMetricsError
 from fedlightning.run.persistence import BEFORE, MANIFEST, DamagedStateError
@@ -17,7 +18,7 @@ from tests.helpers import Toy, make_trainer, same, toy_data
 class Stop(FederatedCallback):
     """Interrupts a run before a round."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, round):
         self.round = round
@@ -150,7 +151,7 @@ def test_resume_auto_goes_on_from_the_state_before_and_discards_nothing(interrup
     visited = []
 
     class Visits(FederatedCallback):
-        takes_part = False
+        facts = Facts(takes_part=False)
 
         def on_round_start(self, server):
             visited.append(server.round)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, GlobalCheckpoint, LocalCheckpoint
 from fedlightning.cli import main
 from fedlightning.config.errors import explain
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 class Stop(FederatedCallback):
     """Interrupts a run before a round."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, round=2):
         self.round = round

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Facts
 from fedlightning.cli import main
 from fedlightning.run.lock import LOCK, SILENCE, RunInUseError, RunLock
 from tests.helpers import Toy, make_trainer, toy_data
@@ -81,7 +82,7 @@ def test_a_lock_file_that_says_nothing_is_of_nobody(tmp_path, content):
 class Reader(FederatedCallback):
     """Tests, reports and trains the run that it is in, from another process's point of view."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def on_round_end(self, server):
         if server.round == 1:

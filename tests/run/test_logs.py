@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import LocalAdaptation
 from fedlightning.cli import main
 from fedlightning.errors import ConfigurationError
@@ -28,7 +29,7 @@ ROUNDS = 4
 class Stop(FederatedCallback):
     """The process ends in the middle of a round, or between its scores and its state."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, round=0, inside=True):
         self.round, self.inside = round, inside
@@ -129,7 +130,7 @@ def test_the_same_objects_go_on(tmp_path):
 class Own(FederatedCallback):
     """Logs with steps of its own."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, loggers):
         self.loggers = loggers

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import (
     FLIU,
     SCAFFOLD,
@@ -79,7 +80,7 @@ RUNS = {
 class Stop(FederatedCallback):
     """The user's Ctrl-C, in the middle of a round."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, round, after=1):
         self.round, self.after, self.visits = round, after, 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD
 from tests.helpers import Toy, make_trainer, same, toy_data
 
@@ -17,7 +18,7 @@ from tests.helpers import Toy, make_trainer, same, toy_data
 class Signal(FederatedCallback):
     """SLURM's signal, in the middle of a client's training."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, round, name="SIGUSR1"):
         self.round, self.name = round, name

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fedlightning import FederatedCallback, FederatedTrainer
+from fedlightning.algorithm import Facts
 from fedlightning.callbacks import SCAFFOLD, LocalAdaptation
 from fedlightning.cli import main
 from fedlightning.run import persistence, signals
@@ -35,7 +36,7 @@ def send(name, times=2):
 class Sender(FederatedCallback):
     """A signal at one of the places where it may come."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, place, name="SIGTERM", round=1):
         self.place, self.name, self.at = place, name, round
@@ -165,7 +166,7 @@ def test_while_a_state_is_saved(tmp_path, whole, monkeypatch):
 class Swallower(FederatedCallback):
     """User's code that lets nothing through."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def on_round_start(self, server):
         with contextlib.suppress(BaseException):
@@ -179,7 +180,7 @@ def test_code_that_swallows_it_ends_after_the_round(tmp_path):
 class SwallowsOne(FederatedCallback):
     """User's code that swallows a Ctrl-C; later another signal comes."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def on_round_start(self, server):
         with contextlib.suppress(BaseException):
@@ -245,7 +246,7 @@ def test_a_resumed_run_that_waits_says_that_its_state_is_safe(tmp_path, monkeypa
 class AtTheEnd(FederatedCallback):
     """The signal at the end of round 2."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
     name = "SIGTERM"
 
     def on_round_end(self, server):

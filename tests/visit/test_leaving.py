@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from fedlightning.algorithm import Wire
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedBN, FedPer, FedRep, LGFedAvg, PLayerFL
@@ -117,12 +118,12 @@ def test_a_method_that_needs_the_server_for_its_answer_is_refused_before_round_1
         def shared_names(self, server, module):
             return list(server.kinds) if server.round else []
 
-    with pytest.raises(ConfigurationError, match=r"Asks cannot say without a server.*may_leave\(module\)"):
+    with pytest.raises(ConfigurationError, match=r"Asks cannot say without a server.*Wire\(entries="):
         run(Asks())
 
     class Says(Asks):
-        def may_leave(self, module):
-            return ["body"]
+        def wire(self, module):
+            return Wire(entries=["body"])
 
     assert not leaving_of(_built(Says()), "site0").is_whole
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedlightning.algorithm import FederatedCallback, Server, Update
+from fedlightning.algorithm import Change, Facts, FederatedCallback, Server, Update
 from fedlightning.callbacks import (
     APFL,
     FENDA,
@@ -56,7 +56,7 @@ SLOW = VirtualClock(FixedSpeed(1.0, slowdown={"2": 10}))
 class Watch(FederatedCallback):
     """Notes what arrives: client, virtual time, staleness, the round."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, float, int, int]] = []
@@ -68,7 +68,7 @@ class Watch(FederatedCallback):
 class StopBefore(FederatedCallback):
     """Ctrl-C as a round begins."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
 
     def __init__(self, round: int) -> None:
         self.round = round
@@ -208,7 +208,7 @@ def test_a_client_whose_update_is_dropped_keeps_what_has_to_agree_with_the_serve
     class Both(FederatedCallback):
         """Counts the visits of a client, there and at the server."""
 
-        asynchronous, in_step = True, True
+        facts = Facts(changes={Change.IN_STEP}, asynchronous=True)
         taken: dict[str, int] = {}
 
         def on_send(self, client, update):
@@ -258,7 +258,7 @@ def test_models_that_are_waited_for_at_the_end_are_mixed_in_one_by_one():
     x, ages = torch.zeros(1, dtype=torch.float64), []
 
     class Sent(FederatedCallback):
-        asynchronous = True
+        facts = Facts(asynchronous=True)
 
         def on_update(self, server, update):
             nonlocal x
@@ -292,7 +292,7 @@ def test_buffers_are_averaged_as_they_are():
 
 def test_a_client_that_arrives_twice_in_a_round_is_scored_once_by_its_last(tmp_path: Path):
     class Last(FederatedCallback):
-        takes_part = False
+        facts = Facts(takes_part=False)
         scores: dict[tuple[int, str], float] = {}
 
         def on_update(self, server, update):

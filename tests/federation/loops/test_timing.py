@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedlightning.algorithm import FederatedCallback, Job, Plan, Server, Update
+from fedlightning.algorithm import Facts, FederatedCallback, Job, Plan, Server, Update
 from fedlightning.callbacks import CFL, SCAFFOLD, FedAvg, FedPer, FedProx, GlobalCheckpoint, HeteroFL, PLayerFL
 from fedlightning.callbacks.poisson import PoissonSampling
 from fedlightning.callbacks.stragglers import Stragglers
@@ -163,7 +163,7 @@ def test_resume_and_the_timeline(tmp_path: Path):
     loop, module = Synchronous(clock, deadline=3.0), Toy("momentum")
 
     class Stop(FederatedCallback):
-        takes_part = False
+        facts = Facts(takes_part=False)
 
         def on_round_start(self, server: Server) -> None:
             if server.round == 2:
