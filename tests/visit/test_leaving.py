@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 
-from fedlightning.algorithm import Wire
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.settings import LocalSettings
 from fedlightning.callbacks import FENDA, SCAFFOLD, FedBN, FedPer, FedRep, LGFedAvg, PLayerFL
