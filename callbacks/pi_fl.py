@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf, nan
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -27,6 +27,7 @@ from fedlightning.algorithm import (
     Message,
     Newcomers,
     Plan,
+    Range,
     Server,
     Setup,
     State,
@@ -115,7 +116,6 @@ class PIFL(PIFLRound):
     """
 
     rank = -1  # the personal model is made before others work on it
-    infinite_arguments = ("gamma",)
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class PIFL(PIFLRound):
         price: float = 1.0,
         tokens: float | None = None,
         eta: float = 0.5,
-        gamma: float = 0.1,
+        gamma: Annotated[float, Range("(0, inf]")] = 0.1,
         utility: Literal["local", "pooled", "gradient"] = "local",
         monitor: str = "val_accuracy",
         max_evaluations: int = 100,

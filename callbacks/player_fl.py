@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -20,6 +20,7 @@ from fedlightning.algorithm import (
     Job,
     Message,
     Plan,
+    Range,
     Server,
     Setup,
     Update,
@@ -81,11 +82,10 @@ class PLayerFL(FederatedCallback):
     """
 
     rank = -1  # gradients are measured before others replace or correct them
-    infinite_arguments = ("threshold",)
 
     def __init__(
         self,
-        threshold: float = 1.05,
+        threshold: Annotated[float, Range("(1, inf]", "F is cumulative, so every ratio is at least 1.")] = 1.05,
         split: int | None = None,
         shift: int = 0,
         clamp: bool = False,

@@ -52,6 +52,7 @@ from fedlightning.layers import (
     state_names,
 )
 from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire
+from fedlightning.ranges import Range
 from fedlightning.run.round_table import add_round
 from fedlightning.seeding import address, generator, isolated
 from fedlightning.tensors import (
@@ -91,6 +92,7 @@ __all__ = [
     "Change",
     "Need",
     "Newcomers",
+    "Range",
     "facts",
     # kinds of callbacks
     "AsynchronousMethod",

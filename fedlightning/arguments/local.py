@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.errors import ConfigurationError, warn
 from fedlightning.hooks import FederatedCallback
+from fedlightning.ranges import may_be_infinite
 from fedlightning.visit.description import Description
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _check_numbers(callback: FederatedCallback) -> None:
         for number in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(number, float) or math.isfinite(number):
                 continue
-            if math.isnan(number) or name not in getattr(callback, "infinite_arguments", ()):
+            if math.isnan(number) or not may_be_infinite(type(callback).__init__, name):
                 raise ConfigurationError(f"{callback.key} has {name}={value}; it must be finite.")
 
 

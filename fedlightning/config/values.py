@@ -12,6 +12,7 @@ import yaml
 from yaml import YAMLError
 
 from fedlightning.config.errors import InputError
+from fedlightning.ranges import may_be_infinite
 
 MOST_VALUES = 100_000
 """Values that one configuration may hold, with its aliases written out."""
@@ -125,7 +126,7 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
                         f"{path}: null is no value for it; it must be {needed}. Leave it out for its default."
                     )
             if package in CHECKED:
-                ours = package == "fedlightning" and key not in getattr(kind, "infinite_arguments", ())
+                ours = package == "fedlightning" and not (kind is not None and may_be_infinite(kind.__init__, key))
                 _refuse_not_finite(path, value, infinity_too=ours or "optim" in kind.__module__)
 
 
