@@ -26,14 +26,12 @@ from fedlightning.algorithm import (
     Update,
     WeightedMean,
     WeightingName,
-    select,
-    subtract,
-    ties,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
+from fedlightning.tensors import select, subtract, ties
 
 
 class CFL(Clusters):

@@ -19,12 +19,10 @@ from fedlightning.algorithm import (
     Server,
     Setup,
     Stage,
-    clone,
     facts,
-    module_state,
-    ties,
     warn,
 )
+from fedlightning.tensors import clone, module_state, ties
 
 
 class LocalCheckpoint(ModelSelection):

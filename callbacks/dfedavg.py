@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import MixingWeights, Topology
 from fedlightning.callbacks.shared.gossip import Gossip
+from fedlightning.topology import MixingWeights, Topology
 
 
 class DFedAvg(Gossip):

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from fedlightning.algorithm import Client, GradientContext, Phase, Setup, WeightingName, clone, module_state
+from fedlightning.algorithm import Client, GradientContext, Phase, Setup, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.steps import largest_lr
+from fedlightning.tensors import clone, module_state
 
 
 class Ditto(KeepsModel):

@@ -27,8 +27,6 @@ from fedlightning.algorithm import (
     Setup,
     Update,
     Wire,
-    clone,
-    module_state,
 )
 from fedlightning.callbacks.shared.distillation import (
     check_public_logits,
@@ -41,6 +39,7 @@ from fedlightning.callbacks.shared.fusion import check_numbers
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.tensors import clone, module_state
 
 PREDICT, DISTIL = "predict", "distil"
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import MixingWeights, Server, Setup, State, Topology
+from fedlightning.algorithm import Server, Setup, State
 from fedlightning.callbacks.shared.gossip import Gossip, mixed
+from fedlightning.topology import MixingWeights, Topology
 
 
 class DSGD(Gossip):

@@ -20,14 +20,10 @@ from fedlightning.algorithm import (
     State,
     Update,
     WeightingName,
-    clone,
-    equal,
-    head_names,
-    load_state,
-    module_state,
-    select,
     warn,
 )
+from fedlightning.layers import head_names
+from fedlightning.tensors import clone, equal, load_state, module_state, select
 
 
 class FedALA(FederatedCallback):

@@ -24,11 +24,6 @@ from fedlightning.algorithm import (
     State,
     Update,
     Wire,
-    clone,
-    distance,
-    load_state,
-    module_state,
-    select,
 )
 from fedlightning.callbacks.shared.server_models import (
     KeepsClientModels,
@@ -36,6 +31,7 @@ from fedlightning.callbacks.shared.server_models import (
     parameter_names,
 )
 from fedlightning.callbacks.shared.steps import largest_lr
+from fedlightning.tensors import clone, distance, load_state, module_state, select
 
 PAPER_ALPHA = 1e4
 """``alpha_k`` that the paper reports."""

@@ -23,12 +23,10 @@ from fedlightning.algorithm import (
     ServerModels,
     Setup,
     WeightingName,
-    as_names,
-    clone,
-    expand,
-    module_state,
 )
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
+from fedlightning.layers import as_names, expand
+from fedlightning.tensors import clone, module_state
 
 LARGE = "server"
 """Key of the server's model where clients have its architecture too."""

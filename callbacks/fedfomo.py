@@ -9,30 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Extra,
-    Facts,
-    Job,
-    Message,
-    Server,
-    Setup,
-    State,
-    Update,
-    Wire,
-    clone,
-    distance,
-    module_state,
-    select,
-    ties,
-)
+from fedlightning.algorithm import Change, Client, Extra, Facts, Job, Message, Server, Setup, State, Update, Wire
 from fedlightning.callbacks.shared.representations import refuse_classes
 from fedlightning.callbacks.shared.server_models import (
     KeepsClientModels,
     combine,
     sent_models,
 )
+from fedlightning.tensors import clone, distance, module_state, select, ties
 
 ITSELF = "itself"
 

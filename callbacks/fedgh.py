@@ -26,7 +26,6 @@ from fedlightning.algorithm import (
     Wire,
     detached_copy,
     isolated,
-    module_state,
 )
 from fedlightning.callbacks.shared.distillation import both_classes
 from fedlightning.callbacks.shared.prototypes import ClassMeans, pack
@@ -43,6 +42,7 @@ from fedlightning.callbacks.shared.representations import (
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap
 
 

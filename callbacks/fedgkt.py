@@ -29,7 +29,6 @@ from fedlightning.algorithm import (
     Stage,
     Update,
     Wire,
-    clone,
     detached_copy,
     isolated,
     move_batch,
@@ -48,6 +47,7 @@ from fedlightning.callbacks.shared.representations import (
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.tensors import clone
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 TRAIN = "train"

@@ -26,8 +26,6 @@ from fedlightning.algorithm import (
     WeightedMean,
     WeightingName,
     address,
-    select,
-    subtract,
 )
 from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
@@ -35,6 +33,7 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
     one_visit,
 )
+from fedlightning.tensors import select, subtract
 
 COLD_START = "cold start"
 """Key of the first model at the server while clients pre-train from it; their scores go under it too."""

@@ -24,9 +24,9 @@ from fedlightning.algorithm import (
     WeightedMean,
     WeightingName,
     Wire,
-    module_state,
 )
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
+from fedlightning.tensors import module_state
 from fedlightning.wrappers.pair import JointLoss, Side, shared_entries
 
 FACTORS = ("u", "s", "v")

@@ -10,9 +10,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import GLOBAL, Plan, Server, Setup, WeightingName, clone, module_state
+from fedlightning.algorithm import GLOBAL, Plan, Server, Setup, WeightingName
 from fedlightning.callbacks.shared.distillation import check_public_logits, logits_of
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
+from fedlightning.tensors import clone, module_state
 from fedlightning.wrappers.pair import SHARED, JointLoss, Side, shared_of
 
 Ensemble = Literal["max", "mean", "vote"]

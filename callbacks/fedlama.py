@@ -9,24 +9,12 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import (
-    Job,
-    Message,
-    Plan,
-    Server,
-    ServerModels,
-    State,
-    Update,
-    WeightingName,
-    Wire,
-    distance,
-    partition,
-    select,
-    ties,
-)
+from fedlightning.algorithm import Job, Message, Plan, Server, ServerModels, State, Update, WeightingName, Wire
 from fedlightning.callbacks.shared.server_models import (
     parameter_names,
 )
+from fedlightning.layers import partition
+from fedlightning.tensors import distance, select, ties
 
 
 class FedLAMA(ServerModels):

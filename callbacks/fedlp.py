@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fedlightning.algorithm import (
-    POOLED,
-    Change,
-    Client,
-    Facts,
-    FederatedCallback,
-    Setup,
-    Update,
-    WeightingName,
-    partition,
-)
+from fedlightning.algorithm import POOLED, Change, Client, Facts, FederatedCallback, Setup, Update, WeightingName
+from fedlightning.layers import partition
 
 
 class FedLP(FederatedCallback):

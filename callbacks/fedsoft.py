@@ -27,8 +27,6 @@ from fedlightning.algorithm import (
     WeightedMean,
     Wire,
     facts,
-    select,
-    ties,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
@@ -37,6 +35,7 @@ from fedlightning.callbacks.shared.server_models import (
     check_starts,
     parameter_names,
 )
+from fedlightning.tensors import select, ties
 
 ESTIMATE = "estimate"
 

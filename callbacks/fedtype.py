@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Client, Phase, Setup, Stage, WeightingName, generator, module_state
+from fedlightning.algorithm import Client, Phase, Setup, Stage, WeightingName, generator
 from fedlightning.callbacks.shared.conformal import PredictionSets, calibrate
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.callbacks.shared.representations import labels_of
+from fedlightning.tensors import module_state
 from fedlightning.wrappers.pair import JointLoss, Side, minimise, shared_entries, shared_of, sides_of
 
 

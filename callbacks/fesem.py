@@ -25,9 +25,6 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     address,
-    expand,
-    select,
-    ties,
 )
 from fedlightning.callbacks.shared.grouping import first_groups
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
@@ -35,6 +32,8 @@ from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
     combine,
 )
+from fedlightning.layers import expand
+from fedlightning.tensors import select, ties
 
 MIDDLE = "mean of the centres"
 """Key of the model from which clients train that are onboarded."""

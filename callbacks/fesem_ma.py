@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from fedlightning.algorithm import Server, Setup, State, ties
+from fedlightning.algorithm import Server, Setup, State
 from fedlightning.callbacks.fesem import FeSEM
 from fedlightning.callbacks.shared.matching import check_matching, hidden_units, matched, touched
+from fedlightning.tensors import ties
 
 
 class FeSEMMA(FeSEM):

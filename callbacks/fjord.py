@@ -10,20 +10,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Facts,
-    Message,
-    Need,
-    Setup,
-    Stage,
-    WeightingName,
-    module_state,
-    training_loss,
-)
+from fedlightning.algorithm import Change, Client, Facts, Message, Need, Setup, Stage, WeightingName, training_loss
 from fedlightning.callbacks.shared.partial_training import PartialTraining
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
+from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 from fedlightning.wrappers.submodel import Units, plan_cuts
 from fedlightning.wrappers.units import prefix_units

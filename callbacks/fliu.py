@@ -18,10 +18,8 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
-    clone,
-    interpolate,
-    module_state,
 )
+from fedlightning.tensors import clone, interpolate, module_state
 
 
 class FLIU(FederatedCallback):

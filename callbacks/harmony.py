@@ -32,8 +32,6 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     address,
-    clone,
-    select,
 )
 from fedlightning.callbacks.shared.grouping import clusters_of
 from fedlightning.callbacks.shared.memberships import Clusters, in_client_order
@@ -50,6 +48,7 @@ from fedlightning.callbacks.shared.modalities import (
 from fedlightning.callbacks.shared.server_models import (
     NO_SERVER_STEP,
 )
+from fedlightning.tensors import clone, select
 
 ASK, UNIMODAL, FUSION = "modalities", "unimodal", "fusion"
 

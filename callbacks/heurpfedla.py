@@ -7,21 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Facts,
-    Job,
-    Message,
-    Server,
-    Setup,
-    Update,
-    clone,
-    module_state,
-    partition,
-    ties,
-)
+from fedlightning.algorithm import Change, Client, Facts, Job, Message, Server, Setup, Update
 from fedlightning.callbacks.pfedla import layers_of, pFedLA
+from fedlightning.layers import partition
+from fedlightning.tensors import clone, module_state, ties
 
 
 class HeurpFedLA(pFedLA):

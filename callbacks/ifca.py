@@ -24,10 +24,6 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
-    add,
-    first_nonfinite,
-    select,
-    ties,
 )
 from fedlightning.callbacks.shared.memberships import Clusters, cluster_module, in_client_order
 from fedlightning.callbacks.shared.server_models import (
@@ -35,6 +31,7 @@ from fedlightning.callbacks.shared.server_models import (
     another_start,
     check_starts,
 )
+from fedlightning.tensors import add, first_nonfinite, select, ties
 
 GRADIENT = "gradient at the chosen centre"
 

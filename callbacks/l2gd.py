@@ -22,11 +22,9 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
-    entry_kinds,
-    interpolate,
-    select,
 )
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr
+from fedlightning.tensors import entry_kinds, interpolate, select
 
 MEAN_MODEL = Need("pulls the clients towards the mean of their models", (Change.STEP, Change.REDUCED, Change.REDUCE))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fedlightning.algorithm import Facts, MixingWeights, Plan, Server, Setup, Topology, Update
+from fedlightning.algorithm import Facts, Plan, Server, Setup, Update
 from fedlightning.callbacks.dsgd import warn_of_lost_momentum
 from fedlightning.callbacks.shared.gossip import Gossip
+from fedlightning.topology import MixingWeights, Topology
 
 EARLIER = "mixing"
 """Tag of a round's visits before its last."""

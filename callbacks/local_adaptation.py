@@ -8,10 +8,11 @@ from typing import Literal
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedlightning.algorithm import NEWCOMER, Client, Facts, Job, Message, Phase, Server, Setup, Stage, select
+from fedlightning.algorithm import NEWCOMER, Client, Facts, Job, Message, Phase, Server, Setup, Stage
 from fedlightning.callbacks.checkpoints import is_better, monitored
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.partial import other_names, part_names
+from fedlightning.tensors import select
 
 ADAPTED = "adapted"
 """Label of what the server sends to clients to be scored once the visits after the last round are over."""

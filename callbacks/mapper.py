@@ -12,22 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import (
-    Client,
-    Phase,
-    Setup,
-    Stage,
-    State,
-    WeightingName,
-    clone,
-    entry_kinds,
-    interpolate,
-    load_state,
-    module_state,
-    select,
-    ties,
-)
+from fedlightning.algorithm import Client, Phase, Setup, Stage, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
+from fedlightning.tensors import clone, entry_kinds, interpolate, load_state, module_state, select, ties
 
 
 class MAPPER(KeepsModel):

@@ -24,15 +24,12 @@ from fedlightning.algorithm import (
     Update,
     Wire,
     add_round,
-    clone,
-    interpolate,
-    module_state,
-    select,
     warn,
 )
 from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
+from fedlightning.tensors import clone, interpolate, module_state, select
 
 ALONE = "alone"
 """Tag of visits that only find a requirement, and key of the model that they begin from."""

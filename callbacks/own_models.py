@@ -6,18 +6,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import (
-    Client,
-    Facts,
-    FederatedCallback,
-    Stage,
-    State,
-    entry_kinds,
-    first_nonfinite,
-    load_state,
-    select,
-    warn,
-)
+from fedlightning.algorithm import Client, Facts, FederatedCallback, Stage, State, warn
+from fedlightning.tensors import entry_kinds, first_nonfinite, load_state, select
 
 
 class KeepsModel(FederatedCallback):

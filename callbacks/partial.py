@@ -7,21 +7,11 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedlightning.algorithm import (
-    Facts,
-    FederatedCallback,
-    Newcomers,
-    Server,
-    Setup,
-    WeightingName,
-    as_names,
-    expand,
-    head_names,
-    ordered_layers,
-)
+from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Server, Setup, WeightingName
 from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
+from fedlightning.layers import as_names, expand, head_names, ordered_layers
 
 
 class FedPer(FederatedCallback):

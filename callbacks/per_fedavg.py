@@ -8,19 +8,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import (
-    Client,
-    FederatedCallback,
-    Setup,
-    Stage,
-    State,
-    WeightingName,
-    add,
-    clone,
-    load_state,
-    module_state,
-    training_loss,
-)
+from fedlightning.algorithm import Client, FederatedCallback, Setup, Stage, State, WeightingName, training_loss
+from fedlightning.tensors import add, clone, load_state, module_state
 
 
 class PerFedAvg(FederatedCallback):

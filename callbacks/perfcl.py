@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Client, Setup, Update, WeightingName, clone, module_state
+from fedlightning.algorithm import Client, Setup, Update, WeightingName
 from fedlightning.callbacks.fenda import FENDA
 from fedlightning.callbacks.shared.representations import (
     contrastive_loss,
@@ -16,6 +16,7 @@ from fedlightning.callbacks.shared.representations import (
     freeze_teachers,
     teacher_features,
 )
+from fedlightning.tensors import clone, module_state
 from fedlightning.wrappers import FeatureTap, feature_taps, global_names
 
 

@@ -13,21 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import (
-    Change,
-    Client,
-    Facts,
-    Need,
-    Phase,
-    Server,
-    Setup,
-    State,
-    WeightingName,
-    load_state,
-)
+from fedlightning.algorithm import Change, Client, Facts, Need, Phase, Server, Setup, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.gaussians import kl_gradients
 from fedlightning.callbacks.shared.steps import largest_lr, step_to_mean
+from fedlightning.tensors import load_state
 from fedlightning.wrappers import AddedParametersMixin, mix, mixins_of
 
 SUFFIX = "_rho"

@@ -22,7 +22,6 @@ from fedlightning.algorithm import (
     State,
     Update,
     Wire,
-    first_nonfinite,
     move_batch,
     warn,
 )
@@ -34,6 +33,7 @@ from fedlightning.callbacks.shared.server_models import (
     no_model,
 )
 from fedlightning.callbacks.shared.stitching import BLOCKS, Stitched, rebuild
+from fedlightning.tensors import first_nonfinite
 from fedlightning.wrappers import FeatureTap
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Server, State, address, load_state, move_batch
+from fedlightning.algorithm import Server, State, address, move_batch
 from fedlightning.callbacks.shared.blocks import cut
 from fedlightning.callbacks.shared.distillation import inputs_of, logits_of
 from fedlightning.callbacks.shared.reassembly import (
@@ -27,6 +27,7 @@ from fedlightning.callbacks.shared.reassembly import (
 )
 from fedlightning.callbacks.shared.representations import labels_of
 from fedlightning.callbacks.shared.stitching import Stitched, assembled, describe, row_of, stitch_sizes
+from fedlightning.tensors import load_state
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.pfedhr import pFedHR

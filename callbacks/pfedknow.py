@@ -29,11 +29,11 @@ from fedlightning.algorithm import (
     WeightedMean,
     WeightingName,
     Wire,
-    expand,
-    module_state,
 )
 from fedlightning.callbacks.shared.dealt import refuse_new_deal
 from fedlightning.callbacks.shared.representations import features_at_start, head_path
+from fedlightning.layers import expand
+from fedlightning.tensors import module_state
 from fedlightning.wrappers import FeatureTap
 
 LABELLED, UNLABELLED = "labelled", "unlabelled"

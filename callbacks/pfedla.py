@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from fedlightning.algorithm import Job, Message, Server, State, Update, clone, isolated, module_state, partition, select
+from fedlightning.algorithm import Job, Message, Server, State, Update, isolated
 from fedlightning.callbacks.hypernetwork import HyperNetwork
 from fedlightning.callbacks.shared.server_models import (
     KeepsClientModels,
     combine,
     parameter_names,
 )
+from fedlightning.layers import partition
+from fedlightning.tensors import clone, module_state, select
 
 
 class pFedLA(KeepsClientModels):

@@ -20,12 +20,10 @@ from fedlightning.algorithm import (
     State,
     Update,
     WeightingName,
-    clone,
-    load_state,
-    module_state,
     renamed_arguments,
 )
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr, step_to_mean
+from fedlightning.tensors import clone, load_state, module_state
 
 
 class pFedMe(FederatedCallback):

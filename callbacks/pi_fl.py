@@ -35,8 +35,6 @@ from fedlightning.algorithm import (
     WeightingName,
     Wire,
     facts,
-    select,
-    ties,
 )
 from fedlightning.callbacks.pi_fl_round import CLASSES, UTILITY, PIFLRound, Steps, shares
 from fedlightning.callbacks.shared.class_scores import class_scores
@@ -50,6 +48,7 @@ from fedlightning.callbacks.shared.server_models import (
     one_visit,
 )
 from fedlightning.callbacks.shared.tokens import Ledger, write_ledger
+from fedlightning.tensors import select, ties
 
 BID = "bid"
 

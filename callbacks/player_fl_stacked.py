@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import ForwardOrder
 from fedlightning.callbacks.diagnostics.sensitivity_terms import SensitivityAccumulator
 from fedlightning.callbacks.shared.wide import wide
 from fedlightning.engines.stacked.hooks import StackHooks, Turn
+from fedlightning.layers import ForwardOrder
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.player_fl import PLayerFL

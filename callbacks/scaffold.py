@@ -25,13 +25,9 @@ from fedlightning.algorithm import (
     Weighting,
     WeightingName,
     Wire,
-    add,
-    clone,
-    module_state,
-    select,
-    zeros_like,
 )
 from fedlightning.callbacks.shared.steps import step_to_mean
+from fedlightning.tensors import add, clone, module_state, select, zeros_like
 
 
 class SCAFFOLD(FederatedCallback):

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
-from fedlightning.algorithm import Change, Facts, MixingWeights, Need, Server, Setup, State, Topology, Update
+from fedlightning.algorithm import Change, Facts, Need, Server, Setup, State, Update
 from fedlightning.callbacks.shared.gossip import Gossip, mixed
+from fedlightning.topology import MixingWeights, Topology
 
 OWN_PACE = Need(
     "lets every client take step after step at its own pace",

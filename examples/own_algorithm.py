@@ -20,22 +20,12 @@ from lightning.pytorch import seed_everything
 from torch import Tensor
 from torch.optim import SGD
 
-from fedlightning.algorithm import (
-    Client,
-    GradientContext,
-    Server,
-    Setup,
-    State,
-    Update,
-    add,
-    select,
-    subtract,
-    zeros_like,
-)
+from fedlightning.algorithm import Client, GradientContext, Server, Setup, State, Update
 from fedlightning.callbacks import FedAvg, GlobalCheckpoint
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner
 from fedlightning.models import Classifier, DigitsCNN
 from fedlightning.study.comparison import Comparison
+from fedlightning.tensors import add, select, subtract, zeros_like
 from fedlightning.testing import check_algorithm
 
 

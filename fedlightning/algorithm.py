@@ -1,10 +1,13 @@
-"""Everything that an algorithm is written with, in one import.
+"""The contract that an algorithm is written to, in one import.
 
 >>> from fedlightning.algorithm import Client, FederatedCallback, Message, Server, State, Update
 
-The contract and its words (:mod:`fedlightning.hooks`), the two roles, what travels, arithmetic over named tensors, a
-module as layers, addressed randomness, and losses and gradients that leave no trace. `docs/write-an-algorithm.md` takes one
-method from its pseudocode to a checked callback. Wrapped modules are in :mod:`fedlightning.wrappers`.
+The contract and its words (:mod:`fedlightning.hooks`), the two roles, what travels, addressed randomness, and losses and
+gradients that leave no trace. `docs/write-an-algorithm.md` takes one method from its pseudocode to a checked callback.
+
+Beside it there are arithmetic over named tensors (:mod:`fedlightning.tensors`), a module as layers
+(:mod:`fedlightning.layers`), graphs of neighbours (:mod:`fedlightning.topology`) and wrapped modules
+(:mod:`fedlightning.wrappers`).
 """
 
 from fedlightning.blueprint.optimizers import optimizers_in
@@ -40,46 +43,11 @@ from fedlightning.hooks import (
     WeightingName,
     facts,
 )
-from fedlightning.layers import (
-    ForwardOrder,
-    Layer,
-    as_names,
-    expand,
-    head_names,
-    ordered_layers,
-    partition,
-    pieces,
-    state_names,
-)
 from fedlightning.messages import GLOBAL, Extra, Message, Update, Wire
 from fedlightning.ranges import Range
 from fedlightning.run.round_table import add_round
 from fedlightning.seeding import address, generator, isolated
-from fedlightning.tensors import (
-    State,
-    WeightedMean,
-    add,
-    clone,
-    distance,
-    entry_kinds,
-    equal,
-    first_nonfinite,
-    interpolate,
-    load_state,
-    module_state,
-    select,
-    subtract,
-    ties,
-    zeros_like,
-)
-from fedlightning.topology import (
-    MixingWeights,
-    Topology,
-    contraction,
-    make_graph,
-    mixing_weights,
-    without,
-)
+from fedlightning.tensors import State, WeightedMean
 from fedlightning.visit import probes
 from fedlightning.visit.client import Client
 from fedlightning.visit.probes import NoLossError, move_batch, training_loss
@@ -125,30 +93,7 @@ __all__ = [
     # named tensors
     "State",
     "WeightedMean",
-    "add",
     "add_round",
-    "clone",
-    "distance",
-    "entry_kinds",
-    "equal",
-    "first_nonfinite",
-    "interpolate",
-    "load_state",
-    "module_state",
-    "select",
-    "subtract",
-    "ties",
-    "zeros_like",
-    # a module as layers
-    "ForwardOrder",
-    "Layer",
-    "as_names",
-    "expand",
-    "head_names",
-    "ordered_layers",
-    "partition",
-    "pieces",
-    "state_names",
     # randomness
     "address",
     "generator",
@@ -159,13 +104,6 @@ __all__ = [
     "move_batch",
     "probes",
     "training_loss",
-    # neighbours, where there is no server
-    "MixingWeights",
-    "Topology",
-    "contraction",
-    "make_graph",
-    "mixing_weights",
-    "without",
     # small things
     "detached_copy",
     "optimizers_in",

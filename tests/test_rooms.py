@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
-    ("errors", "seeding", "tensors", "compat"),
+    ("errors", "ranges", "seeding", "tensors", "compat"),
     ("layers", "messages", "datamodules", "clock", "topology"),
     ("wrappers", "models"),
     ("hooks",),
@@ -32,10 +32,10 @@ ORDER = (
 """A room imports rooms of the lines above it, and itself."""
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 ALONE = {
-    "datamodules": {"seeding"},
-    "clock": {"seeding", "errors"},
-    "callbacks": {"algorithm", "wrappers"},
-    "models": set(),
+    "datamodules": {"seeding", "ranges"},
+    "clock": {"seeding", "errors", "ranges"},
+    "callbacks": {"algorithm", "layers", "tensors", "topology", "wrappers"},
+    "models": {"ranges"},
 }
 """Rooms that stand on less than what is above them."""
 EXCEPTIONS = {

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
-from fedlightning.algorithm import Layer, State, ordered_layers, probes
+from fedlightning.algorithm import State, probes
 from fedlightning.callbacks.diagnostics.layer_values import (
     LayerRecorder,
     LayerValues,
@@ -23,6 +23,7 @@ from fedlightning.callbacks.diagnostics.layer_values import (
 )
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters, counts_of
 from fedlightning.callbacks.shared.wide import wide
+from fedlightning.layers import Layer, ordered_layers
 
 Definition = Literal["grad_var_samples", "grad_var_params"]
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedlightning.algorithm import Layer, generator, ordered_layers, probes
+from fedlightning.algorithm import generator, probes
 from fedlightning.callbacks.diagnostics.layer_values import (
     LayerRecorder,
     LayerValues,
@@ -24,6 +24,7 @@ from fedlightning.callbacks.diagnostics.layer_values import (
 )
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters, counts_of
 from fedlightning.callbacks.shared.wide import wide
+from fedlightning.layers import Layer, ordered_layers
 
 
 class HessianTrace(LayerRecorder):

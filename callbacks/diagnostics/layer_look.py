@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedlightning.algorithm import Client, move_batch, ordered_layers
+from fedlightning.algorithm import Client, move_batch
 from fedlightning.callbacks.diagnostics.gradient_variance import gradient_moments
 from fedlightning.callbacks.diagnostics.hessian_trace import hutchinson, mean_and_error
 from fedlightning.callbacks.diagnostics.layer_similarity import common_samples, layer_grams
 from fedlightning.callbacks.diagnostics.layer_values import full_precision, layer_order
 from fedlightning.callbacks.diagnostics.sensitivity_terms import SensitivityAccumulator, counted_parameters, counts_of
+from fedlightning.layers import ordered_layers
 
 if TYPE_CHECKING:
     from fedlightning.callbacks.diagnostics.layer_diagnostics import LayerDiagnostics

@@ -12,9 +12,10 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from fedlightning.algorithm import Client, Layer, isolated, probes
+from fedlightning.algorithm import Client, isolated, probes
 from fedlightning.callbacks.diagnostics.layer_values import at_rest
 from fedlightning.callbacks.diagnostics.similarity import unit_gram
+from fedlightning.layers import Layer
 
 
 def common_samples(client: Client, count: int) -> tuple[Any, int]:
@@ -77,7 +78,7 @@ def layer_grams(
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> from fedlightning.algorithm import ordered_layers
+        >>> from fedlightning.layers import ordered_layers
         >>> module, batch = BoringModel(), torch.randn(5, 32)
         >>> tuple(layer_grams(module, batch, 5, ordered_layers(module), Precision(), "seed").shape)
         (1, 5, 5)

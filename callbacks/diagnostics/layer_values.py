@@ -17,9 +17,10 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 
-from fedlightning.algorithm import ForwardOrder, isolated, probes
+from fedlightning.algorithm import isolated, probes
 from fedlightning.callbacks.diagnostics.layer_rows import LayerRow
 from fedlightning.callbacks.diagnostics.sensitivity_terms import counted_parameters
+from fedlightning.layers import ForwardOrder
 
 Reduce = Callable[[Tensor], Tensor]
 """Mean of a tensor over the processes that share the batches."""

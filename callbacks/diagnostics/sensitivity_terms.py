@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import ForwardOrder, Layer, ordered_layers, pieces
 from fedlightning.callbacks.shared.wide import wide
+from fedlightning.layers import ForwardOrder, Layer, ordered_layers, pieces
 
 
 @dataclass

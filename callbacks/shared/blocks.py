@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import ForwardOrder, Layer, isolated, ordered_layers
+from fedlightning.algorithm import isolated
+from fedlightning.layers import ForwardOrder, Layer, ordered_layers
 from fedlightning.wrappers import frozen_buffers, muted
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -10,8 +10,9 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_f1_score
 
-from fedlightning.algorithm import Client, address, ties
+from fedlightning.algorithm import Client, address
 from fedlightning.callbacks.shared.representations import labels_of
+from fedlightning.tensors import ties
 from fedlightning.wrappers import FeatureTap
 
 

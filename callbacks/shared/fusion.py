@@ -29,12 +29,11 @@ from fedlightning.algorithm import (
     Setup,
     State,
     Update,
-    clone,
     generator,
-    module_state,
 )
 from fedlightning.callbacks.shared.distillation import check_public_logits, kl, logits_of, refuse_a_last_batch_of_one
 from fedlightning.callbacks.shared.representations import labels_of
+from fedlightning.tensors import clone, module_state
 
 Member = tuple[str, State]
 """A model of an ensemble: the key of the server's model whose architecture it has, and its entries."""

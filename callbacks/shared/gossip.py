@@ -16,21 +16,16 @@ from fedlightning.algorithm import (
     Facts,
     Job,
     Message,
-    MixingWeights,
     Need,
     Newcomers,
     Server,
     Setup,
     State,
-    Topology,
     Update,
     WeightedMean,
-    contraction,
-    make_graph,
-    mixing_weights,
-    select,
-    without,
 )
+from fedlightning.tensors import select
+from fedlightning.topology import MixingWeights, Topology, contraction, make_graph, mixing_weights, without
 
 NO_SERVER = Need(
     "has no server: clients talk to their neighbours",

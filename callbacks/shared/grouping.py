@@ -6,7 +6,7 @@ import torch
 from sklearn.cluster import KMeans
 from torch import Tensor
 
-from fedlightning.algorithm import ties
+from fedlightning.tensors import ties
 
 
 def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:

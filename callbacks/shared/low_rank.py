@@ -20,10 +20,9 @@ from fedlightning.algorithm import (
     SubModels,
     Weighting,
     Wire,
-    as_names,
-    expand,
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
+from fedlightning.layers import as_names, expand
 from fedlightning.wrappers import DualByHeadMixin
 from fedlightning.wrappers.adapters import adapter_names, add_adapters, resize_adapters
 

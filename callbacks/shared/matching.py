@@ -10,7 +10,8 @@ from lightning.pytorch import LightningModule
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fedlightning.algorithm import Setup, State, entry_kinds, isolated, load_state, module_state, training_loss
+from fedlightning.algorithm import Setup, State, isolated, training_loss
+from fedlightning.tensors import entry_kinds, load_state, module_state
 from fedlightning.wrappers.heads import Convolution
 from fedlightning.wrappers.muting import muted
 from fedlightning.wrappers.submodel import Cut, plan_cuts

@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import NoLossError, Setup, expand, isolated, module_state, training_loss
+from fedlightning.algorithm import NoLossError, Setup, isolated, training_loss
 from fedlightning.callbacks.shared.representations import LABEL_KEYS
+from fedlightning.layers import expand
+from fedlightning.tensors import module_state
 from fedlightning.wrappers import muted
 
 Parts = dict[str, list[str]]

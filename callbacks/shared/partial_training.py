@@ -42,11 +42,8 @@ from fedlightning.algorithm import (
     Update,
     WeightingName,
     Wire,
-    as_names,
     facts,
     generator,
-    load_state,
-    module_state,
     training_loss,
 )
 from fedlightning.callbacks.shared.dealt import dealt_to, refuse_new_deal
@@ -55,6 +52,8 @@ from fedlightning.callbacks.shared.representations import (
     refuse_classes,
 )
 from fedlightning.callbacks.shared.submodels import limit_labels, narrow_to_labels, scale_in_training
+from fedlightning.layers import as_names
+from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers.slices import ElementMean, Slices, take
 from fedlightning.wrappers.submodel import Units, entry_slices, plan_cuts, shrink
 from fedlightning.wrappers.submodel_check import verify

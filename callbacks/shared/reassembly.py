@@ -11,7 +11,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedlightning.algorithm import ties
+from fedlightning.tensors import ties
 
 TINY = 1e-12
 TRIES = 200

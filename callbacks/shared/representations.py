@@ -12,18 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import (
-    Client,
-    Server,
-    Setup,
-    as_names,
-    isolated,
-    load_state,
-    module_state,
-    move_batch,
-    ordered_layers,
-    training_loss,
-)
+from fedlightning.algorithm import Client, Server, Setup, isolated, move_batch, training_loss
+from fedlightning.layers import as_names, ordered_layers
+from fedlightning.tensors import load_state, module_state
 from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 
 LABEL_KEYS = ("label", "labels", "y", "target", "targets")

@@ -21,15 +21,11 @@ from fedlightning.algorithm import (
     State,
     Update,
     WeightedMean,
-    clone,
     detached_copy,
-    entry_kinds,
-    equal,
     facts,
     isolated,
-    module_state,
-    select,
 )
+from fedlightning.tensors import clone, entry_kinds, equal, module_state, select
 
 NO_SERVER_STEP = Need("keeps several models at the server, and no mean of all", (Change.STEP, Change.REDUCED))
 """Nothing can work on the one model that the clients' mean gives."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import GLOBAL, Server, State, interpolate
+from fedlightning.algorithm import GLOBAL, Server, State
+from fedlightning.tensors import interpolate
 
 
 def largest_lr(optimizer: Optimizer) -> float:

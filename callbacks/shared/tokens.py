@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import rankdata
 
-from fedlightning.algorithm import ties
+from fedlightning.tensors import ties
 
 COLUMNS = ("round", "cluster", "client", "paid", "refunded", "rewarded", "contribution", "error")
 """Columns of `ledger.csv`."""

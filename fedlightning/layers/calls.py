@@ -22,7 +22,7 @@ class ForwardOrder:
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import ForwardOrder
+        >>> from fedlightning.layers import ForwardOrder
         >>> from fedlightning.models import MLP
         >>> net = MLP(4, [3], 2)
         >>> order = ForwardOrder(net)

@@ -22,7 +22,7 @@ class Layer:
         pieces: Names of the modules in it: its own, then the normalisation layers that joined.
 
     Example:
-        >>> from fedlightning.algorithm import Layer, ordered_layers
+        >>> from fedlightning.layers import Layer, ordered_layers
         >>> from fedlightning.models import MLP
         >>> ordered_layers(MLP(4, [3], 2))[0]
         Layer(name='fc1', parameters=('fc1.weight', 'fc1.bias'), buffers=(), pieces=('fc1',))
@@ -53,7 +53,7 @@ def pieces(module: nn.Module) -> list[Layer]:
         module: Any module.
 
     Example:
-        >>> from fedlightning.algorithm import pieces
+        >>> from fedlightning.layers import pieces
         >>> from fedlightning.models import DigitsCNN
         >>> [piece.name for piece in pieces(DigitsCNN(norm="batch"))]
         ['conv1', 'norm1', 'conv2', 'norm2', 'fc']

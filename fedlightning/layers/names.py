@@ -21,7 +21,7 @@ def expand(names: Iterable[str], available: Iterable[str]) -> list[str]:
         ValueError: If an entry matches nothing. The message names it and close matches.
 
     Example:
-        >>> from fedlightning.algorithm import expand
+        >>> from fedlightning.layers import expand
         >>> expand("fc1", ["fc1.weight", "fc1.bias", "fc10.weight"])
         ['fc1.weight', 'fc1.bias']
     """
@@ -46,7 +46,7 @@ def state_names(layer: Layer) -> list[str]:
         layer: A layer from `ordered_layers` or `pieces`.
 
     Example:
-        >>> from fedlightning.algorithm import ordered_layers, state_names
+        >>> from fedlightning.layers import ordered_layers, state_names
         >>> from fedlightning.models import MLP
         >>> state_names(ordered_layers(MLP(4, [3], 2))[-1])
         ['fc2.weight', 'fc2.bias']
@@ -61,7 +61,7 @@ def as_names(names: str | Iterable[str] | None) -> list[str]:
         names: One name, several, or `None` for none.
 
     Example:
-        >>> from fedlightning.algorithm import as_names
+        >>> from fedlightning.layers import as_names
         >>> as_names("net.head"), as_names(["a", "b"]), as_names(None)
         (['net.head'], ['a', 'b'], [])
     """

@@ -23,7 +23,7 @@ def ordered_layers(module: nn.Module, order: Sequence[str] | None = None) -> lis
         ValueError: If a name in `order` is not a piece with parameters of `module`.
 
     Example:
-        >>> from fedlightning.algorithm import ordered_layers
+        >>> from fedlightning.layers import ordered_layers
         >>> from fedlightning.models import DigitsCNN
         >>> for layer in ordered_layers(DigitsCNN(norm="batch")):
         ...     print(layer.name, layer.pieces)
@@ -62,7 +62,7 @@ def head_names(module: nn.Module, num_layers: int = 1, order: Sequence[str] | No
         ValueError: If `num_layers` is not between 1 and the number of layers.
 
     Example:
-        >>> from fedlightning.algorithm import head_names
+        >>> from fedlightning.layers import head_names
         >>> from fedlightning.models import MLP
         >>> head_names(MLP(4, [3], 2))
         ['fc2.weight', 'fc2.bias']
@@ -86,7 +86,7 @@ def partition(module: nn.Module) -> dict[str, list[str]]:
         module: Any module.
 
     Example:
-        >>> from fedlightning.algorithm import partition
+        >>> from fedlightning.layers import partition
         >>> from fedlightning.models import MLP
         >>> partition(MLP(4, [3], 2))
         {'fc1': ['fc1.weight', 'fc1.bias'], 'fc2': ['fc2.weight', 'fc2.bias']}

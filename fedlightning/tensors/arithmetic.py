@@ -21,7 +21,7 @@ def select(state: Mapping[str, Tensor], names: Iterable[str]) -> State:
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import select
+        >>> from fedlightning.tensors import select
         >>> list(select({"a": torch.ones(1), "b": torch.ones(1)}, ["b", "c"]))
         ['b']
     """
@@ -38,7 +38,7 @@ def clone(state: Mapping[str, Tensor], device: torch.device | str | None = None)
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import clone
+        >>> from fedlightning.tensors import clone
         >>> state = {"w": torch.zeros(2)}
         >>> copy = clone(state)
         >>> _ = copy["w"].add_(1)
@@ -59,7 +59,7 @@ def zeros_like(state: Mapping[str, Tensor], names: Iterable[str] | None = None) 
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import zeros_like
+        >>> from fedlightning.tensors import zeros_like
         >>> zeros_like({"w": torch.ones(2, dtype=torch.bfloat16)})
         {'w': tensor([0., 0.])}
     """
@@ -80,7 +80,7 @@ def subtract(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> State:
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import subtract
+        >>> from fedlightning.tensors import subtract
         >>> subtract({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})
         {'w': tensor([2.])}
     """
@@ -97,7 +97,7 @@ def add(a: Mapping[str, Tensor], b: Mapping[str, Tensor], alpha: float = 1.0) ->
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import add
+        >>> from fedlightning.tensors import add
         >>> add({"w": torch.tensor([1.0]), "n": torch.tensor(7)}, {"w": torch.tensor([2.0])}, alpha=0.5)
         {'w': tensor([2.]), 'n': tensor(7)}
     """
@@ -116,7 +116,7 @@ def interpolate(a: Mapping[str, Tensor], b: Mapping[str, Tensor], weight: float)
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import interpolate
+        >>> from fedlightning.tensors import interpolate
         >>> interpolate({"w": torch.tensor([4.0])}, {"w": torch.tensor([0.0])}, weight=0.25)
         {'w': tensor([1.])}
     """
@@ -140,7 +140,7 @@ def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import distance
+        >>> from fedlightning.tensors import distance
         >>> distance({"v": torch.tensor([3.0]), "w": torch.tensor([4.0])}, {"v": torch.zeros(1), "w": torch.zeros(1)})
         5.0
     """
@@ -156,7 +156,7 @@ def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import equal
+        >>> from fedlightning.tensors import equal
         >>> equal({"w": torch.ones(2)}, {"w": torch.ones(2)}), equal({"w": torch.ones(2)}, {})
         (True, False)
     """
@@ -171,7 +171,7 @@ def first_nonfinite(state: Mapping[str, Tensor]) -> str | None:
 
     Example:
         >>> import torch
-        >>> from fedlightning.algorithm import first_nonfinite
+        >>> from fedlightning.tensors import first_nonfinite
         >>> first_nonfinite({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
         'b'
     """

@@ -21,7 +21,7 @@ def module_state(module: nn.Module, names: Iterable[str] | None = None) -> State
 
     Example:
         >>> from torch import nn
-        >>> from fedlightning.algorithm import module_state
+        >>> from fedlightning.tensors import module_state
         >>> {name: tuple(value.shape) for name, value in module_state(nn.Linear(3, 2)).items()}
         {'weight': (2, 3), 'bias': (2,)}
     """
@@ -44,7 +44,7 @@ def entry_kinds(module: nn.Module) -> dict[str, EntryKind]:
 
     Example:
         >>> from torch import nn
-        >>> from fedlightning.algorithm import entry_kinds
+        >>> from fedlightning.tensors import entry_kinds
         >>> for name, kind in entry_kinds(nn.BatchNorm1d(4)).items():
         ...     print(name, kind)
         weight trainable
@@ -98,7 +98,7 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from fedlightning.algorithm import load_state
+        >>> from fedlightning.tensors import load_state
         >>> layer = nn.Linear(2, 1)
         >>> load_state(layer, {"bias": torch.tensor([3.0])})
         >>> layer.bias.item()

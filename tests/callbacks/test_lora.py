@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import fedlightning
 from fedlightning import FederatedCallback
-from fedlightning.algorithm import ordered_layers
 from fedlightning.callbacks import FedAdam, FedIT, FedPer, FedProx, FedRep, FFALoRA, LGFedAvg
+from fedlightning.layers import ordered_layers
 from fedlightning.models import SmallTransformer
 from fedlightning.seeding import isolated
 from fedlightning.tensors import module_state

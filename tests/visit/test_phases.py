@@ -13,10 +13,11 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, IterableDataset
 
 from fedlightning import FederatedTrainer
-from fedlightning.algorithm import FederatedCallback, Phase, Wire, equal
+from fedlightning.algorithm import FederatedCallback, Phase, Wire
 from fedlightning.callbacks.shared.distillation import kl, logits_of
 from fedlightning.datamodules.public import public_loader
 from fedlightning.federation.failures import FederationError
+from fedlightning.tensors import equal
 from fedlightning.testing.toys import ToyData, ToyModule, federate
 from fedlightning.visit.client import Client
 
