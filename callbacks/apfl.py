@@ -18,7 +18,6 @@ from fedlightning.algorithm import (
     Stage,
     Update,
     WeightingName,
-    renamed_arguments,
 )
 from fedlightning.callbacks.shared.wide import wide
 from fedlightning.wrappers import uses_forward
@@ -72,7 +71,6 @@ class APFL(FederatedCallback):
 
     keeps = True
 
-    @renamed_arguments(personal="personal_model")
     def __init__(
         self,
         alpha: float = 0.5,

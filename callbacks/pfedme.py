@@ -22,7 +22,6 @@ from fedlightning.algorithm import (
     clone,
     load_state,
     module_state,
-    renamed_arguments,
 )
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr, step_to_mean
 
@@ -69,11 +68,8 @@ class pFedMe(FederatedCallback):
         tensor([2.])
     """
 
-    saved_as = "PFedMe"
-
     keeps = True
 
-    @renamed_arguments(server_rate="server_lr")
     def __init__(
         self,
         lam: float = 15.0,
@@ -99,6 +95,10 @@ class pFedMe(FederatedCallback):
         self.server_lr = server_lr
         self.all_clients = all_clients
         self.weighting = weighting
+
+    @property
+    def key(self) -> str:
+        return "PFedMe" if type(self) is pFedMe else super().key  # names its state in saved runs
 
     def claims(self, role: str) -> bool:
         """Decline the server step where ``b = 1``, and the plan of the round unless ``all_clients`` is set."""

@@ -2,11 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fedlightning.compat.moved import serve_old_paths
 from fedlightning.compat.torchvision import repair_torchvision_when_imported
 
 repair_torchvision_when_imported()
-serve_old_paths()
 
 __version__ = "0.1.0"
 

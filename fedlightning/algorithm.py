@@ -9,7 +9,6 @@ method from its pseudocode to a checked callback. Wrapped modules are in :mod:`f
 
 from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.compat.attached import detached_copy
-from fedlightning.compat.renamed import renamed_arguments
 from fedlightning.datamodules.public import PairedBatch
 from fedlightning.errors import warn
 from fedlightning.federation.server import Server
@@ -143,6 +142,5 @@ __all__ = [
     # small things
     "detached_copy",
     "optimizers_in",
-    "renamed_arguments",
     "warn",
 ]

@@ -262,7 +262,6 @@ class FederatedTrainer(Assembly):
         resume: str | Path | None = None,
         allow_config_change: bool = False,
         allow_new_clients: bool = False,
-        trust_old_state: bool = False,
     ) -> None:
         """Run the federation.
 
@@ -277,8 +276,6 @@ class FederatedTrainer(Assembly):
             allow_config_change: Resume although the configuration has changed; the summary lists what has.
             allow_new_clients: Resume although the data have clients that the run did not train, or `held_out` no longer
                 holds some out: they take part from the next round on, and the summary lists them.
-            trust_old_state: Resume a run of an earlier version although its state can only be read with pickle, which runs
-                what the files hold: for your own files, once. It is then saved in the present form.
 
         Raises:
             ValueError: If module, data and callbacks cannot work together, or a resumed run would go on with another
@@ -306,7 +303,7 @@ class FederatedTrainer(Assembly):
                 if federation.save_every > 0 and self.recorder.writes:
                     self.recorder.logs.begin()
             else:
-                federation.restore(True, allow_config_change, trust_old_state, allow_new_clients)
+                federation.restore(True, allow_config_change, allow_new_clients)
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:
                 self.recorder.run.write_config(self.config)
             if is_new:
@@ -389,16 +386,13 @@ class FederatedTrainer(Assembly):
         given["callbacks"] = copy.deepcopy(given["callbacks"])
         return FederatedTrainer(**given)
 
-    def restore(
-        self, model: LightningModule, datamodule: LightningDataModule, run: str | Path, trust_old_state: bool = False
-    ) -> None:
+    def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
         """Load the state that a run saved last, to evaluate it or to predict with it; nothing is trained.
 
         Args:
             model: The module that the run was started with (the callbacks likewise).
             datamodule: The data that it was started with.
             run: The run's folder, finished or interrupted.
-            trust_old_state: As in :meth:`fit`.
 
         Raises:
             FileNotFoundError: If the run has no saved state.
@@ -406,7 +400,7 @@ class FederatedTrainer(Assembly):
         """
         data = arguments.federated_data(datamodule, None, None, None)
         self.given = (model, datamodule)
-        self._assemble(model, data, folder_of(run), go_on=False).restore(False, trust_old=trust_old_state)
+        self._assemble(model, data, folder_of(run), go_on=False).restore(False)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:

@@ -1,7 +1,5 @@
 """The trainer's arguments, checked at the door: every refusal names the thing, the value, the rule and the way out."""
 
-from typing import Any
-
 from fedlightning.arguments.inputs import (
     assigned_models,
     check_clients,
@@ -39,10 +37,3 @@ __all__ = [
     "ordinary_callbacks",
     "parse_time",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Find what has moved from here."""
-    from fedlightning.compat.moved import moved_name
-
-    return moved_name(__name__, name)

@@ -26,8 +26,8 @@ from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.compat.hyperparameters import Maker
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.names import class_names
-from fedlightning.config.old_names import read_old_names
 from fedlightning.config.values import check_values
+from fedlightning.config.yaml_form import guard_yaml
 from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.trainer import FederatedTrainer
 
@@ -84,7 +84,7 @@ class FederatedCLI(LightningCLI):
 
     def __init__(self, command: str, words: Sequence[str]) -> None:
         self.command = command
-        read_old_names()
+        guard_yaml()
         super().__init__(
             save_config_callback=None,
             seed_everything_default=False,

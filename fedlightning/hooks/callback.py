@@ -51,7 +51,6 @@ class FederatedCallback(Callback):
     Attributes:
         weighting: How clients are weighted in the mean: by `"samples"`, `"uniform"`, by the `"log"` of their samples, or
             by a function of the server and the update. `None` leaves it to the other callbacks (default: samples).
-        saved_as: Key of a class whose name has changed, so that what runs have saved stays readable. Not inherited.
         rank: Place among the callbacks of a run, whatever the user's order: lower ones come first. Set it where a method
             must see something before others change it, such as the model that came or the raw gradient.
         merges: True where `on_receive` makes the model that training starts from out of what came and what the client
@@ -98,7 +97,6 @@ class FederatedCallback(Callback):
     """
 
     weighting: Weighting | None = None
-    saved_as: str | None = None
     rank: int = 0
     merges: bool = False
     keeps: bool | None = None
@@ -119,9 +117,8 @@ class FederatedCallback(Callback):
 
     @property
     def key(self) -> str:
-        """Name under which state, extras and error messages of this callback go: :attr:`saved_as`, or the class's name."""
-        kind = type(self)
-        return vars(kind).get("saved_as") or kind.__name__
+        """Name of this callback in states, extras, messages and the addresses of its random numbers: the class's name."""
+        return type(self).__name__
 
     @property
     def client(self) -> Client:

@@ -107,7 +107,7 @@ def test_the_check_also_sees_what_the_first_client_lacks():
 class Unchecked(FedMultimodal):
     """As if the batch before round 1 had shown nothing."""
 
-    saved_as = "FedMultimodal"
+    key = "FedMultimodal"
 
     def check(self, setup):
         pass

@@ -219,10 +219,8 @@ def test_differences_name_the_keys():
 VARY = {"m": ["trainer.seed"]}
 
 
-def method(defaults=None, **trainer):
-    return Method(
-        "m", ["m.yaml"], {"trainer": {"max_rounds": 1} | trainer, "model": {}, "data": {}}, defaults=defaults or {}
-    )
+def method(**trainer):
+    return Method("m", ["m.yaml"], {"trainer": {"max_rounds": 1} | trainer, "model": {}, "data": {}})
 
 
 def make(study, made, seeds, redo=None, error=None):
