@@ -139,11 +139,6 @@ class FederatedTrainer(Assembly):
         check_val_every_n_epoch: As in Trainer; None (default) runs no validation inside local training.
         log_every_n_steps: As in Trainer.
         reload_dataloaders_every_n_epochs: As in Trainer.
-        max_epochs: Refused: use max_rounds and local_epochs.
-        min_epochs: Refused: use local_epochs.
-        max_steps: Refused: use max_rounds and local_steps.
-        min_steps: Refused: use local_steps.
-        enable_checkpointing: Refused: use save_state, LocalCheckpoint and GlobalCheckpoint.
 
     Raises:
         ConfigurationError: If an argument is out of range, or two contradict each other.
@@ -227,11 +222,6 @@ class FederatedTrainer(Assembly):
         check_val_every_n_epoch: int | None = None,
         log_every_n_steps: int | None = None,
         reload_dataloaders_every_n_epochs: int = 0,
-        max_epochs: None = None,
-        min_epochs: None = None,
-        max_steps: None = None,
-        min_steps: None = None,
-        enable_checkpointing: None = None,
     ) -> None:
         given = {key: value for key, value in locals().items() if key != "self"}
         arguments.check(given)

@@ -11,10 +11,9 @@ from fedlightning.arguments.inputs import (
 )
 from fedlightning.arguments.local import check_keeping, local_trainer, logged_clients, loggers, ordinary_callbacks
 from fedlightning.arguments.newcomers import assigned_newcomers, check_new_clients, new_clients, new_clients_data
-from fedlightning.arguments.values import REPLACED, check, check_folder, failure_policy, loop_of, parse_time
+from fedlightning.arguments.values import check, check_folder, failure_policy, loop_of, parse_time
 
 __all__ = [
-    "REPLACED",
     "assigned_models",
     "assigned_newcomers",
     "check",
