@@ -186,3 +186,8 @@ __all__ = [
     "SWIFT",
     "TIFF",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)

@@ -144,3 +144,8 @@ __all__ = [
     "optimizers_in",
     "warn",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)

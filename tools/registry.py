@@ -38,6 +38,11 @@ Written by `make registry` from the rows in fedlightning/catalogue. Do not edit 
 __all__ = [
 {names}
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)
 '''
 TABLE = re.compile(r"(<!-- methods: .*? -->\n).*?(<!-- end of methods -->)", re.DOTALL)
 
