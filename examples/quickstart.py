@@ -10,7 +10,9 @@ of each client.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -37,7 +39,6 @@ from fedlightning.callbacks import (
     PLayerFL,
 )
 from fedlightning.datamodules import DigitsDataModule, DirichletPartitioner, describe, plot_partition
-from fedlightning.experiments.children import context
 from fedlightning.models import Classifier, DigitsCNN
 from fedlightning.study.comparison import Comparison
 
@@ -88,7 +89,8 @@ def main() -> None:
     figures.mkdir(parents=True, exist_ok=True)
 
     started = time.monotonic()
-    with ProcessPoolExecutor(min(options.jobs, len(METHODS)), mp_context=context()) as pool:
+    how = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")  # a fork has imported everything
+    with ProcessPoolExecutor(min(options.jobs, len(METHODS)), mp_context=how) as pool:
         going = {pool.submit(run, name, options.rounds, options.out): name for name in METHODS}
         data = data_module()
         data.setup()
