@@ -12,6 +12,7 @@ BENCH_ARGS ?=
 QUICKSTART_ARGS ?=
 
 BIN := $(VENV)/bin
+BASE := $(VENV)/.installed-base
 STAMP := $(VENV)/.installed
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -c constraints.txt
 
@@ -29,16 +30,21 @@ help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # torch goes in first and alone: with the pin in place nothing installed afterwards replaces the build that is there.
-$(STAMP): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "FedLightning needs Python 3.11 or newer; try make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+# What only tests, other runners and some models need.
+$(STAMP): $(BASE)
 	$(PIP_INSTALL) -e ".[test,vision,lora,report,sweep,ray]"
 	@touch $@
 
 install: $(STAMP) ## create the environment and install FedLightning in it, editable
 
-quickstart: $(STAMP) ## run examples/quickstart.py: a small federated training from end to end
+quickstart: $(BASE) ## run examples/quickstart.py: a small federated training from end to end
 	$(ONE_THREAD) $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 
 test: $(STAMP) ## run the tests (a few minutes on 2 cores)

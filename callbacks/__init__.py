@@ -3,8 +3,6 @@
 Written by `make registry` from the rows in fedlightning/catalogue. Do not edit it.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from fedlightning.callbacks.apfl import APFL
 from fedlightning.callbacks.central import Central
 from fedlightning.callbacks.cfl import CFL
@@ -90,7 +88,6 @@ from fedlightning.callbacks.scaffold import SCAFFOLD
 from fedlightning.callbacks.stragglers import Stragglers
 from fedlightning.callbacks.swift import SWIFT
 from fedlightning.callbacks.tiff import TIFF
-from fedlightning.compat.renamed import present_class
 
 __all__ = [
     "APFL",
@@ -191,11 +188,6 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is served
-
-    def __getattr__(name: str) -> Any:
-        """Return a class under its name of an earlier version, with a warning."""
-        present = present_class(name)
-        if present in __all__:
-            return globals()[present]
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)

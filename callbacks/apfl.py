@@ -21,7 +21,6 @@ from fedlightning.algorithm import (
     Stage,
     Update,
     WeightingName,
-    renamed_arguments,
 )
 from fedlightning.callbacks.shared.wide import wide
 from fedlightning.wrappers import uses_forward
@@ -75,7 +74,6 @@ class APFL(FederatedCallback):
 
     facts = Facts(needs=[Need("trains two models in one fit", (Change.PHASES,))], keeps=True)
 
-    @renamed_arguments(personal="personal_model")
     def __init__(
         self,
         alpha: float = 0.5,

@@ -174,12 +174,6 @@ class CFL(Clusters):
         """Let clients that are onboarded go down the tree of splits, a visit for each."""
         own = server.state.get(self.key, {})
         splits, found = own.get("splits", {}), dict.fromkeys(clients, GLOBAL)
-        forgotten = sorted(set(own.get("parents", {}).values()) - set(splits))
-        if forgotten:
-            raise ValueError(
-                f"CFL places a client by the updates of others at every split, and this run, of an earlier version, has kept "
-                f"none of the split of '{forgotten[0]}'. Start a new run to onboard clients."
-            )
         while any(cluster in splits for cluster in found.values()):
             server.models |= {f"before {cluster}": split["model"] for cluster, split in splits.items()}
             at = {client: cluster for client, cluster in found.items() if cluster in splits}

@@ -70,8 +70,6 @@ class pFedLA(KeepsClientModels):
         (torch.Size([2, 3]), True)
     """
 
-    saved_as = "PFedLA"
-
     def __init__(
         self,
         hn_lr: float = 0.5,
@@ -90,6 +88,10 @@ class pFedLA(KeepsClientModels):
         self.embedding = embedding
         self.hidden = hidden
         self.normalise = normalise
+
+    @property
+    def key(self) -> str:
+        return "PFedLA" if type(self) is pFedLA else super().key  # names its state and addresses its random numbers
 
     # -- hypernetworks -------------------------------------------------------------------------------------------------
     def network(self, server: Server, client: str) -> HyperNetwork:

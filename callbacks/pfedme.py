@@ -20,7 +20,6 @@ from fedlightning.algorithm import (
     State,
     Update,
     WeightingName,
-    renamed_arguments,
 )
 from fedlightning.callbacks.shared.steps import is_plain_sgd, largest_lr, step_to_mean
 from fedlightning.tensors import clone, load_state, module_state
@@ -68,11 +67,8 @@ class pFedMe(FederatedCallback):
         tensor([2.])
     """
 
-    saved_as = "PFedMe"
-
     facts = Facts(keeps=True)
 
-    @renamed_arguments(server_rate="server_lr")
     def __init__(
         self,
         lam: float = 15.0,
@@ -98,6 +94,10 @@ class pFedMe(FederatedCallback):
         self.server_lr = server_lr
         self.all_clients = all_clients
         self.weighting = weighting
+
+    @property
+    def key(self) -> str:
+        return "PFedMe" if type(self) is pFedMe else super().key  # names its state in saved runs
 
     def claims(self, role: str) -> bool:
         """Decline the server step where ``b = 1``, and the plan of the round unless ``all_clients`` is set."""

@@ -97,3 +97,8 @@ __all__ = [
     "describe",
     "plot_partition",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)

@@ -2,11 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fedlightning.compat.moved import serve_old_paths
 from fedlightning.compat.torchvision import repair_torchvision_when_imported
 
 repair_torchvision_when_imported()
-serve_old_paths()
 
 __version__ = "0.1.0"
 
@@ -30,3 +28,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'fedlightning' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return [*__all__, "__version__"]

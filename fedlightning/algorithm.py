@@ -12,7 +12,6 @@ Beside it there are arithmetic over named tensors (:mod:`fedlightning.tensors`),
 
 from fedlightning.blueprint.optimizers import optimizers_in
 from fedlightning.compat.attached import detached_copy
-from fedlightning.compat.renamed import renamed_arguments
 from fedlightning.datamodules.public import PairedBatch
 from fedlightning.errors import warn
 from fedlightning.federation.server import Server
@@ -107,6 +106,10 @@ __all__ = [
     # small things
     "detached_copy",
     "optimizers_in",
-    "renamed_arguments",
     "warn",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)

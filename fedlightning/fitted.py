@@ -77,9 +77,7 @@ class Fitted:
     federation: Federation | None
     given: tuple[LightningModule | None, LightningDataModule | None] = (None, None)
 
-    def restore(
-        self, model: LightningModule, datamodule: LightningDataModule, run: str | Path, trust_old_state: bool = False
-    ) -> None:
+    def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
         """Load the state that a run saved last: see `FederatedTrainer`."""
         raise NotImplementedError
 

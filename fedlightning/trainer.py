@@ -139,11 +139,6 @@ class FederatedTrainer(Assembly):
         check_val_every_n_epoch: As in Trainer; None (default) runs no validation inside local training.
         log_every_n_steps: As in Trainer.
         reload_dataloaders_every_n_epochs: As in Trainer.
-        max_epochs: Refused: use max_rounds and local_epochs.
-        min_epochs: Refused: use local_epochs.
-        max_steps: Refused: use max_rounds and local_steps.
-        min_steps: Refused: use local_steps.
-        enable_checkpointing: Refused: use save_state, LocalCheckpoint and GlobalCheckpoint.
 
     Raises:
         ConfigurationError: If an argument is out of range, or two contradict each other.
@@ -227,11 +222,6 @@ class FederatedTrainer(Assembly):
         check_val_every_n_epoch: int | None = None,
         log_every_n_steps: int | None = None,
         reload_dataloaders_every_n_epochs: int = 0,
-        max_epochs: None = None,
-        min_epochs: None = None,
-        max_steps: None = None,
-        min_steps: None = None,
-        enable_checkpointing: None = None,
     ) -> None:
         given = {key: value for key, value in locals().items() if key != "self"}
         arguments.check(given)
@@ -262,7 +252,6 @@ class FederatedTrainer(Assembly):
         resume: str | Path | None = None,
         allow_config_change: bool = False,
         allow_new_clients: bool = False,
-        trust_old_state: bool = False,
     ) -> None:
         """Run the federation.
 
@@ -277,8 +266,6 @@ class FederatedTrainer(Assembly):
             allow_config_change: Resume although the configuration has changed; the summary lists what has.
             allow_new_clients: Resume although the data have clients that the run did not train, or `held_out` no longer
                 holds some out: they take part from the next round on, and the summary lists them.
-            trust_old_state: Resume a run of an earlier version although its state can only be read with pickle, which runs
-                what the files hold: for your own files, once. It is then saved in the present form.
 
         Raises:
             ValueError: If module, data and callbacks cannot work together, or a resumed run would go on with another
@@ -306,7 +293,7 @@ class FederatedTrainer(Assembly):
                 if federation.save_every > 0 and self.recorder.writes:
                     self.recorder.logs.begin()
             else:
-                federation.restore(True, allow_config_change, trust_old_state, allow_new_clients)
+                federation.restore(True, allow_config_change, allow_new_clients)
             if self.config is not None and self.recorder.run is not None and self.recorder.writes:
                 self.recorder.run.write_config(self.config)
             if is_new:
@@ -389,16 +376,13 @@ class FederatedTrainer(Assembly):
         given["callbacks"] = copy.deepcopy(given["callbacks"])
         return FederatedTrainer(**given)
 
-    def restore(
-        self, model: LightningModule, datamodule: LightningDataModule, run: str | Path, trust_old_state: bool = False
-    ) -> None:
+    def restore(self, model: LightningModule, datamodule: LightningDataModule, run: str | Path) -> None:
         """Load the state that a run saved last, to evaluate it or to predict with it; nothing is trained.
 
         Args:
             model: The module that the run was started with (the callbacks likewise).
             datamodule: The data that it was started with.
             run: The run's folder, finished or interrupted.
-            trust_old_state: As in :meth:`fit`.
 
         Raises:
             FileNotFoundError: If the run has no saved state.
@@ -406,7 +390,7 @@ class FederatedTrainer(Assembly):
         """
         data = arguments.federated_data(datamodule, None, None, None)
         self.given = (model, datamodule)
-        self._assemble(model, data, folder_of(run), go_on=False).restore(False, trust_old=trust_old_state)
+        self._assemble(model, data, folder_of(run), go_on=False).restore(False)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
     def _saved(self, resumed: RunFolder | None) -> tuple[int, int]:

@@ -16,11 +16,6 @@ from tests.helpers import Toy, federate, make_trainer, toy_data
 
 ARGUMENTS = [
     ({"local_epochs": 2, "local_steps": 5}, "local_epochs=2 and local_steps=5 are both set.*remove one"),
-    ({"max_epochs": 3}, "max_epochs=3 has no meaning in a federation. Use max_rounds and local_epochs"),
-    ({"min_epochs": 3}, "min_epochs=3 .* Use local_epochs"),
-    ({"max_steps": 30}, "max_steps=30 .* Use max_rounds and local_steps"),
-    ({"min_steps": 30}, "min_steps=30 .* Use local_steps"),
-    ({"enable_checkpointing": True}, "enable_checkpointing=True .* LocalCheckpoint and GlobalCheckpoint"),
     ({"max_rounds": 0}, "max_rounds=0 must be a whole number of at least 1"),
     ({"max_rounds": 2.5}, "max_rounds=2.5 must be a whole number"),
     ({"local_epochs": -1}, "local_epochs=-1 must be"),

@@ -14,7 +14,6 @@ import yaml
 
 import fedlightning.callbacks as callbacks
 from fedlightning.catalogue import ALGORITHMS, Algorithm, create, find, installed, list_algorithms
-from fedlightning.compat import renamed
 from fedlightning.config.names import class_names
 from fedlightning.hooks import FederatedCallback
 from fedlightning.testing import check_algorithm
@@ -70,14 +69,6 @@ def test_a_variant_names_its_own_file() -> None:
     other = row.variant("Other", "Another sentence.")
     assert (other.module, other.class_path) == ("other", "fedlightning.callbacks.Other")
     assert other.config == "configs/algorithms/other.yaml"
-
-
-def test_old_class_names_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(renamed.CLASSES, "Proximal", "FedProx")
-    with pytest.warns(DeprecationWarning, match="Proximal is called FedProx now"):
-        assert callbacks.Proximal is callbacks.FedProx
-    with pytest.raises(AttributeError, match="has no attribute 'FedProxx'"):
-        callbacks.FedProxx  # noqa: B018
 
 
 def test_create_and_find() -> None:

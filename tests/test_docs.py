@@ -37,7 +37,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-@pytest.mark.filterwarnings("error:.*the old path works:DeprecationWarning")
 def test_names_of_the_package_exist(page: Path) -> None:
     for path in sorted(set(re.findall(r"\bfedlightning(?:\.\w+)+", page.read_text())) - NO_NAMES):
         module, _, name = path.rpartition(".")
@@ -50,7 +49,7 @@ def test_names_of_the_package_exist(page: Path) -> None:
 def test_the_guide_has_every_hook() -> None:
     common = {"key", "client", "hyperparameters"}
     for name, value in vars(FederatedCallback).items():
-        if (inspect.isfunction(value) and not name.startswith("_")) or name in ("weighting", "saved_as"):
+        if (inspect.isfunction(value) and not name.startswith("_")) or name == "weighting":
             assert name in common or f"`{name}" in GUIDE, name
     nine = GUIDE.partition("## The contract: nine hooks")[2].partition("## ")[0]
     assert len(re.findall(r"^\| `(\w+)\(", nine, re.MULTILINE)) == 9

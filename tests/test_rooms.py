@@ -42,8 +42,6 @@ EXCEPTIONS = {
     # the contract names the two roles in its annotations
     ("hooks", "visit.client"),
     ("hooks", "federation.server"),
-    # classes of earlier versions answer under their old names
-    ("callbacks", "compat.renamed"),
     # callbacks that bring their own work for a stack of clients
     ("callbacks.apfl_stacked", "engines.stacked"),
     ("callbacks.player_fl_stacked", "engines.stacked"),

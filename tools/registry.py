@@ -33,24 +33,16 @@ TEMPLATE = '''"""Algorithms, checkpointing and diagnostics: one file per algorit
 Written by `make registry` from the rows in fedlightning/catalogue. Do not edit it.
 """
 
-from typing import TYPE_CHECKING, Any
-
 {imports}
-from fedlightning.compat.renamed import present_class
 
 __all__ = [
 {names}
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one that is served
-
-    def __getattr__(name: str) -> Any:
-        """Return a class under its name of an earlier version, with a warning."""
-        present = present_class(name)
-        if present in __all__:
-            return globals()[present]
-        raise AttributeError(f"module '{{__name__}}' has no attribute '{{name}}'")
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)
 '''
 TABLE = re.compile(r"(<!-- methods: .*? -->\n).*?(<!-- end of methods -->)", re.DOTALL)
 

@@ -1,7 +1,5 @@
 """The trainer's arguments, checked at the door: every refusal names the thing, the value, the rule and the way out."""
 
-from typing import Any
-
 from fedlightning.arguments.inputs import (
     assigned_models,
     check_clients,
@@ -13,10 +11,9 @@ from fedlightning.arguments.inputs import (
 )
 from fedlightning.arguments.local import check_keeping, local_trainer, logged_clients, loggers, ordinary_callbacks
 from fedlightning.arguments.newcomers import assigned_newcomers, check_new_clients, new_clients, new_clients_data
-from fedlightning.arguments.values import REPLACED, check, check_folder, failure_policy, loop_of, parse_time
+from fedlightning.arguments.values import check, check_folder, failure_policy, loop_of, parse_time
 
 __all__ = [
-    "REPLACED",
     "assigned_models",
     "assigned_newcomers",
     "check",
@@ -39,10 +36,3 @@ __all__ = [
     "ordinary_callbacks",
     "parse_time",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Find what has moved from here."""
-    from fedlightning.compat.moved import moved_name
-
-    return moved_name(__name__, name)

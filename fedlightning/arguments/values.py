@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
@@ -22,17 +22,6 @@ from fedlightning.hooks import POOLED
 from fedlightning.run.manifest import is_file_name
 from fedlightning.scoring.tasks import LOCAL
 
-if TYPE_CHECKING:
-    pass
-
-
-REPLACED = {
-    "max_epochs": "max_rounds and local_epochs",
-    "min_epochs": "local_epochs",
-    "max_steps": "max_rounds and local_steps",
-    "min_steps": "local_steps",
-    "enable_checkpointing": "save_state (resume) and the callbacks LocalCheckpoint and GlobalCheckpoint (selection)",
-}
 CHOICES = {
     "optimizer_state": (None, "reset", "keep"),
     "float_buffers": ("average", "local", "server"),
@@ -50,9 +39,6 @@ def check(given: Mapping[str, Any]) -> None:
         ConfigurationError: With a sentence.
     """
     adapt(given["callbacks"], given["logger"])
-    for name, instead in REPLACED.items():
-        if given[name] is not None:
-            raise ConfigurationError(f"{name}={given[name]!r} has no meaning in a federation. Use {instead}.")
     check_place(given["name"], given["version"])
     if given["local_epochs"] is not None and given["local_steps"] is not None:
         raise ConfigurationError(

@@ -45,7 +45,6 @@ from fedlightning.catalogue import (
 )
 from fedlightning.catalogue.algorithm import FAMILIES, Algorithm, Option
 from fedlightning.catalogue.installed import installed_rows, plain
-from fedlightning.compat.renamed import old_names, present_names
 
 if TYPE_CHECKING:
     from fedlightning.hooks import FederatedCallback
@@ -134,7 +133,6 @@ def create(name: str, **options: Any) -> FederatedCallback:
     row = find(name)
     cls = row.load()
     known = inspect.signature(cls).parameters
-    options = present_names(row.name, old_names(cls), options)
     unknown = [option for option in options if option not in known]
     if unknown:
         have = f"It has {', '.join(known)}." if known else "It has no options."

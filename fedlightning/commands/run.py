@@ -53,7 +53,6 @@ class Commands(FederatedCLI):
         allow_config_change: bool = False,
         allow_new_clients: bool = False,
         dry_run: bool | Literal["json"] = False,
-        trust_old_state: bool = False,
     ) -> None:
         """Train a federation, test it and show the results.
 
@@ -70,8 +69,6 @@ class Commands(FederatedCLI):
                 some out: they take part from the next round on; summary.json lists them.
             dry_run: Train nothing: check everything, try one batch of every step, and print what the run would do. Also
                 --dry-run and --dry-run=json.
-            trust_old_state: Resume a run of an earlier version although reading its state runs what its files hold; only
-                for your own runs.
         """
         if dry_run:
             self._rehearse(as_json=dry_run == "json")
@@ -84,7 +81,6 @@ class Commands(FederatedCLI):
                 resume=to_resume(resume),
                 allow_config_change=allow_config_change,
                 allow_new_clients=allow_new_clients,
-                trust_old_state=trust_old_state,
             )
         except Exception as error:
             if explain(error) is not None:
@@ -113,25 +109,23 @@ class Commands(FederatedCLI):
         if self.trainer.run is not None:
             screen.print(f"\nRun: {shown(self.trainer.run.path)}", soft_wrap=True, highlight=False)
 
-    def validate(self, run: str, checkpoint: str = "all", trust_old_state: bool = False) -> None:
+    def validate(self, run: str, checkpoint: str = "all") -> None:
         """Score a finished or interrupted run on validation data.
 
         Args:
             run: Folder of the run, or the folder with its versions (then the newest one).
             checkpoint: Models to score: "latest", "best_local", "best_global" or "all".
-            trust_old_state: As for fit.
         """
-        self._evaluate(run, checkpoint, "val", trust_old_state)
+        self._evaluate(run, checkpoint, "val")
 
-    def test(self, run: str, checkpoint: str = "all", trust_old_state: bool = False) -> None:
+    def test(self, run: str, checkpoint: str = "all") -> None:
         """Score a finished or interrupted run on test data. The scores go to its metrics.csv and summary.json.
 
         Args:
             run: Folder of the run, or the folder with its versions (then the newest one).
             checkpoint: Models to score: "latest", "best_local", "best_global" or "all".
-            trust_old_state: As for fit.
         """
-        self._evaluate(run, checkpoint, "test", trust_old_state)
+        self._evaluate(run, checkpoint, "test")
 
     def predict(
         self,
@@ -139,7 +133,6 @@ class Commands(FederatedCLI):
         client: str | None = None,
         checkpoint: str = "latest",
         out: str = "predictions.pt",
-        trust_old_state: bool = False,
     ) -> None:
         """Write the predictions of a client's model on its test data, or of the global model on all clients' test data.
 
@@ -149,11 +142,10 @@ class Commands(FederatedCLI):
             checkpoint: Model to use: "latest", "best_local" or "best_global".
             out: File to write, for torch.load: the outputs of predict_step for all batches, concatenated if they are
                 tensors.
-            trust_old_state: As for fit.
         """
         import torch
 
-        self.trainer.restore(self.model, self.datamodule, find_run(run), trust_old_state)
+        self.trainer.restore(self.model, self.datamodule, find_run(run))
         if client is not None and client not in self.datamodule.client_ids:
             raise InputError(f"There is no client '{client}'. Clients: {', '.join(self.datamodule.client_ids[:20])}.")
         batches: Any = self.trainer.predict(client=client, checkpoint=checkpoint)
@@ -171,7 +163,6 @@ class Commands(FederatedCLI):
         newcomers: str | None = None,
         clients: list[str] | None = None,
         epochs: int = 1,
-        trust_old_state: bool = False,
     ) -> None:
         """Let new clients join a finished or interrupted run: score them, fine-tune each on its own data, score them again.
 
@@ -183,7 +174,6 @@ class Commands(FederatedCLI):
                 default: the clients that held_out kept out of training.
             clients: Names of the new clients, as [a, b]; default: all that are new.
             epochs: Epochs of fine-tuning of each; 0: score them only.
-            trust_old_state: As for fit.
         """
         folder = find_run(run)
         data = None
@@ -191,7 +181,7 @@ class Commands(FederatedCLI):
             if not Path(newcomers).is_file():
                 raise InputError(f"newcomers={newcomers!r} is no YAML file with a data section.")
             data = PartitionCommand("partition", ["--config", newcomers]).datamodule
-        self.trainer.restore(self.model, self.datamodule, folder, trust_old_state)
+        self.trainer.restore(self.model, self.datamodule, folder)
         self.trainer.onboard(data, clients, epochs=epochs)
         if is_writer():
             found = read_json(folder / SUMMARY)
@@ -215,9 +205,9 @@ class Commands(FederatedCLI):
         if found.problems:
             raise InputError(f"{len(found.problems)} clients failed in the dry run; the first: {found.problems[0]}.")
 
-    def _evaluate(self, run: str, checkpoint: str, split: Literal["val", "test"], trust_old_state: bool) -> None:
+    def _evaluate(self, run: str, checkpoint: str, split: Literal["val", "test"]) -> None:
         folder = find_run(run)
-        self.trainer.restore(self.model, self.datamodule, folder, trust_old_state)
+        self.trainer.restore(self.model, self.datamodule, folder)
         score = self.trainer.test if split == "test" else self.trainer.validate
         results = score(checkpoint=checkpoint, verbose=False)
         if is_writer():

@@ -21,6 +21,14 @@ _TYPES = {
     "NoneType": "null",
     "list": "a list",
 }
+REPLACED = {
+    "max_epochs": "max_rounds and local_epochs",
+    "min_epochs": "local_epochs",
+    "max_steps": "max_rounds and local_steps",
+    "min_steps": "local_steps",
+    "enable_checkpointing": "save_state (resume) and the callbacks LocalCheckpoint and GlobalCheckpoint (selection)",
+}
+"""Arguments of Lightning's Trainer: what takes their place in a federation."""
 _EXAMPLE = "pass --config FILE, for example configs/quickstart.yaml"
 
 
@@ -243,6 +251,8 @@ def _options_hint(key: str, class_path: str) -> str:
     import inspect
     from importlib import import_module
 
+    if class_path == "group:trainer" and key in REPLACED:
+        return f"Use {REPLACED[key]}."
     if class_path == "group:trainer" or not class_path:
         from fedlightning.config.names import trainer_options
 
@@ -268,7 +278,8 @@ def _unrecognised(where: str, found: re.Match[str], text: str) -> str:
 
     words = found[1].strip()
     option = words.split()[0].partition("=")[0]
-    close = suggestion(option, option_names())
+    instead = REPLACED.get(option.removeprefix("--trainer."))
+    close = f"Use {instead}." if instead else suggestion(option, option_names())
     return f"there is no option '{option}'. {close or 'Options: fedlightning COMMAND --help.'}"
 
 

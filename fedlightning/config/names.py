@@ -13,7 +13,6 @@ import fedlightning.models
 from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
 
-from fedlightning.arguments import REPLACED
 from fedlightning.catalogue import installed
 from fedlightning.datamodules import Partitioner
 from fedlightning.errors import warn
@@ -52,8 +51,8 @@ def class_names() -> dict[str, str]:
 
 
 def trainer_options() -> list[str]:
-    """Return the trainer's arguments, without those of Lightning that have no meaning here and are refused."""
-    return [name for name in inspect.signature(FederatedTrainer).parameters if name not in REPLACED]
+    """Return the trainer's arguments."""
+    return list(inspect.signature(FederatedTrainer).parameters)
 
 
 def option_names() -> list[str]:

@@ -21,13 +21,12 @@ from lightning import seed_everything
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from fedlightning.arguments import REPLACED
 from fedlightning.blueprint.trainer_arguments import FORWARDED
 from fedlightning.compat.hyperparameters import Maker
 from fedlightning.config.errors import InputError, constructor_sentence, root_cause
 from fedlightning.config.names import class_names
-from fedlightning.config.old_names import read_old_names
 from fedlightning.config.values import check_values
+from fedlightning.config.yaml_form import guard_yaml
 from fedlightning.errors import ConfigurationError, users_line
 from fedlightning.trainer import FederatedTrainer
 
@@ -84,7 +83,7 @@ class FederatedCLI(LightningCLI):
 
     def __init__(self, command: str, words: Sequence[str]) -> None:
         self.command = command
-        read_old_names()
+        guard_yaml()
         super().__init__(
             save_config_callback=None,
             seed_everything_default=False,
@@ -124,8 +123,7 @@ class FederatedCLI(LightningCLI):
         parser = LightningArgumentParser(**cls.parser_options(command))
         cls.add_options(parser, command)
         found = [option for action in parser._actions for option in action.option_strings]
-        hidden = {f"--trainer.{name}" for name in REPLACED}
-        return ["--config", "--print_config", *(o for o in found if o.startswith("--") and o not in hidden)]
+        return ["--config", "--print_config", *(o for o in found if o.startswith("--"))]
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add nothing: Lightning's `seed_everything` is `trainer.seed` here."""
@@ -247,7 +245,7 @@ class Formatter(DefaultHelpFormatter):
 
 
 def tidy_help(parser: LightningArgumentParser) -> None:
-    """Give the help its titles, remove markup and the arguments that are always refused, and add missing texts."""
+    """Give the help its titles, remove markup, and add missing texts."""
     for group in parser._action_groups:
         for action in group._group_actions:
             key = action.dest.partition(".")[0]
@@ -256,9 +254,7 @@ def tidy_help(parser: LightningArgumentParser) -> None:
             elif action.dest in THIS_COMMAND:
                 group.title = "this command"
             name = action.dest.removeprefix("trainer.")
-            if name in REPLACED:
-                action.help = SUPPRESS
-            elif isinstance(action.help, str) and action.help != SUPPRESS:
+            if isinstance(action.help, str) and action.help != SUPPRESS:
                 action.help = action.help.replace("`", "")
             if name in FORWARDED and not action.help:
                 action.help = "As in lightning.pytorch.Trainer, for each client's training."

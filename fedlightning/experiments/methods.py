@@ -26,7 +26,6 @@ class Method:
         config: Complete configuration; values that vary with the seed are 0 here.
         baseline: Whether `compare` added it as a baseline.
         num_clients: Number of clients in its data.
-        defaults: Defaults of the trainer's arguments.
         optimizer_state: What becomes of its optimizers between visits, `None` where that makes no difference.
     """
 
@@ -35,7 +34,6 @@ class Method:
     config: Config = field(repr=False)
     baseline: bool = False
     num_clients: int = 0
-    defaults: Mapping[str, Any] = field(default_factory=dict, repr=False)
     optimizer_state: str | None = None
 
     @property
@@ -63,24 +61,17 @@ def without_place(config: Mapping[str, Any]) -> Config:
     return {**config, "trainer": trainer}
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the differences between two configurations, in words.
-
-    A trainer's argument that `old` does not have, because an older version wrote it, is no difference as long as it has
-    its default.
 
     Args:
         old: The earlier configuration.
         new: The present configuration.
-        defaults: Defaults of the trainer's arguments.
 
     Example:
         >>> differences({"trainer": {"max_rounds": 3}}, {"trainer": {"max_rounds": 5}})
         ['trainer.max_rounds is 5, was 3']
     """
-    added = {key for key, value in new["trainer"].items() if key not in old["trainer"] and key in (defaults or {})}
-    same = {key for key in added if new["trainer"][key] == (defaults or {})[key]}
-    new = {**new, "trainer": {key: value for key, value in new["trainer"].items() if key not in same}}
     before, after = _flat(without_place(old)), _flat(without_place(new))
     return [
         f"{key} is {after.get(key, 'not there')}, was {before.get(key, 'not there')}"

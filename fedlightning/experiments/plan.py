@@ -6,7 +6,6 @@ watches the runs stays small.
 
 from __future__ import annotations
 
-import inspect
 import json
 import tempfile
 from collections.abc import Sequence
@@ -91,9 +90,6 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
     """
     import torch
 
-    from fedlightning.trainer import FederatedTrainer
-
-    defaults = {name: found.default for name, found in inspect.signature(FederatedTrainer).parameters.items()}
     pairs = [split_label(word) for word in request.files]
     try:
         names = labels([name for name, _ in pairs], [path for _, path in pairs])
@@ -105,7 +101,7 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
     for name, (_, path) in zip(names, pairs, strict=True):
         stack = [*request.before, path, *request.after]
         config, number, vary[name] = reader.read(name, stack, request.options)
-        methods.append(Method(name, stack, config, False, number, defaults, reader.optimizer_state))
+        methods.append(Method(name, stack, config, False, number, reader.optimizer_state))
     try:
         added = missing_baselines([method.config for method in methods], request.baselines)
     except ValueError as error:
@@ -114,7 +110,7 @@ def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
     for algorithm in added:
         name = unique(algorithm.lower(), {method.name.lower() for method in methods})
         config, number, vary[name] = reader.read_config(f"baseline {name}", baseline_config(first.config, algorithm))
-        methods.append(Method(name, first.configs, config, True, number, defaults, reader.optimizer_state))
+        methods.append(Method(name, first.configs, config, True, number, reader.optimizer_state))
     return Plan(methods, vary, torch.cuda.device_count(), reader.metrics or [])
 
 

@@ -115,7 +115,7 @@ class StudyFile:
             return bool(entry["config"] == method.fingerprint(seed, vary))
         old = replace(method, config=read_mapping(file))
         known = entry["config"] == old.fingerprint(seed, vary)  # otherwise the file belongs to another run
-        return known and not differences(old.config, method.config, method.defaults)
+        return known and not differences(old.config, method.config)
 
     def _refusal(self, method: Method, seed: int, vary: Sequence[str], entry: Mapping[str, Any] | None) -> str:
         what = "a run that study.json does not know"
@@ -126,7 +126,7 @@ class StudyFile:
                 changed = [f"the seed sets {' and '.join(vary)}, it set {' and '.join(known['vary'])}"]
             else:
                 old = read_mapping(file) if file.exists() else {"trainer": {}}
-                changed = differences(old, method.config, method.defaults)
+                changed = differences(old, method.config)
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             what = f"a run of another configuration ({'; '.join(changed[:3])}{more})"
         return (

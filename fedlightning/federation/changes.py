@@ -13,8 +13,7 @@ from fedlightning.federation.server import Server
 from fedlightning.hooks import Change
 from fedlightning.models.client_models import ClientModels
 from fedlightning.run.environment import plain
-from fedlightning.run.fingerprint import differences, with_later_options, with_present_names
-from fedlightning.wrappers import user_class
+from fedlightning.run.fingerprint import CONTENT, differences
 
 Fingerprint = Callable[[Sequence[str], Sequence[str]], dict[str, Any]]
 """Returns a run's fingerprint as it would be without the clients that joined, from their ids and the held-out ones'."""
@@ -90,8 +89,10 @@ def changes_since(
             f"Raise max_rounds above {rounds_done}, or serve new clients by trainer.onboard or `fedlightning onboard`."
         )
     now = plain(fingerprint(joined, saved["held_out"] if joined else server.held_out))
-    before = with_present_names(saved.get("lasting", {}), server.callbacks)
-    before = with_later_options(before, now, server.callbacks, user_class(server.module))
+    before = dict(saved["lasting"])
+    if not (CONTENT in before and CONTENT in now):  # compared where the data are in memory both times
+        before.pop(CONTENT, None)
+        now.pop(CONTENT, None)
     changed = differences(before, now)
     others = [text for text in changed if text.startswith("held_out ")]
     if others:
@@ -135,14 +136,14 @@ def check_scored(saved: Mapping[str, Any], server: Server, place: object) -> Non
     """Refuse to score a run with clients that never trained among those that did, or the other way round.
 
     Args:
-        saved: As in :func:`changes_since`; a state of an earlier version does not say who trained.
+        saved: As in :func:`changes_since`.
         server: The present server.
         place: The run's folder, for messages.
 
     Raises:
         ValueError: Naming the clients.
     """
-    trained = set(saved.get("clients", server.clients))
+    trained = set(saved["clients"])
     strangers = [client for client in server.clients if client not in trained]
     if strangers:
         raise ValueError(
@@ -165,8 +166,8 @@ def scored_before(saved: Mapping[str, Any], server: Server, seed: int) -> list[s
         server: The present server.
         seed: Seed of the data, which draws them.
     """
-    clients: list[str] = list(saved.get("clients", server.clients))
-    given = saved.get("lasting", {}).get("evaluate_clients")
+    clients: list[str] = list(saved["clients"])
+    given = saved["lasting"].get("evaluate_clients")
     return clients if given is None else draw_clients(clients, given, seed, "evaluated")
 
 
@@ -242,7 +243,7 @@ def join_clients(server: Server, clients: Sequence[str]) -> None:
 
 
 def joined_since(saved: Mapping[str, Any], server: Server) -> list[str]:
-    """Return the clients that take part now and did not when the state was saved; none where it does not say who did.
+    """Return the clients that take part now and did not when the state was saved.
 
     Args:
         saved: As in :func:`changes_since`.
@@ -251,13 +252,13 @@ def joined_since(saved: Mapping[str, Any], server: Server) -> list[str]:
     Raises:
         ValueError: If clients join although one of those that the run has is gone, or held out now.
     """
-    clients: Sequence[str] | None = saved.get("clients")
-    had = set(clients or ())
-    joined = [] if clients is None else [client for client in server.clients if client not in had]
-    if joined and clients is not None:
+    clients: Sequence[str] = saved["clients"]
+    had = set(clients)
+    joined = [client for client in server.clients if client not in had]
+    if joined:
         now = {*server.clients, *server.held_out}
         gone = [client for client in clients if client not in server.num_samples]
-        lost = [client for client in {*clients, *saved.get("held_out", ())} if client not in now]
+        lost = [client for client in {*clients, *saved["held_out"]} if client not in now]
         if gone or lost:
             raise ValueError(
                 f"The data have clients that the run did not train, {_named(joined)}, but not {_named(gone or sorted(lost))} "

@@ -81,8 +81,8 @@ class Costs:
         }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Put back what :meth:`state` returned, or what an earlier version kept of it."""
-        self.seconds = float(saved.get("seconds", 0.0))
-        self.evaluation_seconds = float(saved.get("evaluation_seconds", 0.0))
-        self.history = list(saved.get("history", []))
-        self.spent_of_rounds = spent_of(saved.get("spent_of_rounds"))
+        """Put back what :meth:`state` returned."""
+        self.seconds = float(saved["seconds"])
+        self.evaluation_seconds = float(saved["evaluation_seconds"])
+        self.history = list(saved["history"])
+        self.spent_of_rounds = spent_of(saved["spent_of_rounds"])

@@ -243,7 +243,7 @@ def _role(callback: Any, module: nn.Module) -> CallbackRole:
     return CallbackRole(
         type(callback).__name__,
         {name: repr(value) for name, value in callback.hyperparameters().items()},
-        saved_as=callback.key,
+        key=callback.key,
         weighting="its own" if callable(callback.weighting) else callback.weighting or "",
         hooks=[name for name in own if name not in ("claims", "hyperparameters", "wire", "check")] + hooks,
         down=list(wire.down),

@@ -38,7 +38,7 @@ class CallbackRole:
     Attributes:
         name: Its class.
         options: Its arguments.
-        saved_as: Key of its state and of its extras.
+        key: Key of its state and of its extras.
         weighting: Weight of clients in the mean, if it asks for one.
         hooks: Hooks of the federation and of Lightning that it implements.
         down: Extras that it may send to clients.
@@ -47,7 +47,7 @@ class CallbackRole:
 
     name: str
     options: dict[str, str]
-    saved_as: str = ""
+    key: str = ""
     weighting: str = ""
     hooks: list[str] = field(default_factory=list)
     down: list[str] = field(default_factory=list)
@@ -166,7 +166,7 @@ def _lines(run: DryRun, most: int = 12) -> Iterator[str]:
     )
     for role in run.callbacks:
         yield f"    {role.name}({', '.join(f'{name}={value}' for name, value in role.options.items())})"
-        saved = [f"saved as {role.saved_as}"] if role.saved_as not in ("", role.name) else []
+        saved = [f"saved as {role.key}"] if role.key not in ("", role.name) else []
         saved += [f"weighting {role.weighting}"] if role.weighting else []
         yield from _wrapped([*saved, f"hooks {', '.join(role.hooks) or 'none'}"])
         sent = [f"{way} {', '.join(names)}" for way, names in (("down", role.down), ("up", role.up)) if names]

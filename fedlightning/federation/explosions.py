@@ -51,7 +51,7 @@ class Explosions:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Explosions:
-        """Return what :meth:`plain` gave; empty for a state of an earlier version."""
+        """Return what :meth:`plain` gave."""
         return cls(dict(plain.get("usual", {})), list(plain.get("warnings", [])))
 
     def look(self, update: Update, model: State, trainable: Iterable[str]) -> None:

@@ -40,7 +40,7 @@ from fedlightning.federation.refusals import (
 )
 from fedlightning.federation.sanity import check_steps, first_tries
 from fedlightning.federation.server import Server
-from fedlightning.federation.state import restore_state, save_state
+from fedlightning.federation.state import check_extra, restore_state, save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
 from fedlightning.federation.terms import note_work, spent_of, terms_of
@@ -141,15 +141,12 @@ class Federation:
         """The fingerprint as JSON can hold it."""
         return plain(self.fingerprint((), self.server.held_out))
 
-    def restore(
-        self, go_on: bool, allow_changes: bool = False, trust_old: bool = False, allow_new_clients: bool = False
-    ) -> None:
+    def restore(self, go_on: bool, allow_changes: bool = False, allow_new_clients: bool = False) -> None:
         """Load the state that the run's folder holds.
 
         Args:
             go_on: The run will be trained further, so scores of rounds that are not in the state are cut off.
             allow_changes: Go on although the configuration has changed; the summary lists what has.
-            trust_old: Read a state of an earlier version even if that runs the code in it.
             allow_new_clients: Go on although there are clients that the run did not have; the summary lists them.
 
         Raises:
@@ -158,7 +155,8 @@ class Federation:
         """
         run = self.recorder.run
         assert run is not None
-        self.rounds_done, extra, in_flight = restore_state(run.last, self.server, self.store, trust_old, go_on)
+        self.rounds_done, extra, in_flight = restore_state(run.last, self.server, self.store, go_on)
+        check_extra(run.last, extra)
         if go_on:
             self.loop.load(in_flight)
         self.rounds_saved = self.rounds_done
@@ -184,26 +182,24 @@ class Federation:
             self.server.round = self.rounds_done
             join_clients(self.server, changes.joined)
         self.costs.load(extra)
-        self.server.spent = spent_of(extra.get("spent"))
-        self.server.failures = list(extra.get("failures", []))
-        self.server.explosions = Explosions.of(extra.get("explosions", {}))
-        self.server.norms.usual = dict(extra.get("norms", {}))
+        self.server.spent = spent_of(extra["spent"])
+        self.server.failures = list(extra["failures"])
+        self.server.explosions = Explosions.of(extra["explosions"])
+        self.server.norms.usual = dict(extra["norms"])
         loop = self.engine.runner.loop
-        loop.reason = loop.reason or extra.get(
-            "local_loop"
-        )  # a run that is over trains no more, and tells all the same
-        self.final_done = bool(extra.get("final", False)) and self.rounds_done >= self.server.max_rounds
-        if go_on and extra.get("final", False) and not self.final_done:
+        loop.reason = loop.reason or extra["local_loop"]  # a run that is over trains no more, and tells all the same
+        self.final_done = bool(extra["final"]) and self.rounds_done >= self.server.max_rounds
+        if go_on and extra["final"] and not self.final_done:
             self.costs.forget_final_visits(self.server, self.rounds_done)
         scored = self.rounds_done + self.final_done
-        marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra.get(name)) for name in MARKS}
-        mark = marks.get("metrics")
+        marks = extra if self.final_done else {name: extra.get(f"{name}_of_rounds", extra[name]) for name in MARKS}
+        mark = marks["metrics"]
         if go_on:
             if UNDONE in extra:
                 go_back(run.last)
-            rows = run.keep_rounds(scored, mark)
+            rows = run.keep_rounds(mark)
             self.recorder.start_with(rows, run.metrics.place() if self.recorder.writes else None)
-            more = (bool(extra.get("final", False)) and not self.final_done) or UNDONE in extra
+            more = (bool(extra["final"]) and not self.final_done) or UNDONE in extra
             self.recorder.reopen_logs(marks, scored, differs=more or changes != Changes())
         else:
             self.recorder.start_with(run.read_rows(scored, mark))

@@ -21,11 +21,14 @@ FIELDS = ("models", "state", "checkpoints", "bytes_up", "bytes_down", "steps", "
 """Attributes of the server that a saved state holds."""
 LOOP = "loop"
 """Entry of what the loop keeps from round to round."""
-NEW: dict[str, Any] = {"model_architectures": {}, "time": 0.0, LOOP: {}}
-"""What states of earlier versions do not have."""
 SERVER_TYPES: dict[str, Any] = (
     dict.fromkeys(FIELDS[:3], dict) | dict.fromkeys(FIELDS[3:6], int) | {FIELDS[6]: dict, FIELDS[7]: float, LOOP: dict}
 )
+EXTRA = (
+    *("seconds", "evaluation_seconds", "history", "spent_of_rounds", "final", "lasting", "clients", "held_out"),
+    *("metrics", "loggers", "spent", "failures", "explosions", "norms", "local_loop"),
+)
+"""Values that lie beside the server's state and the records."""
 RECORD_TYPES: dict[str, Any] = {
     field.name: dict if field.default_factory is not MISSING else int | float if field.name == "lr_sum" else int
     for field in fields(ClientRecord)
@@ -63,15 +66,14 @@ def save_state(
 
 
 def restore_state(
-    folder: Path, server: Server, store: ClientStore, trust_old: bool = False, go_on: bool = False
+    folder: Path, server: Server, store: ClientStore, go_on: bool = False
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """Put back what :func:`save_state` wrote.
 
     Args:
         folder: `checkpoints/last`.
         server: Takes the server's state.
-        store: Takes the clients' records. Those of an earlier version count as changed: they are written anew.
-        trust_old: As in :func:`fedlightning.run.persistence.load`.
+        store: Takes the clients' records.
         go_on: The run will be trained further.
 
     Returns:
@@ -82,8 +84,8 @@ def restore_state(
         DamagedStateError: If every state in it is damaged.
         ValueError: If the state belongs to other clients or another model; the sentence says which.
     """
-    saved = persistence.load(folder, trust_old, server.max_rounds if go_on else 0)
-    found = NEW | saved.server()
+    saved = persistence.load(folder, server.max_rounds if go_on else 0)
+    found = saved.server()
     _check(saved, "the server's state", found, SERVER_TYPES)
     for model, state in found["models"].items():
         if not _is_state(state):
@@ -127,8 +129,23 @@ def restore_state(
         setattr(server, name, found[name])
     for client, record in saved.records():
         _check(saved, f"the record of client '{client}'", record, RECORD_TYPES)
-        store.put(client, ClientRecord(**record), changed=saved.is_old)
+        store.put(client, ClientRecord(**record), changed=False)
     return saved.rounds_done, saved.extra, found[LOOP]
+
+
+def check_extra(folder: Path, extra: dict[str, Any]) -> None:
+    """Refuse a state without the values that lie beside the server's state.
+
+    Args:
+        folder: `checkpoints/last`.
+        extra: The values that it has.
+
+    Raises:
+        DamagedStateError: Naming what is missing.
+    """
+    missing = [name for name in EXTRA if name not in extra]
+    if missing:
+        raise DamagedStateError(f"The state in {folder} is damaged: its manifest has no '{missing[0]}'.")
 
 
 def _check(saved: persistence.SavedState, what: str, found: dict[str, Any], types: dict[str, Any]) -> None:

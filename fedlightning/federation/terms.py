@@ -92,6 +92,6 @@ def terms_of(server: Server, kept: Sequence[str], validations: int) -> dict[str,
 
 
 def spent_of(saved: Any) -> dict[str, int]:
-    """Return what a saved state says was spent; states of earlier versions say nothing."""
+    """Return what a saved state says was spent."""
     found = saved if isinstance(saved, Mapping) else {}
     return {name: int(found[name]) for name in SPENT if isinstance(found.get(name), int)}

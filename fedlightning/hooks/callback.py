@@ -75,7 +75,7 @@ class FederatedCallback(Callback):
 
     @property
     def key(self) -> str:
-        """Name under which state, extras and error messages of this callback go: that of its class."""
+        """Name of this callback in states, extras, messages and the addresses of its random numbers: the class's name."""
         return type(self).__name__
 
     @property

@@ -50,3 +50,8 @@ __all__ = [
     "head_name",
     "timm_model",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)

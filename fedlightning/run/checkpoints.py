@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -205,13 +204,12 @@ def load(
         module: An instance to load into, where the class cannot be made from the saved hyper-parameters. Its
             `configure_model` is called.
         trust: Packages and modules that may be imported and whose classes and functions may be named and called, as in
-            `["my_package"]`; or True: the file is as trusted as a program, and files of earlier versions, which hold
-            pickles, are opened.
+            `["my_package"]`; or True: whatever the file names.
         hparams: Hyper-parameters that override the saved ones, as in `load_from_checkpoint`. The class has to be trusted.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        UntrustedError: If the file names something else that is not trusted, or is of an earlier version.
+        UntrustedError: If the file names something else that is not trusted.
         UnreadableError: If it is no such file.
 
     Example:
@@ -232,25 +230,18 @@ def load(
 
 
 def _opened(path: Path, module: LightningModule | None, trust: Trust, hparams: dict[str, Any]) -> LightningModule:
-    checkpoint, old = _read(path, trust)
+    checkpoint = _read(path)
     checkpoint["state_dict"].pop(OPEN_WITH_LOAD, None)
     own = checkpoint["fedlightning"]
     wrapped = own.get("wrapped")
-    if isinstance(wrapped, Tensor):
-        if trust is not True:
-            raise UntrustedError(
-                "it was written by an earlier version of FedLightning and holds a pickled module, which runs code when it is "
-                "read. If you trust the file, say so with trust=True"
-            )
-        loaded = pickle.loads(wrapped.numpy().tobytes())
-    elif wrapped is not None:
+    if wrapped is not None:
         loaded = from_tree(wrapped, trust)
     elif module is not None:
         loaded = _filled(module, checkpoint["state_dict"])
     elif "module" in own and not hparams:
         loaded = from_tree(own["module"], trust)
     else:
-        loaded = _from_class(path, checkpoint, trust, hparams, old)
+        loaded = _from_class(path, checkpoint, trust, hparams)
     if not isinstance(loaded, LightningModule):
         raise UnreadableError(f"it holds a {type(loaded).__name__}, not a LightningModule")
     try:
@@ -275,31 +266,21 @@ def _filled(module: LightningModule, state: dict[str, Any]) -> LightningModule:
     return module
 
 
-def _read(path: Path, trust: Trust) -> tuple[dict[str, Any], bool]:
-    """Return the content of a file, and whether it had to be unpickled."""
-    old = False
+def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a file."""
     check_seal(path)
-    try:
-        slow = slow_keys(path)
-        if slow is not None:
-            raise UnreadableError(slow)
-        checkpoint = read_tensors(path)
-    except UnreadableError as error:
-        if "which may be code" not in str(error):
-            raise
-        if trust is not True:
-            raise UntrustedError(f"{error}. If you trust the file, say so with trust=True") from None
-        checkpoint, old = read_tensors(path, pickled=True), True
+    slow = slow_keys(path)
+    if slow is not None:
+        raise UnreadableError(slow)
+    checkpoint = read_tensors(path)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise UnreadableError("it has no state_dict")
     if not isinstance(checkpoint.setdefault("fedlightning", {}), dict):
         raise UnreadableError("its entry 'fedlightning' holds no named values")
-    return checkpoint, old
+    return checkpoint
 
 
-def _from_class(
-    path: Path, checkpoint: dict[str, Any], trust: Trust, hparams: dict[str, Any], old: bool
-) -> LightningModule:
+def _from_class(path: Path, checkpoint: dict[str, Any], trust: Trust, hparams: dict[str, Any]) -> LightningModule:
     name = checkpoint["fedlightning"].get("class")
     if name is None:
         raise UnreadableError(
@@ -322,7 +303,7 @@ def _from_class(
     if trust is not True:
         refuse_untrusted_names(checkpoint, trust)
     try:
-        loaded: LightningModule = cls.load_from_checkpoint(path, map_location="cpu", weights_only=not old, **hparams)
+        loaded: LightningModule = cls.load_from_checkpoint(path, map_location="cpu", weights_only=True, **hparams)
     except Exception as error:  # whatever its constructor makes of the file's values
         reason = " ".join(str(error).split())
         raise UnreadableError(f"a {cls.__name__} cannot be made from it, pass one as module: {reason[:300]}") from error

@@ -283,20 +283,17 @@ def check_seal(path: Path) -> None:
         raise UnreadableError(f"its entry {broken!r:.60} is damaged")
 
 
-def read_tensors(path: Path, pickled: bool = False) -> Any:
+def read_tensors(path: Path) -> Any:
     """Read what :func:`write_atomically` wrote.
 
     Args:
         path: The file.
-        pickled: Read it as earlier versions did, which runs the code that it may hold.
 
     Raises:
         UnreadableError: If it is no such file: cut off, changed, packed, or made of things that are not plain.
     """
     import torch
 
-    if pickled:
-        return torch.load(path, map_location="cpu", weights_only=False)
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:

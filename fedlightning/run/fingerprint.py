@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from lightning.pytorch import Callback, LightningModule
@@ -17,11 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.blueprint.optimizers import optimizers_of
 from fedlightning.compat.quiet import quiet
-from fedlightning.compat.renamed import old_names
 from fedlightning.hooks import Change, FederatedCallback
 from fedlightning.hooks.words import Stage
 from fedlightning.models.client_models import ClientModels
-from fedlightning.run.environment import plain
 from fedlightning.visit.description import Description, Part
 
 ARGUMENTS = (
@@ -41,8 +39,6 @@ ARGUMENTS = (
     "overfit_batches",
 )
 """Arguments of the trainer that change its rounds."""
-FORMAT = "fingerprint"
-"""Entry that says which things a fingerprint covers; runs of earlier versions have none and covered less."""
 PUBLIC = "data (public)"
 """Entry of the public data."""
 PUBLIC_CONTENT = "data (public content)"
@@ -80,12 +76,12 @@ def fingerprint(
         data: What is known of the data: `splits`, `loaders` and `public content` among it.
         held_out: Clients that take no part in training.
     """
-    found: dict[str, Any] = {FORMAT: 3} | {name: arguments[name] for name in ARGUMENTS}
-    if arguments.get("evaluate_clients") is not None:  # else all, as in runs of earlier versions
+    found: dict[str, Any] = {name: arguments[name] for name in ARGUMENTS}
+    if arguments.get("evaluate_clients") is not None:
         found["evaluate_clients"] = arguments["evaluate_clients"]
     found["engine"] = "vectorized" if arguments["engine"] == "vectorized" else "one client at a time"
     loop = arguments.get("loop", "synchronous")
-    if not isinstance(loop, str):  # else the default, which runs of earlier versions had
+    if not isinstance(loop, str):
         found["loop"] = type(loop).__name__
         found |= {f"{found['loop']}.{name}": value for name, value in loop.hyperparameters().items()}
     callbacks = [callback for callback in callbacks if callback.facts.takes_part]
@@ -95,7 +91,7 @@ def fingerprint(
     if any(Change.SELECTION in callback.facts.changes for callback in callbacks):
         stages = ", ".join(sorted(arguments["stages"] or get_args(Stage)))
         every = f"evaluate_every={arguments['evaluate_every']}"
-        if arguments.get("evaluate_seconds") is not None:  # else rounds, as in runs of earlier versions
+        if arguments.get("evaluate_seconds") is not None:
             every = f"evaluate_seconds={arguments['evaluate_seconds']}"
         found[SCORED] = f"{every}, stages={stages}"
     for other in ordinary:
@@ -105,7 +101,7 @@ def fingerprint(
         found["data (code)"] = data.splits["code"]
     if not data.together:  # else the hashes of the splits are our own
         found["data (train sizes)"] = _hash({client: data.num_samples(client) for client in data.client_ids})
-    if held_out:  # else nothing, as in runs of earlier versions
+    if held_out:
         sizes = {client: [data.num_samples(client, split) for split in ("train", "val")] for client in held_out}
         found["held_out"] = f"{len(held_out)} clients ({', '.join(held_out)[:200]}; {_hash(sizes)})"
     if data.content is not None:
@@ -225,61 +221,6 @@ def _optimizers(model: LightningModule) -> list[Optimizer]:
         return []
 
 
-def with_present_names(before: Mapping[str, Any], callbacks: Iterable[FederatedCallback]) -> dict[str, Any]:
-    """Return a saved fingerprint in which renamed arguments have their present names."""
-    names = {
-        f"{callback.key}.{old}": f"{callback.key}.{new}"
-        for callback in callbacks
-        for old, new in old_names(type(callback)).items()
-    }
-    return {names.get(name, name): value for name, value in before.items()}
-
-
-def with_later_options(
-    before: Mapping[str, Any], now: Mapping[str, Any], callbacks: Iterable[FederatedCallback], model: type
-) -> dict[str, Any]:
-    """Return a saved fingerprint with the options that this package got after the run had begun, at their defaults.
-
-    The default of a new option is what the code did before it, so a run without the option was one with its default. An
-    option of the user's own class tells nothing of that kind, and neither does a class that the run did not have.
-
-    Args:
-        before: The saved fingerprint.
-        now: The present one, in plain form.
-        callbacks: The federated callbacks.
-        model: The class of the user's module.
-    """
-    if before.get(FORMAT) != now.get(FORMAT):  # it covers less, and is compared in what it knows
-        return dict(before)
-    owners = [(callback.key, type(callback)) for callback in callbacks if callback.key in before.get("callbacks", ())]
-    if before.get("model") == f"{model.__module__}.{model.__qualname__}":
-        owners.append(("model", model))
-    later = {f"{place}.{name}": value for place, kind in owners for name, value in _own_defaults(kind).items()}
-    if PUBLIC in now:  # noted since public data can be made of the clients'
-        later[PUBLIC] = now[PUBLIC]
-    if PUBLIC_CONTENT in now:  # noted since they can be of another data set
-        later[PUBLIC_CONTENT] = now[PUBLIC_CONTENT]
-    if CONTENT in now:
-        later[CONTENT] = now[CONTENT]
-    if SCORED in now:
-        later[SCORED] = now[SCORED]
-    had = {
-        name: value for name, value in before.items() if name != CONTENT or name in now
-    }  # else they lie elsewhere now
-    return {name: value for name, value in plain(later).items() if name in now} | had
-
-
-def _own_defaults(kind: type) -> dict[str, Any]:
-    """Return the defaults of the arguments that this package, and no class of the user's, gives a class."""
-    found: dict[str, Any] = {}
-    for owner in kind.__mro__:
-        if "__init__" in vars(owner):
-            for name, argument in inspect.signature(owner.__init__).parameters.items():  # type: ignore[misc]
-                ours = owner.__module__.split(".")[0] == __name__.split(".")[0]
-                found.setdefault(name, argument.default if ours else inspect.Parameter.empty)
-    return {name: value for name, value in found.items() if value is not inspect.Parameter.empty}
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what differs between two fingerprints in plain form, a sentence each.
 
@@ -288,31 +229,27 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         now: The present one.
 
     Example:
-        >>> differences({"fingerprint": 3, "optimizer.lr": 0.1}, {"fingerprint": 3, "optimizer.lr": 0.2, "model.p": 0.5})
+        >>> differences({"optimizer.lr": 0.1}, {"optimizer.lr": 0.2, "model.p": 0.5})
         ['optimizer.lr was 0.1 and is 0.2', 'model.p was not there and is 0.5']
     """
-    complete = before.get(FORMAT) == now.get(FORMAT)
     found = []
     for name in [*now, *(name for name in before if name not in now)]:
         if name in before and name in now:
             if json.dumps(before[name], sort_keys=True) != json.dumps(now[name], sort_keys=True):  # NaN is NaN
-                found += _between(name, before[name], now[name], complete)
-        elif complete:
-            found.append(
-                f"{name} was not there and is {_text(now[name])}"
-                if name in now
-                else f"{name} was {_text(before[name])} and is not there"
-            )
+                found += _between(name, before[name], now[name])
+        elif name in now:
+            found.append(f"{name} was not there and is {_text(now[name])}")
+        else:
+            found.append(f"{name} was {_text(before[name])} and is not there")
     return found
 
 
-def _between(name: str, old: Any, new: Any, complete: bool) -> list[str]:
+def _between(name: str, old: Any, new: Any) -> list[str]:
     """Return what differs between two values: of two mappings of one class, the entries that do."""
-    whole = [f"{name} was {_text(old)} and is {_text(new)}"]
-    if not (isinstance(old, dict) and isinstance(new, dict) and old.get("class_path") == new.get("class_path")):
-        return whole
-    inner = differences({FORMAT: True, **_below(name, old)}, {FORMAT: complete, **_below(name, new)})
-    return [text for text in inner if not text.startswith(f"{FORMAT} was ")] or whole
+    inner = []
+    if isinstance(old, dict) and isinstance(new, dict) and old.get("class_path") == new.get("class_path"):
+        inner = differences(_below(name, old), _below(name, new))
+    return inner or [f"{name} was {_text(old)} and is {_text(new)}"]
 
 
 def _below(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from fedlightning.run.files import is_writer, readable_json, write_text_atomical
 from fedlightning.run.lock import LOCK, RunInUseError, RunLock
 from fedlightning.run.metrics import MetricsFile
 from fedlightning.run.persistence import BEFORE, MANIFEST, load
-from fedlightning.scoring.row_files import write_rows
 from fedlightning.scoring.rows import Row
 
 RUN_FOLDER = "FEDLIGHTNING_RUN_FOLDER"
@@ -125,36 +124,28 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             return self.metrics.append(rows)
 
-    def read_rows(self, rounds: int, mark: dict[str, Any] | None) -> list[Row]:
+    def read_rows(self, rounds: int, mark: dict[str, Any]) -> list[Row]:
         """Read the scores of the first `rounds` rounds, evaluations after training included.
 
         Args:
             rounds: Finished rounds of the saved state.
-            mark: What the saved state knows of `metrics.csv`; `None` for one of an earlier version.
+            mark: What the saved state knows of `metrics.csv`.
 
         Raises:
             DamagedMetricsError: If scores that the state knows are not there.
         """
-        if mark is not None:
-            self.metrics.check(mark)
+        self.metrics.check(mark)
         return [row for row in self.metrics.rows() if row.round <= rounds]
 
-    def keep_rounds(self, rounds: int, mark: dict[str, Any] | None) -> list[Row]:
+    def keep_rounds(self, mark: dict[str, Any]) -> list[Row]:
         """Cut `metrics.csv` back to what the saved state knows (a resumed run writes the others again), and read it.
 
         Args:
-            rounds: Finished rounds of the saved state.
             mark: As in :meth:`read_rows`.
 
         Raises:
             DamagedMetricsError: If scores that the state knows are not there.
         """
-        if mark is None:
-            rows = [row for row in self.read_rows(rounds, None) if row.split != "test" or row.stage == "L2"]
-            if self.metrics.path.exists() and is_writer():
-                with writing(self.metrics.path):
-                    write_rows(self.metrics.path, rows, append=False)
-            return rows
         self.metrics.check(mark)
         if is_writer():
             self.metrics.cut(mark)

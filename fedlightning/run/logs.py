@@ -54,11 +54,11 @@ class Logs:
             store.flush()
         return [store.mark() for store in self._stores]
 
-    def reopen(self, marks: list[Mark] | None, rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
+    def reopen(self, marks: list[Mark], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
         """Go on from a saved state.
 
         Args:
-            marks: What :meth:`mark` returned when it was saved; `None` in a state of an earlier version.
+            marks: What :meth:`mark` returned when it was saved.
             rows: The scores of the run so far, round after round.
             rounds: Rounds that have scores, visits after the last one included.
             differs: The next rounds will not be those that the loggers may have seen already.
@@ -85,11 +85,8 @@ class Logs:
         for store in self._stores:
             store.flush()
 
-    def _matched(self, marks: list[Mark] | None) -> Iterator[tuple[Store, Mark | None]]:
+    def _matched(self, marks: list[Mark]) -> Iterator[tuple[Store, Mark | None]]:
         """Yield the loggers that the run had before with their marks. One that it did not have begins with everything."""
-        if marks is None:
-            yield from ((store, None) for store in self._stores)
-            return
         left, stores = list(marks), list(self._stores)
         for by_name in (True, False):
             for store in list(stores):

@@ -7,10 +7,10 @@ import json
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
-MANIFEST_FIELDS = {"version", "rounds_done", "server", "clients", "extra"}
-"""Entries of every manifest."""
 CHECK = "check"
-"""Entry with the manifest's own checksum; manifests of earlier versions have none."""
+"""Entry with the manifest's own checksum."""
+MANIFEST_FIELDS = {"version", "rounds_done", "server", "clients", "packs", "sha256", "extra", CHECK}
+"""Entries of every manifest."""
 _HISTORY = {"round", "bytes_up", "bytes_down", "steps", "seconds"}
 
 
@@ -20,7 +20,8 @@ def fault_of_manifest(manifest: Any) -> str | None:
     Files are named as they lie in the folder of the state: a path that leads elsewhere is refused.
 
     Example:
-        >>> fault_of_manifest({"version": 3, "rounds_done": 1, "server": "../x.pt", "clients": {}, "extra": {}})
+        >>> empty = {"clients": {}, "packs": {}, "sha256": {}, "extra": {}, "check": ""}
+        >>> fault_of_manifest({"version": 1, "rounds_done": 1, "server": "../x.pt", **empty})
         ": it names the file '../x.pt', which is not in its folder"
     """
     if not isinstance(manifest, dict) or not manifest.keys() >= MANIFEST_FIELDS:
@@ -29,17 +30,17 @@ def fault_of_manifest(manifest: Any) -> str | None:
         if not _is_count(manifest[name]):
             return f": its {name} is {manifest[name]!r:.80}"
     for name in ("clients", "extra", "sha256", "packs"):
-        if not isinstance(manifest.get(name, {}), dict):
+        if not isinstance(manifest[name], dict):
             return f": its {name} are no named values"
-    for name in (manifest["server"], *manifest["clients"].values(), *manifest.get("packs", {})):
+    for name in (manifest["server"], *manifest["clients"].values(), *manifest["packs"]):
         if not is_file_name(name):
             return f": it names the file {name!r:.80}, which is not in its folder"
-    if not all(isinstance(value, str) for value in manifest.get("sha256", {}).values()):
+    if not all(isinstance(value, str) for value in manifest["sha256"].values()):
         return ": a checksum is no text"
-    if not all(_is_count(value) for value in manifest.get("packs", {}).values()):
+    if not all(_is_count(value) for value in manifest["packs"].values()):
         return ": a number of records is no count"
     fault = _fault_of_extra(manifest["extra"])
-    if fault is None and manifest.get(CHECK, "") not in ("", sum_of(manifest)):
+    if fault is None and manifest[CHECK] != sum_of(manifest):
         return ": it is not what was written"
     return fault
 

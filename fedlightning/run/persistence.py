@@ -30,7 +30,7 @@ from fedlightning.run.files import (
     write_text_atomically,
     writing,
 )
-from fedlightning.run.manifest import CHECK, MANIFEST_FIELDS, fault_of_manifest, sum_of
+from fedlightning.run.manifest import CHECK, fault_of_manifest, sum_of
 from fedlightning.run.plain import NotPlainError, decode, encode
 from fedlightning.tensors import State
 
@@ -38,9 +38,8 @@ MANIFEST = "manifest.json"
 BEFORE = "manifest-before.json"
 """The manifest of the state before the newest one."""
 TEMPLATE = "template.pt"
-VERSION = 3
-"""Since 3 the files hold plain trees, which cannot run code; before, values were pickled as they were."""
-FIELDS = MANIFEST_FIELDS
+VERSION = 1
+"""Version of the format: plain trees, which cannot run code, and the manifest that names them."""
 PACK = 2**28
 """Bytes of records in one file, at most (but one record at least): what is held in memory while it is written."""
 
@@ -117,12 +116,12 @@ def _save(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     old = _read_manifest(folder / MANIFEST)
-    sums: dict[str, str] = dict(old.get("sha256", {})) if old else {}
+    sums: dict[str, str] = dict(old["sha256"]) if old else {}
     if old is None:
         write_atomically(folder / TEMPLATE, encode(template(), "the module"))
         sums[TEMPLATE] = sha256(folder / TEMPLATE)
     files: dict[str, str] = dict(old["clients"]) if old else {}
-    sizes: dict[str, int] = dict(old.get("packs", {})) if old else {}
+    sizes: dict[str, int] = dict(old["packs"]) if old else {}
     # no file that a manifest names is ever rewritten
     stamp = f"{rounds_done:06d}" + ("-final" if extra.get("final") else "")
     for number, pack in enumerate(_packs(sorted({*changed, *_scattered(files, sizes)}), record_of)):
@@ -178,7 +177,7 @@ def _packs(
 def _scattered(files: Mapping[str, str], sizes: Mapping[str, int]) -> list[str]:
     """Return the clients whose files are mostly out of date, to be written again: so the disk holds two of each at most."""
     current = Counter(files.values())
-    return [client for client, name in files.items() if 2 * current[name] < sizes.get(name, 1)]
+    return [client for client, name in files.items() if 2 * current[name] < sizes[name]]
 
 
 def _files_of(manifest: Mapping[str, Any] | None) -> set[str]:
@@ -197,22 +196,14 @@ class SavedState:
         rounds_done: Finished rounds.
         extra: The manifest's extra values.
         files: File of each client's record.
-        version: Version of the format.
-        trusted: Whether files of earlier versions may be read although that runs the code in them.
+        server_file: File of the server's state.
     """
 
     folder: Path
     rounds_done: int
     extra: dict[str, Any]
     files: Mapping[str, str]
-    version: int
-    trusted: bool
     server_file: str
-
-    @property
-    def is_old(self) -> bool:
-        """Whether values are pickled as they were: such a state must be written anew."""
-        return self.version < 3
 
     def server(self) -> dict[str, Any]:
         """Read the server's state."""
@@ -225,9 +216,6 @@ class SavedState:
 
     def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Read the clients' records, one file after another, as their fields."""
-        if self.version < 2:  # a file each
-            yield from ((client, self._mapping(name)) for client, name in self.files.items())
-            return
         found: dict[str, dict[str, Any]] = {}
         for name in dict.fromkeys(self.files.values()):
             pack = self._mapping(name)
@@ -238,7 +226,7 @@ class SavedState:
             yield client, found.pop(client)
 
     def _mapping(self, name: str) -> dict[str, Any]:
-        found = _load(self.folder / name, self.is_old, self.trusted)
+        found = _load(self.folder / name)
         if not isinstance(found, dict):
             raise DamagedStateError(
                 f"The state in {self.folder} is damaged: {name} holds a {type(found).__name__}, not named values."
@@ -246,14 +234,13 @@ class SavedState:
         return found
 
 
-def load(folder: Path, trust_old: bool = False, max_rounds: int = 0) -> SavedState:
+def load(folder: Path, max_rounds: int = 0) -> SavedState:
     """Read the newest undamaged state in a folder.
 
     A newest state that is damaged is set aside with a warning, and the one before it is read.
 
     Args:
         folder: `checkpoints/last`.
-        trust_old: Read a state of an earlier version even if only pickle can open it, which runs the code that it holds.
         max_rounds: Rounds that the run is to have. If these are more than it has, what it did because it was over (visits
             after the last round, a last round that waited for all jobs in flight) is no part of it: see :func:`_not_over`.
 
@@ -262,7 +249,7 @@ def load(folder: Path, trust_old: bool = False, max_rounds: int = 0) -> SavedSta
         DamagedStateError: If every state in it is damaged.
         ValueError: If the run was over, and cannot go on as if it had not been.
     """
-    newest = _newest(folder, trust_old)
+    newest = _newest(folder)
     return _not_over(newest) if max_rounds > newest.rounds_done and _is_over(newest) else newest
 
 
@@ -283,11 +270,11 @@ def _not_over(newest: SavedState) -> SavedState:
     Raises:
         ValueError: If the last round waited for all jobs in flight, and the state before it is lost.
     """
-    folder, trusted, kept = newest.folder, newest.trusted, newest.rounds_done
+    folder, kept = newest.folder, newest.rounds_done
     try:
-        before = _checked(folder, BEFORE, trusted)
+        before = _checked(folder, BEFORE)
     except DamagedStateError:
-        before = _checked(folder, MANIFEST, trusted)  # another rank of this run may have put it there by now
+        before = _checked(folder, MANIFEST)  # another rank of this run may have put it there by now
     if _is_over(before):
         if newest.extra.get(FLUSHED):
             raise ValueError(
@@ -327,14 +314,14 @@ UNDONE = "undone"
 """Entry of the extra values of a state that was over, and is no longer: loggers may have seen more than it says."""
 
 
-def _newest(folder: Path, trust_old: bool) -> SavedState:
+def _newest(folder: Path) -> SavedState:
     if not (folder / MANIFEST).exists() and not (folder / BEFORE).exists():
         raise FileNotFoundError(f"There is nothing to resume in {folder}: no {MANIFEST}. Start without resume.")
     try:
-        return _checked(folder, MANIFEST, trust_old)
+        return _checked(folder, MANIFEST)
     except DamagedStateError as damage:
         try:
-            before = _checked(folder, BEFORE, trust_old)
+            before = _checked(folder, BEFORE)
         except DamagedStateError:
             raise damage from None
         with writing(folder):
@@ -345,7 +332,7 @@ def _newest(folder: Path, trust_old: bool) -> SavedState:
         return before
 
 
-def _checked(folder: Path, manifest_file: str, trust_old: bool) -> SavedState:
+def _checked(folder: Path, manifest_file: str) -> SavedState:
     damaged = f"The newest state in {folder} is damaged:"
     try:
         manifest = _read_manifest(folder / manifest_file)
@@ -356,16 +343,16 @@ def _checked(folder: Path, manifest_file: str, trust_old: bool) -> SavedState:
     fault = fault_of_manifest(manifest)
     if fault is not None:
         raise DamagedStateError(f"{damaged} {manifest_file} is no manifest{fault}.")
-    if manifest["version"] > VERSION:
+    if manifest["version"] != VERSION:
         raise ValueError(
-            f"The state in {folder} was written by a newer version of FedLightning (format {manifest['version']}, this one "
-            f"reads up to {VERSION}). Resume it with that version."
+            f"The state in {folder} was written by another version of FedLightning (format {manifest['version']}, this one "
+            f"reads {VERSION}). Resume it with that version."
         )
     for name in sorted(_files_of(manifest)):
-        path, expected = folder / name, manifest.get("sha256", {}).get(name)
+        path = folder / name
         if not path.is_file():
             raise DamagedStateError(f"{damaged} {name} is missing.")
-        if expected is not None and sha256(path) != expected:
+        if sha256(path) != manifest["sha256"].get(name):
             raise DamagedStateError(f"{damaged} {name} is not the file that was written.")
     extra = dict(manifest["extra"])
     for name, file in extra.pop(ELSEWHERE, {}).items():
@@ -373,32 +360,17 @@ def _checked(folder: Path, manifest_file: str, trust_old: bool) -> SavedState:
             extra[name] = read_json(folder / file)
         except UnreadableError:
             raise DamagedStateError(f"{damaged} {file} is no JSON.") from None
-    return SavedState(
-        folder,
-        manifest["rounds_done"],
-        extra,
-        manifest["clients"],
-        manifest["version"],
-        trust_old,
-        manifest["server"],
-    )
+    return SavedState(folder, manifest["rounds_done"], extra, manifest["clients"], manifest["server"])
 
 
 def _read_manifest(path: Path) -> dict[str, Any] | None:
     return read_json(path) if path.exists() else None
 
 
-def _load(path: Path, old: bool, trusted: bool) -> Any:
+def _load(path: Path) -> Any:
     try:
-        found = read_tensors(path, pickled=old and trusted)
-        return found if old else decode(found)
+        return decode(read_tensors(path))
     except (UnreadableError, NotPlainError) as error:
-        if old:
-            raise DamagedStateError(
-                f"{path} was written by an earlier version of FedLightning and cannot be read without running what it holds: "
-                f"{error}. If it is your own, resume it once with trust_old_state (--trust_old_state true); it is then "
-                "written in the present form."
-            ) from None
         raise DamagedStateError(
             f"The state in {path.parent} is damaged: {path.name} cannot be read: {error}. Put it back from a copy."
         ) from None

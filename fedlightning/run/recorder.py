@@ -159,7 +159,7 @@ class Recorder:
         """
         if self.writes:
             with writing(self._log_path):
-                self.logs.reopen(marks.get("loggers"), self.rows, rounds, differs)
+                self.logs.reopen(marks["loggers"], self.rows, rounds, differs)
 
     def close(self, status: str = "success") -> None:
         """End the loggers."""

@@ -46,10 +46,3 @@ def summarise(rows: Iterable[Row]) -> list[dict[str, Any]]:
             }
         )
     return out
-
-
-def __getattr__(name: str) -> Any:
-    """Serve names that were here before."""
-    from fedlightning.compat.moved import moved_name
-
-    return moved_name(__name__, name)

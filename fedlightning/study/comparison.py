@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fedlightning.compat.rich_tables import print_whole
 from fedlightning.study.columns import GLOBAL, POOLED
+from fedlightning.study.measures import SeedScore, estimate
 from fedlightning.study.runs import Run
 from fedlightning.study.study import Study, write_comparison
 
@@ -67,8 +68,10 @@ class Comparison:
     def table(self) -> Table:
         """Return the comparison as a table, with the best value of each column in bold."""
         study = self.study
+        many = len(study.seeds) > 1
         table = Table(
-            title=f"{self.split} {study.metric}, mean over clients ± standard deviation", title_justify="left"
+            title=f"{self.split} {study.metric}: mean and 95 % interval over {'seeds' if many else 'clients'}",
+            title_justify="left",
         )
         for column in ("method", "deployed", "worst client", "on others' data", "global model", "MB sent", "s"):
             table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
@@ -78,15 +81,14 @@ class Comparison:
         for key in ("mean", "worst", POOLED, GLOBAL):
             known = [row[key] for row in rows if row[key] is not None]
             shown[key] = [_cell(row[key], bool(known) and row[key] == better(known)) for row in rows]
-        shared = [[score.spread for score in study.shared(row["method"]).values()] for row in rows]
         for i, row in enumerate(rows):
+            name = row["method"]
             table.add_row(
-                row["method"],
-                shown["mean"][i] + _spread(row["std"]),
+                name,
+                shown["mean"][i] + _radius(study.deployed(name), many),
                 shown["worst"][i],
-                shown[POOLED][i],
-                shown[GLOBAL][i]
-                + _spread(math.fsum(s.std for s in shared[i] if s) / len(shared[i]) if shared[i] else None),
+                shown[POOLED][i] + _radius(study.deployed(name, data=POOLED), many),
+                shown[GLOBAL][i] + _radius(study.shared(name), many),
                 _number(row["mb_total"], 1),
                 _number(row["seconds"], 0),
             )
@@ -159,8 +161,13 @@ def _cell(value: float | None, best: bool) -> str:
     return f"[bold]{_number(value, 3)}[/]" if best else _number(value, 3)
 
 
-def _spread(value: float | None) -> str:
-    return "" if value is None else f" ± {value:.3f}"
+def _radius(scores: Mapping[int, SeedScore], over_seeds: bool) -> str:
+    """Return half the 95 % interval of a mean over seeds, or over the clients of one seed; nothing where all are equal."""
+    values: list[float | None] = [score.mean for score in scores.values()]
+    if not over_seeds:
+        values = [value for score in scores.values() if score.sound for value in score.defined.values()]
+    radius = estimate(values).radius
+    return f" ± {radius:.3f}" if radius else ""
 
 
 def _number(value: float | None, decimals: int) -> str:

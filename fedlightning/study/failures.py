@@ -40,15 +40,15 @@ def failure_rows(failures: Iterable[Mapping[str, Any]], sites: Sites | None = No
 
     Example:
         >>> reason = "client 'b' failed: ValueError: no scanner. Ask the site"
-        >>> seen = [{"round": r, "client": "b", "where": "training", "reason": reason} for r in (1, 2, 5)]
+        >>> one = {"client": "b", "where": "training", "reason": reason, "decision": "left out"}
+        >>> seen = [{"round": r, **one} for r in (1, 2, 5)]
         >>> [(row["reason"], row["decision"], row["rounds"], row["count"]) for row in failure_rows(seen)]
         [('ValueError: no scanner', 'left out', '1-2, 5', 3)]
     """
     places = site_of(sites or {})
     groups: dict[tuple[str, str, str, str], list[int]] = {}
     for one in failures:
-        usual = "left out" if one["where"] == "training" else "not scored"  # of runs of earlier versions
-        key = (one["client"], one["where"], first_sentence(one["reason"]), one.get("decision", usual))
+        key = (one["client"], one["where"], first_sentence(one["reason"]), one["decision"])
         groups.setdefault(key, []).append(one["round"])
     return [
         {"client": client, **({"site": places.get(client, client)} if places else {})}

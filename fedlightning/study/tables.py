@@ -100,7 +100,7 @@ def _fault_of_scores(run: Run) -> dict[str, str]:
     file, mark = MetricsFile(run.path / SCORES), run.summary.get(METRICS_MARK)
     if isinstance(mark, dict) and type(mark.get("bytes")) is int and isinstance(mark.get("sha256"), str):
         what = file.fault(mark)
-    else:  # a run of an earlier version
+    else:  # a summary without one
         what = "holds no scores" if run.results and not run.rows else None
     if what is None:
         return {}

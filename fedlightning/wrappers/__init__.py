@@ -60,3 +60,8 @@ __all__ = [
     "uses_forward",
     "user_class",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return list(__all__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 
 import pytest
@@ -519,28 +518,14 @@ def test_wrong_arguments(options, sentence):
         APFL(**options)
 
 
-def test_the_personal_model_by_its_old_name():
-    model = Toy()
-    with pytest.warns(DeprecationWarning, match=r"APFL: the argument 'personal' is called 'personal_model' now"):
-        assert APFL(mix="logits", personal=model).personal_model is model
-    with pytest.raises(TypeError, match="'personal' and 'personal_model', which are the same argument"):
-        APFL(mix="logits", personal=model, personal_model=model)
-    assert "personal" not in APFL().hyperparameters() and "personal_model" in APFL().hyperparameters()
-
-
-@pytest.mark.parametrize("name", ["personal", "personal_model"])
-def test_the_personal_model_in_yaml(tmp_path, name):
+def test_the_personal_model_in_yaml(tmp_path):
     wide = {"net": {"class_path": "DigitsCNN", "init_args": {"norm": "batch"}}, "num_classes": 10}
-    apfl = {"mix": "logits", name: {"class_path": "fedlightning.models.Classifier", "init_args": wide}}
+    apfl = {"mix": "logits", "personal_model": {"class_path": "fedlightning.models.Classifier", "init_args": wide}}
     config = {"trainer": {"callbacks": [{"class_path": "fedlightning.callbacks.APFL", "init_args": apfl}]}}
     (tmp_path / "apfl.yaml").write_text(yaml.safe_dump(config))
     words = ["--config", str(QUICKSTART), "--config", str(tmp_path / "apfl.yaml"), "--data.max_train=150"]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = Commands("fit", [*words, f"--trainer.default_root_dir={tmp_path}"]).trainer.callbacks.find(APFL)
+    found = Commands("fit", [*words, f"--trainer.default_root_dir={tmp_path}"]).trainer.callbacks.find(APFL)
     assert any(isinstance(child, nn.BatchNorm2d) for child in found.personal_model.modules())
-    told = [str(one.message) for one in caught if "the argument 'personal' is called" in str(one.message)]
-    assert bool(told) == (name == "personal")
 
 
 class Manual(Toy):

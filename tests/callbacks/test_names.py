@@ -1,4 +1,4 @@
-"""A head is given by one name or by a list, everywhere alike; old names of classes and arguments still work."""
+"""A head is given by one name or by a list, everywhere alike."""
 
 from __future__ import annotations
 
@@ -34,9 +34,3 @@ def test_one_name_is_a_list_of_one(make):
 def test_features_go_into_one_submodule(make):
     with pytest.raises(ValueError, match=r"head=\['net.0', 'net.3'\] names 2 submodules.*Name a single submodule"):
         federate(Toy(), toy_data((8,)), [make(["net.0", "net.3"])])
-
-
-def test_old_names():
-    with pytest.warns(DeprecationWarning, match="'server_rate' is called 'server_lr'"):
-        assert c.pFedMe(server_rate=2.0).hyperparameters() == c.pFedMe(server_lr=2.0).hyperparameters()
-    assert (c.PFedMe, c.PFedLA) == (c.pFedMe, c.pFedLA)

@@ -219,10 +219,8 @@ def test_differences_name_the_keys():
 VARY = {"m": ["trainer.seed"]}
 
 
-def method(defaults=None, **trainer):
-    return Method(
-        "m", ["m.yaml"], {"trainer": {"max_rounds": 1} | trainer, "model": {}, "data": {}}, defaults=defaults or {}
-    )
+def method(**trainer):
+    return Method("m", ["m.yaml"], {"trainer": {"max_rounds": 1} | trainer, "model": {}, "data": {}})
 
 
 def make(study, made, seeds, redo=None, error=None):
@@ -258,15 +256,6 @@ def test_failed_runs_are_made_again_when_asked_for_or_mended(tmp_path):
     assert make(StudyFile(tmp_path), method(lr=9), [0], redo="failed", error="Again.") == [0]
     assert make(StudyFile(tmp_path), method(lr=1), [0]) == [0]  # another configuration of a run that had failed
     assert StudyFile(tmp_path).entry("m", 0)["state"] == "done"
-
-
-def test_an_argument_that_a_newer_version_adds_is_no_other_configuration(tmp_path):
-    assert make(StudyFile(tmp_path), method(), [0, 1]) == [0, 1]
-    newer = {"max_rounds": 10, "new": "auto"}
-    with pytest.raises(InputError, match=r"trainer\.new is fast, was not there"):
-        StudyFile(tmp_path).plan([method(newer, new="fast")], [0], VARY, None)
-    assert make(StudyFile(tmp_path), method(newer, new="auto"), [0]) == []
-    assert make(StudyFile(tmp_path), method(newer, new="auto"), [0, 1]) == []  # the one that was not asked for, too
 
 
 def test_a_run_that_the_study_does_not_know_is_not_touched(tmp_path):

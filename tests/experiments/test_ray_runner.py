@@ -27,7 +27,7 @@ def test_what_is_refused(monkeypatch, capsys):
     assert ray_options("processes", None, None) is None
     with pytest.raises(InputError, match=r"--ray-cpus is about Ray.*add --runner ray"):
         ray_options("processes", None, 2)
-    methods = [Method("a", [], {"trainer": {"engine": engine}}, False, 1, {}) for engine in ("processes", "ray")]
+    methods = [Method("a", [], {"trainer": {"engine": engine}}, False, 1) for engine in ("processes", "ray")]
     refuse_ray_within(methods[:1])
     with pytest.raises(InputError, match=r"a has `engine: ray`.*Leave --runner out"):
         refuse_ray_within(methods)

@@ -30,7 +30,7 @@ def test_it_says_what_the_run_then_does(tmp_path):
         ("1", 40, 5),
         ("2", 16, 2),
     ]
-    assert found.callbacks[0].saved_as == "SCAFFOLD"
+    assert found.callbacks[0].key == "SCAFFOLD"
     assert "correct_gradient" in found.callbacks[0].hooks
     assert (found.callbacks[0].down, found.callbacks[0].up) == (["c"], ["delta_c"])
     assert found.metrics == sorted({row["metric"].removeprefix("test_") for row in trainer.test()})

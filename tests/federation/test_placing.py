@@ -214,15 +214,6 @@ def test_cfl_without_a_split_serves_the_model_of_all_and_asks_for_no_visit(tmp_p
     assert set(json.loads((trainer.run.path / "onboarding.json").read_text())["places"].values()) == {"global"}
 
 
-def test_a_run_that_kept_no_updates_of_its_splits_says_so():
-    trainer, _ = fitted(CFL(gap=0.0, eps1=10.0, eps2=0.0), rounds=2)
-    trainer.server.state["CFL"] = {k: v for k, v in trainer.server.state["CFL"].items() if k != "splits"}
-    with pytest.raises(
-        ValueError, match=r"CFL places .* of an earlier version, has kept none of the split of 'global'"
-    ):
-        trainer.onboard(planted(NEW), verbose=False)
-
-
 @pytest.mark.parametrize(("method", "text"), [(FedGroup(), "no groups yet"), (FeSEM(), "no centres yet")])
 def test_before_anybody_has_trained_there_are_no_places(method, text):
     trainer, _ = fitted(method, rounds=1)

@@ -14,6 +14,7 @@ import torch
 
 from fedlightning.callbacks import SCAFFOLD, LocalCheckpoint
 from fedlightning.run.files import sha256
+from fedlightning.run.manifest import sum_of
 from tests.helpers import Toy, make_trainer, toy_data
 
 
@@ -88,8 +89,8 @@ def evaluate(root: Path) -> Any:
 def sign(last: Path, **changes: Any) -> None:
     """Write the manifest anew, with the checksums of the files as they are, and without the state before."""
     manifest = json.loads((last / "manifest.json").read_text()) | changes
-    manifest.pop("check", None)
     manifest["sha256"] = {name: sha256(last / name) for name in manifest["sha256"] if (last / name).exists()}
+    manifest["check"] = sum_of(manifest)
     (last / "manifest.json").write_text(json.dumps(manifest))
     (last / "manifest-before.json").unlink(missing_ok=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -20,10 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, FedProx, GlobalCheckpoint, LocalCheckpoint
-from fedlightning.models import MLP, Classifier
 from fedlightning.run.environment import plain
 from fedlightning.run.fingerprint import ARGUMENTS as FIXED
-from fedlightning.run.fingerprint import CONTENT, PARTS, differences, fingerprint, with_later_options
+from fedlightning.run.fingerprint import PARTS, differences, fingerprint
 from fedlightning.testing.toys import ToyData, federate
 from fedlightning.visit.description import describe
 from tests.helpers import Toy, make_trainer, toy_data
@@ -115,21 +113,13 @@ def test_where_models_are_chosen_by_scores_the_same_rounds_are_scored(tmp_path, 
 
 def test_of_two_values_of_one_class_the_arguments_that_differ_are_named() -> None:
     def optimizer(name: str, **more: object) -> dict[str, object]:
-        return {"fingerprint": 3, "model.optimizer": {"class_path": name, "init_args": {"eps": 1e-8, **more}}}
+        return {"model.optimizer": {"class_path": name, "init_args": {"eps": 1e-8, **more}}}
 
     said = differences(optimizer("SGD", lr=0.1, net={"a": 1, "b": 2}), optimizer("SGD", lr=0.2, net={"a": 1, "b": 3}))
     assert said == ["model.optimizer.lr was 0.1 and is 0.2", "model.optimizer.net.b was 2 and is 3"]
     assert differences(optimizer("SGD"), optimizer("SGD", lr=0.2)) == ["model.optimizer.lr was not there and is 0.2"]
     (other,) = differences(optimizer("SGD"), optimizer("Adam"))
     assert "'SGD'" in other and "'Adam'" in other
-    *_, older = differences(optimizer("SGD") | {"fingerprint": 2}, optimizer("SGD", lr=0.2))
-    assert older.startswith("model.optimizer was {")
-
-
-def test_a_run_of_an_earlier_version_is_compared_in_what_it_knew():
-    before = {"seed": 0, "FedProx.mu": 0.1}
-    now = {"fingerprint": 2, "seed": 0, "FedProx.mu": 0.2, "optimizer.lr": 0.1}
-    assert differences(before, now) == ["FedProx.mu was 0.1 and is 0.2"]
 
 
 def test_other_features_with_the_same_labels_are_seen_where_they_are_in_memory(tmp_path, monkeypatch):
@@ -164,44 +154,6 @@ def test_another_public_data_set_is_seen_by_what_it_holds(tmp_path):
     federate(None, data(0.0), tmp_path, max_rounds=2, save_state=1, resume=True)
 
 
-def test_an_option_that_came_later_is_compared_with_its_default():
-    before = {"fingerprint": 3, "callbacks": ["FedProx"], "model": "fedlightning.models.classifier.Classifier"}
-    now = before | {"FedProx.mu": 0.1, "model.more_metrics": [], "data (public)": "7 samples"}
-    now |= {"scored rounds and stages": "evaluate_every=1"}
-
-    def changed(before, now, kind=Classifier):
-        return differences(with_later_options(before, now, [FedProx(), FedAvgM()], kind), now)
-
-    assert inspect.signature(FedProx).parameters["mu"].default == 0.1
-    assert changed(before, now) == []
-    assert changed(before, now | {"FedProx.mu": 0.2}) == ["FedProx.mu was 0.1 and is 0.2"]
-    assert changed(before, now | {"model.more_metrics": ["kappa"]}) == ["model.more_metrics was [] and is ['kappa']"]
-    assert changed(now, now | {"data (public)": None}) == ["data (public) was '7 samples' and is None"]
-    assert changed(before, now | {"FedAvgM.beta": 0.9}) == ["FedAvgM.beta was not there and is 0.9"]
-    assert changed(before | {"FedProx.nu": 1}, now) == ["FedProx.nu was 1 and is not there"]
-
-    class Own(Classifier):  # of the user, whose code may have changed otherwise
-        def __init__(self, net, num_classes, more_metrics=(), twist=0.5):
-            super().__init__(net, num_classes)
-
-    own = {"model": f"{Own.__module__}.{Own.__qualname__}"}
-    found = changed(before | own, now | own | {"model.twist": 0.5, "model.lr": None}, Own)
-    assert found == ["model.more_metrics was not there and is []", "model.twist was not there and is 0.5"]
-
-
-def test_a_run_from_before_an_option_goes_on(tmp_path, monkeypatch):
-    later = ("model.more_metrics", "data (public)", "data (public content)", "scored rounds and stages", CONTENT)
-
-    def noted(*args):
-        return {name: value for name, value in fingerprint(*args).items() if name not in later}
-
-    with monkeypatch.context() as earlier:
-        earlier.setattr("fedlightning.assembly.fingerprint", noted)
-        start(tmp_path, module=Classifier(MLP(6, [], 3), num_classes=3))
-    trainer = go_on(tmp_path, Classifier(MLP(6, [], 3), num_classes=3))
-    assert trainer.rounds_done == 2 and "config_changes" not in trainer.summary
-
-
 ODD = """
 from functools import partial
 values = {
@@ -223,7 +175,7 @@ def test_values_that_json_cannot_take_are_the_same_in_the_next_process():
     )
     here: dict[str, Any] = {}
     exec(ODD, here)
-    assert differences({"fingerprint": 2} | json.loads(there.stdout), {"fingerprint": 2} | plain(here["values"])) == []
+    assert differences(json.loads(there.stdout), plain(here["values"])) == []
 
 
 # -- one command for a job that may be requeued ------------------------------------------------------------------------

@@ -20,7 +20,15 @@ SEEN = [
         "decision": "left out",
     }
     for r in (1, 2, 4)
-] + [{"round": 2, "client": "c", "where": "G", "reason": "client 'c' was not scored at stage G on local val data: no"}]
+] + [
+    {
+        "round": 2,
+        "client": "c",
+        "where": "G",
+        "reason": "client 'c' was not scored at stage G on local val data: no",
+        "decision": "not scored",
+    }
+]
 
 
 def test_failures_are_grouped():

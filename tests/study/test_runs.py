@@ -143,7 +143,7 @@ def test_scores_that_are_not_what_the_run_wrote_are_a_problem(tmp_path, how, has
     assert tables_of(load_run(path)).faults == {}
     DAMAGE[how](path / "metrics.csv")
     found = tables_of(load_run(path)).faults
-    if not has_mark and how not in ("empty", "gone"):  # an earlier version did not say what it wrote
+    if not has_mark and how not in ("empty", "gone"):  # without a mark only what is gone is seen
         return
     assert "is not the file that the run has written" in found["metrics.csv"]
     assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 0

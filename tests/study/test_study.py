@@ -14,6 +14,7 @@ import fedlightning  # noqa: F401  before lightning
 
 # isort: split
 from fedlightning.study.comparison import Comparison
+from fedlightning.study.statistics import mean_interval
 from fedlightning.study.study import Study, write_comparison
 from tests.study.folders import CLIENTS, METHODS, ROUNDS, TEST_SIZES, deployed, raw, write_study
 
@@ -317,9 +318,21 @@ def test_a_comparison_is_a_study_of_this_session(study, tmp_path):
         assert f"{means[name]:.3f}" in cell
         assert ("[bold]" in cell) == (means[name] == max(means["silo"], means["fedavg"]))
     assert table.columns[4].cells and list(table.columns[4].cells)[1] == "-"
+    (radius,) = {row["ci95_radius"] for row in study.overview() if row["method"] == "silo"}
+    assert list(table.columns[1].cells)[1].endswith(f"± {radius:.3f}")  # over seeds
     found.write(tmp_path)
     found.plot_clients(tmp_path / "clients.png")
     assert {path.name for path in tmp_path.iterdir()} == {"comparison.json", "comparison.csv", "clients.png"}
+
+
+def test_of_one_seed_the_interval_is_over_clients(study):
+    found = Comparison()
+    (run,) = (run for run in study.runs if run.name == "silo" and run.seed == 0)
+    found.add("silo", run.summary)
+    (score,) = found.study.deployed("silo").values()
+    (cell,) = found.table().columns[1].cells
+    assert cell.endswith(f"± {mean_interval(list(score.defined.values())).radius:.3f}")
+    assert found.table().title.endswith("over clients")
 
 
 def test_a_comparison_says_what_is_wrong(study, capsys):

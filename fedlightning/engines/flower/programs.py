@@ -199,8 +199,6 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
         sites: Number of sites to wait for.
     """
     path, secret = secret_file(home)
-    for old in home.glob("superlink.db*"):  # of an earlier version: models and updates went through it
-        old.unlink()
     keys = None if own is None else own / "sites"
     words = [str(path), "" if keys is None else str(keys), "--host", host, "--port", str(port)]
     words += ["--database", ":flwr-in-memory:"]  # nothing that went through it is left, nor is a site unknown for ever

@@ -30,7 +30,7 @@ from fedlightning.federation.deploy import Deploy
 from fedlightning.federation.engine import Visit
 from fedlightning.federation.sanity import TryStep
 from fedlightning.federation.store import Note
-from fedlightning.run.fingerprint import FORMAT, differences
+from fedlightning.run.fingerprint import differences
 from fedlightning.scoring.tasks import ScoreClient, ScoreModel
 from fedlightning.tensors import load_state, module_state
 from fedlightning.visit.description import Description
@@ -195,9 +195,9 @@ class Site:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)
         if not isinstance(theirs, dict):
             raise RefusedError("it does not say how it is configured.")
-        found = differences({FORMAT: 1, **theirs}, {FORMAT: 1, **own})
+        found = differences(theirs, own)
         if found:
-            found = differences({FORMAT: 1, **theirs}, {FORMAT: 1, **_without_paths(own, theirs)})
+            found = differences(theirs, _without_paths(own, theirs))
             raise RefusedError(
                 f"the server's configuration is not that of site '{self.name}' (the server's first): "
                 f"{'; '.join(found[:5])}{f' and {len(found) - 5} more' if len(found) > 5 else ''}. Give both the same, "

@@ -71,7 +71,7 @@ class Store:
         """Go on where the logger stood at `mark`, before anything is logged.
 
         Args:
-            mark: A mark that is this logger's; `None` in a state of an earlier version, which has no marks.
+            mark: A mark that is this logger's; `None` where the run did not have it.
             rounds: Rounds whose scores the logger had been given by then.
             differs: The rounds that follow will not be those that the logger may have seen after the mark.
         """

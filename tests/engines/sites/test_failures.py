@@ -15,7 +15,7 @@ from fedlightning.federation.engine import Visit
 from fedlightning.federation.failures import TooFewClientsError
 from fedlightning.federation.loops import Asynchronous
 from fedlightning.messages import Message, Update
-from fedlightning.run.fingerprint import FORMAT, differences
+from fedlightning.run.fingerprint import differences
 from fedlightning.testing import runs
 from fedlightning.testing.toys import federate
 from fedlightning.wire import read, write
@@ -272,7 +272,7 @@ def test_a_value_that_a_module_holds_is_compared(tmp_path, how):
             module.register_buffer("class_weights", torch.tensor([1.0, value]), persistent=False)
         else:
             module.class_weights = kept[how]
-        return {FORMAT: 1, **agreement(site._blueprint)}
+        return agreement(site._blueprint)
 
     parts = sites(tmp_path / "sites")
     one, other = hold(parts["0"], 2.0), hold(parts["1"], 5.0)
