@@ -126,7 +126,7 @@ def allows(annotation: Any, value: Any) -> bool:
             return not found
         if not isinstance(value, Real) or isinstance(value, bool):
             return False
-        return all(float(value) in one for one in found) and not (inner[0] is int and value != int(value))
+        return all(float(value) in one for one in found) and not (inner[0] is int and not float(value).is_integer())
     if origin is Literal:
         return any(value == one and type(value) is type(one) for one in inner)
     if not _is_checked(annotation):
