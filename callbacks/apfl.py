@@ -177,11 +177,6 @@ class APFL(FederatedCallback):
 def mix(v: Tensor, w: Tensor, alpha: float | Tensor) -> Tensor:
     """Return the mixture `vbar = a v + (1 - a) w`.
 
-    Args:
-        v: A parameter of the local model.
-        w: The same parameter of the global model.
-        alpha: The share `a` of the local model, in [0, 1].
-
     Example:
         >>> mix(torch.tensor([4.0]), torch.tensor([0.0]), alpha=0.25)
         tensor([1.])
@@ -194,15 +189,6 @@ def alpha_slope(
     v: Mapping[str, Tensor], w: Mapping[str, Tensor], gradients: Mapping[str, Tensor], stacked: bool = False
 ) -> Tensor:
     """Return `df/da = <v - w, grad f(vbar)>`, the derivative of the mixture's loss by the share `a`.
-
-    Args:
-        v: Parameters of the local model by name.
-        w: Parameters of the global model by name.
-        gradients: `grad f(vbar)` by name. Parameters that the loss does not reach are left out.
-        stacked: The first dimension of every tensor is the client; the result then has one value per client.
-
-    Returns:
-        A scalar, or `(num_clients,)` if stacked; in float64.
 
     Example:
         >>> v, w = {"layer": torch.tensor([3.0, 1.0])}, {"layer": torch.tensor([1.0, 1.0])}
@@ -218,12 +204,6 @@ def alpha_slope(
 
 def next_alpha(alpha: float, slope: float, lr: float, decay: float = 0.0) -> float:
     """Return `clip_[0,1](a - eta_a (df/da + decay a))`, the share after one step.
-
-    Args:
-        alpha: The present share `a`.
-        slope: `df/da`, see `alpha_slope`.
-        lr: The share's learning rate `eta_a`.
-        decay: Weight of `a` added to the slope.
 
     Example:
         >>> next_alpha(0.5, slope=1.0, lr=0.1), next_alpha(0.5, slope=-1.0, lr=10.0)

@@ -135,11 +135,7 @@ class ParameterMixture:
             own.update({name: value for name, value in group.items() if name not in ("params", "param_names")})
 
     def state(self) -> dict[str, Any]:
-        """Return what the client keeps: `v`, `alpha` and, where optimizers go on, the optimizer's state.
-
-        Raises:
-            FloatingPointError: If `v` has diverged.
-        """
+        """Return what the client keeps: `v`, `alpha` and, where optimizers go on, the optimizer's state."""
         v = clone(module_state(self.twin), "cpu")
         bad = first_nonfinite({name: v[name] for name in self.parameters})
         if bad is not None:

@@ -222,11 +222,7 @@ class GlobalCheckpoint(ModelSelection):
 
 
 def monitored(callback: Any, metrics: Mapping[str, float]) -> float:
-    """Return the metric that ``callback.monitor`` names.
-
-    Raises:
-        ValueError: If it is not among ``metrics``.
-    """
+    """Return the metric that ``callback.monitor`` names."""
     if callback.monitor not in metrics:
         raise ValueError(
             f"{callback.key} monitors '{callback.monitor}', but validation gives {sorted(metrics) or 'no metric'}. "

@@ -285,12 +285,6 @@ class FCCL(FederatedCallback):
 def correlation_loss(z: Tensor, target: Tensor, off_diagonal: float, unbiased: bool = False) -> Tensor:
     """Return `sum_u (1 - M_uu)^2 + off_diagonal sum_{u != v} (1 + M_uv)^2`, in fp32 at least.
 
-    Args:
-        z: Logits `(n, C)`.
-        target: Mean logits of the same samples; no gradient flows into them.
-        off_diagonal: Weight of pairs of classes.
-        unbiased: Standardise with the unbiased deviation.
-
     Example:
         >>> z = torch.tensor([[1.0, -3.0], [-1.0, 3.0]])
         >>> float(correlation_loss(z, 5 * z + 2, 1.0)), float(correlation_loss(z, -z, 1.0))

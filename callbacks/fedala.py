@@ -160,13 +160,7 @@ class FedALA(FederatedCallback):
 
 
 def merge(own: State, sent: State, weights: State) -> State:
-    """Return ``th + (Th - th) * W`` for every entry: exactly ``Th`` at 1 and exactly ``th`` at 0.
-
-    Args:
-        own: ``th``, the client's own entries.
-        sent: ``Th``, the server's.
-        weights: ``W`` of the same names and shapes, in fp32 at least.
-    """
+    """Return ``th + (Th - th) * W`` for every entry: exactly ``Th`` at 1 and exactly ``th`` at 0."""
     return {
         name: torch.lerp(th.to(_wide(th)), sent[name].to(_wide(th)), weights[name]).to(th.dtype)
         for name, th in own.items()

@@ -229,16 +229,7 @@ def gaussian(
     count: int,
     draw: torch.Generator,
 ) -> list[State]:
-    """Draw models around a mean, each entry with the clients' weighted variance.
-
-    Args:
-        states: The clients' models.
-        weights: Their weights.
-        mean: Their weighted mean. Entries that are not in `names` are its own in every draw.
-        names: Entries to draw, with the one name under which what is tied to them is drawn too.
-        count: Number of models.
-        draw: Generator.
-    """
+    """Draw models around a mean, each entry with the clients' weighted variance."""
     whole, deviation = sum(weights), dict[str, Tensor]()
     for name in dict.fromkeys(names.values()):
         variance = torch.zeros_like(mean[name], dtype=torch.float64)

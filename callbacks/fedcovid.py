@@ -218,13 +218,7 @@ class FedCovid(FederatedCallback):
 
 
 def positives_loss(logits: Tensor, labels: Tensor, positive: int) -> Tensor:
-    """Return the mean cross entropy of the samples of one class; 0 without such a sample.
-
-    Args:
-        logits: `(samples, classes)`; `(samples,)` or `(samples, 1)` are logits of class 1.
-        labels: Classes, `(samples,)`.
-        positive: The class.
-    """
+    """Return the mean cross entropy of the samples of one class; 0 without such a sample."""
     if logits.ndim == 1 or logits.shape[1] == 1:
         flat = logits.flatten()
         losses = F.binary_cross_entropy_with_logits(flat, labels.to(flat.dtype), reduction="none")
@@ -239,12 +233,6 @@ def margin_loss(z: Tensor, labels: Tensor, margin: float, mining: str = "random"
 
     An anchor is a sample that has another one of its class and one of another class in the batch. Its positive is drawn
     at random from torch's global generator, which has an address in every local epoch.
-
-    Args:
-        z: Representations, `(batch, ...)`.
-        labels: Classes, `(batch,)`.
-        margin: The margin.
-        mining: How the negative is chosen: see :class:`FedCovid`.
     """
     unit = F.normalize(rows(z), dim=1, eps=1e-8)
     distances = 1.0 - unit @ unit.T

@@ -165,11 +165,7 @@ class FedET(ServerModels):
         return server.module_with(server.models[key], key)
 
     def _transferred(self, server: Server) -> list[str]:
-        """Return the names of the entries that go from the large model to the others.
-
-        Raises:
-            ValueError: If one is not in all models in the same kind and shape, or a name matches nothing.
-        """
+        """Return the names of the entries that go from the large model to the others."""
         if self.transfer is None:
             return []
         large = server.architecture(self.large(server))
@@ -234,9 +230,6 @@ def confidence(logits: Tensor) -> Tensor:
 
     Where all variances are 0 the weights are uniform.
 
-    Args:
-        logits: Of all models, `(models, n, C)`.
-
     Example:
         >>> confidence(torch.tensor([[[3.0, -3.0]], [[0.0, 2.0]]])).tolist()
         [[0.8999999761581421], [0.10000000149011612]]
@@ -249,12 +242,6 @@ def confidence(logits: Tensor) -> Tensor:
 
 def lessons(logits: Tensor) -> Tensor:
     """Return what the models teach for each sample: label, 1 where models disagree, and the diverse logits.
-
-    Args:
-        logits: Of all models, `(models, n, C)`.
-
-    Returns:
-        `(n, 2 + C)`; the diverse logits are 0 where all agree.
 
     Example:
         >>> lessons(torch.tensor([[[3.0, -3.0]], [[0.0, 2.0]]])).tolist()

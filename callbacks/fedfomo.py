@@ -222,11 +222,6 @@ class FedFomo(KeepsClientModels):
 def score(own_loss: float, loss: float, length: float) -> float:
     """Return ``(L_i(th_i) - L_i(th_n)) / ||th_n - th_i||``; 0 for the same model and for losses that are no numbers.
 
-    Args:
-        own_loss: ``L_i(th_i)``.
-        loss: ``L_i(th_n)``.
-        length: ``||th_n - th_i||``.
-
     Example:
         >>> score(1.0, 0.5, 2.0), score(1.0, float("nan"), 2.0)
         (0.25, 0.0)

@@ -223,11 +223,7 @@ class FedGroup(Clusters):
         return subtract({**first, **select(state, [name for name in first if name in state])}, first)
 
     def _names(self, server: Server) -> list[str]:
-        """Return the parameters that train and travel.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Return the parameters that train and travel."""
         names = [name for name in server.trainable if name in set(server.returned_names())]
         if not names:
             raise ValueError("FedGroup groups clients by how the model moves, and no parameter that trains travels.")
@@ -275,11 +271,6 @@ def directions(rows: Tensor, count: int, unit: bool = True) -> Tensor:
     """Return the cosines of updates with their first singular vectors, `(clients, count)`: FedGroup's "EDC".
 
     Where there are fewer singular vectors, or fewer that carry anything, the rest are 0.
-
-    Args:
-        rows: Updates, `(clients, parameters)`.
-        count: Number of singular vectors.
-        unit: Divide updates by their norms before these are found.
     """
     lengths = rows.norm(dim=1, keepdim=True)
     turned = torch.where(lengths > 0, rows / lengths.clamp_min(1e-300), torch.zeros_like(rows))

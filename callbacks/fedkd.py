@@ -298,13 +298,6 @@ def is_matrix(value: Tensor) -> bool:
 def factors(change: Tensor, energy: float) -> dict[str, Tensor] | None:
     """Return `u`, `s`, `v` with the fewest largest singular values whose squares sum up to a share of all squares.
 
-    Args:
-        change: A matrix, or a kernel whose first dimension are its outputs.
-        energy: The share, in (0, 1].
-
-    Returns:
-        `u` `(m, k)`, `s` `(k,)` and `v` `(k, n)`; `None` where they have no fewer numbers than the matrix.
-
     Example:
         >>> factors(torch.eye(4), energy=0.95) is None, factors(torch.zeros(4, 4), energy=0.95)["s"].shape
         (True, torch.Size([0]))

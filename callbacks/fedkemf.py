@@ -176,11 +176,6 @@ class DeepMutualLoss:
 def ensemble_of(logits: Tensor, how: Ensemble) -> Tensor:
     """Return what an ensemble predicts, as probabilities `(samples, classes)`.
 
-    Args:
-        logits: `(teachers, samples, classes)`.
-        how: `"max"`: softmax of the largest logit of each class. `"mean"`: of the mean. `"vote"`: the class that most
-            teachers predict; classes with equally many share it.
-
     Example:
         >>> import torch
         >>> same = torch.randn(1, 4, 3).expand(5, 4, 3)

@@ -165,11 +165,6 @@ class FedLAMA(ServerModels):
 def less_critical(d: Sequence[float], sizes: Sequence[int], cut: str) -> list[int]:
     """Return the numbers of the layers that get the long interval, in ascending order of `d`.
 
-    Args:
-        d: Discrepancy of each layer. Where all are 0 they count as equal.
-        sizes: Number of parameters of each layer.
-        cut: `"crossing"` or `"nearest"`.
-
     Example:
         >>> less_critical(d=[0.1, 5.0, 0.2, 4.0], sizes=[10, 10, 10, 10], cut="nearest")
         [0, 2, 3]

@@ -202,12 +202,6 @@ def count_step(a: float, c: float | None, group: Mapping[str, Any], mu: float = 
 
     ``A`` is the distance that a client would have moved by now if all its raw gradients were 1.
 
-    Args:
-        a: ``A`` so far.
-        c: Momentum buffer; ``None`` before the first step.
-        group: The optimizer's parameter group: ``lr``, and for SGD ``momentum``, ``dampening`` and ``nesterov``.
-        mu: Proximal strength: the pull ``mu (w - w^t)`` is part of the gradient.
-
     Example:
         >>> a, c = count_step(0.0, None, {"lr": 0.5, "momentum": 0.5})
         >>> count_step(a, c, {"lr": 0.5, "momentum": 0.5})

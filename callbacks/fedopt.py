@@ -83,12 +83,7 @@ class FedOpt(FederatedCallback):
         self.weighting = weighting
 
     def second_moment(self, v: Tensor, delta: Tensor) -> Tensor:
-        """Return the next ``v``.
-
-        Args:
-            v: The present second moment of one parameter, of its shape, in float64.
-            delta: The pseudo-gradient ``Delta``, of the same shape.
-        """
+        """Return the next ``v``."""
         raise NotImplementedError
 
     def server_step(self, server: Server, old: State, reduced: State) -> State:

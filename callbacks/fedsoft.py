@@ -256,24 +256,14 @@ class FedSoft(Clusters):
 
 
 def shares(losses: Tensor, sigma: float) -> Tensor:
-    """Return `u_s = n_s / n`, float64 of shape `(centres,)`, where `n_s` counts the samples that centre s fits best.
-
-    Args:
-        losses: Loss of each sample under each centre, `(centres, samples)`. A tie goes to the first centre.
-        sigma: `u_s` where `n_s` is 0.
-    """
+    """Return `u_s = n_s / n`, float64 of shape `(centres,)`, where `n_s` counts the samples that centre s fits best."""
     counts = torch.bincount(ties.first_least(losses), minlength=len(losses)).double()
     found = counts / max(losses.shape[1], 1)
     return torch.where(counts > 0, found, torch.full_like(found, sigma))
 
 
 def weighted_sum(weights: Sequence[float], states: Sequence[State]) -> State:
-    """Return `sum_s u_s c_s`, added up in float64, in the type of the states.
-
-    Args:
-        weights: `u_s`.
-        states: `c_s`, with the same names.
-    """
+    """Return `sum_s u_s c_s`, added up in float64, in the type of the states."""
     return {
         name: torch.stack([u * state[name].double() for u, state in zip(weights, states, strict=True)]).sum(0).to(value)
         for name, value in states[0].items()

@@ -270,10 +270,6 @@ class ProxyLoss:
 def imitation_loss(logits: Tensor, sure: Tensor) -> Tensor:
     """Return `BIL`, mean over the batch: by how much classes outside of a set outrank those in it.
 
-    Args:
-        logits: `(batch, classes)`.
-        sure: Boolean, of the same shape. A sample with all classes in the set, or none, counts 0.
-
     Example:
         >>> sure = torch.tensor([[True, False, False]])
         >>> imitation_loss(torch.tensor([[1.0, 3.0, 0.0]]), sure), imitation_loss(torch.tensor([[4.0, 3.0, 0.0]]), sure)
@@ -286,10 +282,6 @@ def imitation_loss(logits: Tensor, sure: Tensor) -> Tensor:
 
 def consensus(own: Tensor, sure: Tensor) -> Tensor:
     """Return the agreement `c` of two sets for each sample, in [0, 1].
-
-    Args:
-        own: The private model's sets, boolean `(batch, classes)`.
-        sure: The proxy's; none is empty.
 
     Example:
         >>> one, two = torch.tensor([[True, False, False]]), torch.tensor([[True, True, False]])

@@ -299,11 +299,6 @@ def centre(k: int) -> str:
 
 
 def nearest(rows: Tensor, centres: Tensor) -> Tensor:
-    """Return for each row the index of the nearest centre, the lowest of several; shape `(rows,)`.
-
-    Args:
-        rows: Models, `(clients, parameters)`.
-        centres: Centres, `(clusters, parameters)`.
-    """
+    """Return for each row the index of the nearest centre, the lowest of several; shape `(rows,)`."""
     squares = torch.stack([(rows - centre).square().sum(1) for centre in centres], dim=1)
     return ties.first_least(squares, 1, floor=float(ties.CLOSE * centres.norm(dim=1).max()) ** 2)

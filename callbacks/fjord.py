@@ -199,16 +199,6 @@ def _of_full_width(units: Units, widths: Mapping[str, int]) -> Units:
 def distillation_loss(loss: Tensor, logits: Tensor, teacher: Tensor, alpha: float, temperature: float) -> Tensor:
     r"""Return `(1 - alpha) loss + alpha T^2 KL(softmax(teacher / T) || softmax(logits / T))`, a mean over the batch.
 
-    Args:
-        loss: Loss of the drawn width on hard labels.
-        logits: Its logits, `(batch, classes)`.
-        teacher: Logits of the largest width; no gradient goes through them.
-        alpha: Share of the teacher.
-        temperature: Temperature `T`.
-
-    Raises:
-        ValueError: If there is not one row of logits for each sample.
-
     Example:
         >>> import torch
         >>> from fedlightning.callbacks.fjord import distillation_loss

@@ -232,11 +232,6 @@ class FLoRA(ClientRanks):
 def merged(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return `W + B A`, worked out in float64.
 
-    Args:
-        weight: The frozen weight, of shape `(outputs, inputs)`.
-        a: First factors, of shape `(rows, inputs)`, with weights and scales in them.
-        b: Second factors, of shape `(outputs, rows)`.
-
     Example:
         >>> merged(torch.zeros(2, 2), torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.eye(2))
         tensor([[1., 0.],

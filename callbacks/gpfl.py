@@ -292,10 +292,6 @@ def conditioned_head(module: nn.Module) -> tuple[str, Conditions]:
 def contexts(embeddings: Tensor, counts: Iterable[int]) -> tuple[Tensor, Tensor]:
     """Return `g`, the mean embedding, and `p_i`, the mean by the frequencies of the classes; each `(d,)`.
 
-    Args:
-        embeddings: The table E, `(C, d)`.
-        counts: Training samples of each class, at most C numbers; classes that are left out have none.
-
     Example:
         >>> table = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> contexts(table, [3, 1])

@@ -63,11 +63,7 @@ class AdaptsAtEnd(KeepsModel):
         return head if self.part == "head" else other_names(module, head)
 
     def check(self, setup: Setup) -> None:
-        """Refuse names that are not there, and a part without anything to train.
-
-        Raises:
-            ValueError: If a name matches nothing, or no parameter would be fine-tuned.
-        """
+        """Refuse names that are not there, and a part without anything to train."""
         names = self.adapted_names(setup.module)
         if names is not None and not any(setup.kinds[name] == "trainable" for name in names):
             raise ValueError(

@@ -198,12 +198,6 @@ class _Visit:
 def mixture(module: nn.Module, h_l: State, h_c: State, lam: float) -> State:
     """Return `lam h_l + (1 - lam) h_c` on trainable parameters; the rest is `h_l`'s, or `h_c`'s at `lam = 0`.
 
-    Args:
-        module: The module whose states they are.
-        h_l: The local model.
-        h_c: The global model.
-        lam: The share of the local model, in [0, 1].
-
     Example:
         >>> h_l, h_c = {"weight": torch.tensor([[4.0]])}, {"weight": torch.tensor([[0.0]])}
         >>> mixture(nn.Linear(1, 1, bias=False), h_l, h_c, lam=0.25)

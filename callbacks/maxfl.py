@@ -236,12 +236,7 @@ class MaxFL(FederatedCallback):
 
 
 def appeal_weight(loss: float, requirement: float) -> float:
-    """Return `q = sigmoid(z) (1 - sigmoid(z))` with `z = loss - requirement`, cut to [-20, 20].
-
-    Args:
-        loss: Of the global model.
-        requirement: Loss of the client's own model.
-    """
+    """Return `q = sigmoid(z) (1 - sigmoid(z))` with `z = loss - requirement`, cut to [-20, 20]."""
     z = min(max(loss - requirement, -FAR), FAR)
     falling = 1.0 / (1.0 + math.exp(abs(z)))  # symmetric to the last bit
     return falling * (1.0 - falling)

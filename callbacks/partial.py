@@ -202,14 +202,6 @@ class Local(FederatedCallback):
 def part_names(module: nn.Module, names: str | Sequence[str] | None, num_layers: int) -> list[str]:
     """Return the state names of a part of the module.
 
-    Args:
-        module: Any module.
-        names: Exact state name or module prefix of the part, or several. ``None``: the last ``num_layers`` layers.
-        num_layers: Number of layers, used where ``names`` is ``None``.
-
-    Raises:
-        ValueError: If a name matches nothing, or there are fewer than ``num_layers`` layers.
-
     Example:
         >>> module = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 1))
         >>> part_names(module, None, num_layers=1), part_names(module, "0.bias", num_layers=1)
@@ -225,11 +217,7 @@ def other_names(module: nn.Module, names: Iterable[str]) -> list[str]:
 
 
 def refuse_no_body(callback: FederatedCallback, setup: Setup, head: Sequence[str]) -> None:
-    """Refuse a head that is the whole model.
-
-    Raises:
-        ValueError: If nothing is left to share. The sentence names the callback and the number of layers.
-    """
+    """Refuse a head that is the whole model."""
     if len(head) == len(setup.kinds):
         raise ValueError(
             f"{callback.key} leaves nothing to share: {type(setup.template).__name__} has "

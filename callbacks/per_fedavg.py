@@ -172,14 +172,7 @@ class PerFedAvg(FederatedCallback):
 
 
 def hessian_times(module: LightningModule, batch: Any, vector: State, scale: float = 1.0) -> State:
-    """Return ``H vector`` of the batch's training loss, by double backward.
-
-    Args:
-        module: The model, at the point where ``H`` is taken.
-        batch: A batch of its training step.
-        vector: One tensor per parameter name, of the parameter's shape.
-        scale: Factor on the loss on the way (the loss scale of fp16). Default 1.
-    """
+    """Return ``H vector`` of the batch's training loss, by double backward."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad and name in vector}
     loss = training_loss(module, batch) * scale
     gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)

@@ -163,11 +163,7 @@ class pFedKnow(FederatedCallback):
             yield labelled
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
-        """Refuse to change what the clients that are there lose, which comes from a list in turn.
-
-        Raises:
-            ValueError: If that would happen.
-        """
+        """Refuse to change what the clients that are there lose, which comes from a list in turn."""
         if isinstance(self.prune, list):
             refuse_new_deal(self, server, clients, "prune", self.prune)
 
@@ -240,10 +236,6 @@ def kept(weights: Tensor, share: float) -> Tensor:
     """Return which elements stay when the smallest in magnitude are pruned, bool of the same shape.
 
     Elements that are 0 are pruned too, so that a client sees from its zeros what it does not hold.
-
-    Args:
-        weights: A weight tensor.
-        share: Share to prune; with 0 everything stays. Of equal elements the first are pruned.
     """
     if share == 0:
         return torch.ones_like(weights, dtype=torch.bool)
@@ -254,12 +246,6 @@ def kept(weights: Tensor, share: float) -> Tensor:
 
 
 def pseudo_label_loss(logits: Tensor, teacher: Tensor, threshold: float) -> Tensor:
-    """Return the mean over the batch of the cross entropy with the teacher's class where it is sure, else 0.
-
-    Args:
-        logits: Of the model in training, `(batch, classes)`.
-        teacher: Of the received model, `(batch, classes)`.
-        threshold: Least probability of a pseudo-label.
-    """
+    """Return the mean over the batch of the cross entropy with the teacher's class where it is sure, else 0."""
     chances, classes = teacher.detach().softmax(1).max(1)
     return (F.cross_entropy(logits, classes, reduction="none") * (chances >= threshold)).mean()

@@ -216,10 +216,6 @@ def _flat(state: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 
 def shares(weights: Tensor) -> list[float]:
-    """Return importance weights that sum to 1; equal ones where all are 0.
-
-    Args:
-        weights: `v`, `(num_clusters,)`.
-    """
+    """Return importance weights that sum to 1; equal ones where all are 0."""
     whole = weights.double() if weights.sum() > 0 else torch.ones(len(weights), dtype=torch.float64)
     return (whole / whole.sum()).tolist()

@@ -154,14 +154,7 @@ class SWIFT(Gossip):
 
 
 def _total(total: State | None, before: Mapping[str, State], after: Mapping[str, State], moved: list[str]) -> State:
-    """Return the sum of all clients' models in float64, integers left out: the last sum, and what has moved since.
-
-    Args:
-        total: The sum of the models before; ``None``: not known.
-        before: All models before.
-        after: All models now.
-        moved: Clients whose models are others.
-    """
+    """Return the sum of all clients' models in float64, integers left out: the last sum, and what has moved since."""
     floats = [name for name, value in next(iter(after.values())).items() if value.is_floating_point()]
     if total is None:
         return {name: torch.stack([state[name].double() for state in after.values()]).sum(0) for name in floats}
@@ -172,15 +165,7 @@ def _total(total: State | None, before: Mapping[str, State], after: Mapping[str,
 
 
 def _averaged(server: Server, others: list[tuple[float, State]], x: State, y: State, names: list[str]) -> State:
-    """Return ``w_ii x_i + sum_j w_ij x_j + (y_i - x_i)`` of parameters, and the same mixture of statistics after the step.
-
-    Args:
-        server: Knows the kinds of entries.
-        others: ``w_ij`` and ``x_j`` of the neighbours that count; all other weight is the client's own.
-        x: ``x_i`` before the step.
-        y: The same after it.
-        names: Entries that travel.
-    """
+    """Return ``w_ii x_i + sum_j w_ij x_j + (y_i - x_i)`` of parameters, and the same mixture of statistics after the step."""
     theirs = [weight for weight, _ in others]
     states = [state for _, state in others]
     weights = torch.tensor([[1.0 - sum(theirs), *theirs]], dtype=torch.float64)

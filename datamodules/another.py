@@ -23,14 +23,6 @@ Public = float | Dataset[Any] | LightningDataModule | None
 def share_of(owner: Any, public: Any, fraction: float) -> float:
     """Return the share of the clients' training samples that becomes public.
 
-    Args:
-        owner: The data module, for messages.
-        public: Its argument `public`.
-        fraction: Its argument `public_fraction`, another name for a share.
-
-    Raises:
-        ValueError: If both are given and differ, or `public` is neither a share nor a data set.
-
     Example:
         >>> from fedlightning.datamodules.another import share_of
         >>> share_of("data", 0.1, 0.0), share_of("data", None, 0.2)
@@ -77,18 +69,7 @@ class Another:
 
 
 def another(owner: Any, public: Any, options: Mapping[str, Any], splits: Mapping[str, Any], seed: int) -> Another:
-    """Read another data set, and leave out what a client holds too.
-
-    Args:
-        owner: The data module of the clients, for messages.
-        public: A dataset, or a data module, of which the pooled training data are taken.
-        options: Keyword arguments of the clients' loaders, for a plain dataset.
-        splits: The clients' samples.
-        seed: Seed of what a data module draws in its `setup`.
-
-    Raises:
-        ValueError: If it has no samples with positions, or none that no client holds.
-    """
+    """Read another data set, and leave out what a client holds too."""
     own, name = type(owner).__name__, type(public).__name__
     made = dict(options)
     dataset: Any = public

@@ -170,9 +170,6 @@ class FederatedDataModule(LightningDataModule, ABC):
 def in_order(clients: Iterable[str]) -> list[str]:
     """Return client names in the one order that sums, unions and files follow: by name, numbers by value.
 
-    Args:
-        clients: Names of clients.
-
     Example:
         >>> from fedlightning.datamodules.base import in_order
         >>> in_order(["site10", "b", "site9", "3", "21", "a²"])

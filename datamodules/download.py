@@ -20,18 +20,6 @@ def fetch(urls: Sequence[str], destination: Path, sha256: str, largest: int = LA
     The file appears under its name only when it is complete and its checksum fits. An interrupted download leaves
     nothing behind, and processes that share `destination` cannot see half a file.
 
-    Args:
-        urls: Mirrors, tried in order.
-        destination: Path to write; its folder is made.
-        sha256: SHA-256 of the file, in hexadecimal.
-        largest: Bytes after which a download is broken off.
-
-    Returns:
-        `destination`.
-
-    Raises:
-        OSError: If no mirror gave the right file. The message says what each one did.
-
     Example:
         >>> import hashlib
         >>> from pathlib import Path
@@ -74,10 +62,6 @@ def fetch(urls: Sequence[str], destination: Path, sha256: str, largest: int = LA
 def find(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
     """Return the first of `names` in the first of `folders` that has one, or `None`.
 
-    Args:
-        names: File names, in order of preference.
-        folders: Folders to search, in order.
-
     Example:
         >>> from pathlib import Path
         >>> from fedlightning.datamodules.download import find
@@ -93,12 +77,6 @@ def find(names: Sequence[str], folders: Sequence[Path]) -> Path | None:
 
 def missing(owner: object, names: Sequence[str], root: Path, folders: Sequence[Path]) -> FileNotFoundError:
     """Return the error for files that were not found.
-
-    Args:
-        owner: The data module.
-        names: The missing files.
-        root: Its root folder.
-        folders: The folders that were searched.
 
     Example:
         >>> from pathlib import Path

@@ -21,17 +21,6 @@ from fedlightning.seeding import generator
 def suited(partitioner: Partitioner, labels: Mapping[str, np.ndarray | None], owner: str) -> Partitioner:
     """Return a partitioner that can divide samples with or without class labels.
 
-    Args:
-        partitioner: The one that the user chose.
-        labels: Classes of every split, or `None` where there are none.
-        owner: Name of the data, for messages.
-
-    Returns:
-        `partitioner`, or, where it deals out classes and there are none, the one that cuts at random (with a warning).
-
-    Raises:
-        ValueError: If it divides by label and there are no labels.
-
     Example:
         >>> from fedlightning.datamodules import DirichletPartitioner
         >>> from fedlightning.datamodules.federate import suited
@@ -58,46 +47,21 @@ def suited(partitioner: Partitioner, labels: Mapping[str, np.ndarray | None], ow
 
 
 def check_limits(owner: object, **limits: int | None) -> None:
-    """Check numbers of samples to use.
-
-    Args:
-        owner: The data module, for messages.
-        **limits: The numbers by name; `None` is all samples.
-
-    Raises:
-        ValueError: If one of them is below 1.
-    """
+    """Check numbers of samples to use."""
     for name, value in limits.items():
         if value is not None and value < 1:
             raise ValueError(f"{type(owner).__name__} got {name}={value}; use 1 or more, or None for all samples.")
 
 
 def some_rows(size: int, limit: int | None, seed: int, split: str) -> Tensor | None:
-    """Return the rows to use of a dataset, at random; `None` if all are used.
-
-    Args:
-        size: Samples of the dataset.
-        limit: Samples to use; `None` is all.
-        seed: Seed of the data.
-        split: Its split.
-    """
+    """Return the rows to use of a dataset, at random; `None` if all are used."""
     if limit is None or limit >= size:
         return None
     return torch.randperm(size, generator=generator(seed, "subset", split))[:limit]
 
 
 def given_groups(owner: object, partitioner: Partitioner, split: str, dataset: Any) -> np.ndarray:
-    """Return each sample's group as `NaturalPartitioner(groups=...)` gives it.
-
-    Args:
-        owner: The data module, for messages.
-        partitioner: The partitioner.
-        split: `"train"` or `"test"`.
-        dataset: The samples of that split.
-
-    Raises:
-        ValueError: If it gives none.
-    """
+    """Return each sample's group as `NaturalPartitioner(groups=...)` gives it."""
     given = getattr(partitioner, "groups", None)
     if given is not None and (found := read_keys(dataset, split, given)) is not None:
         return found
@@ -113,14 +77,7 @@ def keys_for(
     labels: Mapping[str, np.ndarray | None],
     groups: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
-    """Return what a partitioner divides each dataset by: labels, groups or the number of samples.
-
-    Args:
-        partitioner: The partitioner.
-        datasets: By split.
-        labels: Their classes, by split.
-        groups: Gives the groups of a split's samples; asked only where they are needed.
-    """
+    """Return what a partitioner divides each dataset by: labels, groups or the number of samples."""
     if partitioner.needs == "groups":
         return {split: groups(split, data) for split, data in datasets.items()}
     if partitioner.needs == "labels":
@@ -143,19 +100,6 @@ def federate(
     The plan is made on the training data and applied to every other split, so that a client's validation and test
     samples are mixed like its training samples. A split without a dataset is cut from each client's training samples,
     stratified by label: the test part first, then `val_fraction` of what is left.
-
-    Args:
-        partitioner: Makes the plan.
-        datasets: Datasets by split: `"train"`, and optionally `"val"` and `"test"`.
-        labels: Classes of each dataset, int64 `(samples,)`, or `None`.
-        keys: What the partitioner divides by, for each dataset: labels, groups, or the number of samples.
-        seed: Seed; every random choice has its own address under it.
-        val_fraction: Share cut off for validation if there is no such dataset; 0 leaves the split out.
-        test_fraction: Share cut off for testing if there is no such dataset; 0 leaves the split out.
-        val_seed: Seed of the validation cut alone. `None` is `seed`.
-
-    Returns:
-        The client ids and a `Split` for each split.
 
     Example:
         >>> import numpy as np

@@ -145,15 +145,6 @@ class HeartDiseaseDataModule(IndexedFederatedDataModule):
 def read_hospital(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Read the complete rows of one processed UCI file.
 
-    Args:
-        path: The file.
-
-    Returns:
-        Features, float64 `(patients, 13)`, not scaled, and labels, int64 `(patients,)`.
-
-    Raises:
-        ValueError: If a row does not have 14 numbers, or cp or restecg is none of the known levels.
-
     Example:
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory

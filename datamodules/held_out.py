@@ -18,14 +18,6 @@ from fedlightning.seeding import generator
 def draw_held_out(clients: Iterable[str], how_many: int | float, seed: int) -> list[str]:
     """Draw the clients to keep out of training, uniformly; a smaller share is part of a larger one.
 
-    Args:
-        clients: All clients.
-        how_many: A number of them, or (a float) a share, rounded to at least one.
-        seed: Seed of the data. The draw has an address of its own under it.
-
-    Returns:
-        Their ids, in order; as many as were asked for, be it all.
-
     Example:
         >>> draw_held_out(["a", "b", "c", "d", "e"], 0.4, seed=0)
         ['b', 'e']
@@ -37,15 +29,6 @@ def draw_held_out(clients: Iterable[str], how_many: int | float, seed: int) -> l
 
 def draw_clients(ordered: Sequence[str], how_many: int | float, seed: int, purpose: str) -> list[str]:
     """Draw some clients uniformly; a smaller share is part of a larger one.
-
-    Args:
-        ordered: All clients, in order.
-        how_many: A number of them, or (a float) a share, rounded to at least one.
-        seed: Seed of the data.
-        purpose: What for; each purpose is a draw of its own.
-
-    Returns:
-        Their ids, in order; as many as were asked for, be it all.
 
     Example:
         >>> draw_clients(["a", "b", "c", "d", "e"], 2, 0, "evaluated"), draw_clients(["a", "b"], 7, 0, "evaluated")
@@ -62,10 +45,6 @@ def without(data: FederatedDataModule, clients: Collection[str]) -> FederatedDat
 
     Public data that were taken from the clients (`public_fraction`) are those of the clients that are left.
     Asked by name, it still gives those clients' own loaders and numbers.
-
-    Args:
-        data: A data module that is set up; it does not change.
-        clients: Ids of the clients to leave out.
 
     Example:
         >>> from torch.utils.data import TensorDataset

@@ -21,12 +21,6 @@ def rows_of(dataset: Any) -> tuple[Any, Tensor | None] | None:
 
     A `ConcatDataset` of such datasets is joined when its rows are first asked for, and kept as long as it lives.
 
-    Args:
-        dataset: Any dataset. Exact types only: a subclass may change what a sample is.
-
-    Returns:
-        The `ArrayDataset` or `TensorDataset`, and the indices of the rows (`None`: all, in their order).
-
     Example:
         >>> import torch
         >>> from torch.utils.data import Subset, TensorDataset
@@ -62,9 +56,6 @@ def rows_of(dataset: Any) -> tuple[Any, Tensor | None] | None:
 def tensors_of(source: Any) -> tuple[Tensor, ...]:
     """Return the tensors whose rows are the samples of `source`.
 
-    Args:
-        source: An `ArrayDataset` or `TensorDataset`.
-
     Example:
         >>> import torch
         >>> from fedlightning.datamodules import ArrayDataset
@@ -77,9 +68,6 @@ def tensors_of(source: Any) -> tuple[Tensor, ...]:
 
 def is_plain(part: Tensor) -> bool:
     """Return True if rows of `part` can be copied one by one with the values and strides that indexing gives.
-
-    Args:
-        part: A tensor of samples.
 
     Example:
         >>> import torch

@@ -149,11 +149,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
         self._places = {client: place for place, client in enumerate(self._client_ids)}
 
     def _without_public(self, client_ids: list[str], splits: Mapping[str, Split]) -> Split:
-        """Take the public samples from the clients; return the training split without them.
-
-        Raises:
-            ValueError: If another client, or another split, holds a public sample too.
-        """
+        """Take the public samples from the clients; return the training split without them."""
         train, rests = splits["train"], []
         dataset: Any = train.dataset
         for client, held in zip(client_ids, train.indices, strict=True):

@@ -27,19 +27,6 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
     these through `Subset` and `ConcatDataset`; and, if `walk`, one pass over the samples, taking `sample[-1]` of a
     tuple or the item `label`, `labels`, `y`, `target` or `targets` of a dictionary.
 
-    Args:
-        dataset: Map-style dataset.
-        split: Its name, for messages, and the key into `source` if that is a mapping.
-        source: An array `(samples,)`; a function `dataset -> array`; a mapping from split to one of these; or the name
-            of an attribute of the dataset, or of an item of its samples. `False` says that there are no labels.
-        walk: Whether a pass over all samples is worth its time.
-
-    Returns:
-        An array of shape `(samples,)`, or `None` if nothing was found.
-
-    Raises:
-        ValueError: If `source` does not fit the dataset.
-
     Example:
         >>> from fedlightning.datamodules.labels import read_keys
         >>> read_keys([("a.png", 0), ("b.png", 2)], split="train")
@@ -78,9 +65,6 @@ def read_keys(dataset: Any, split: str, source: Any = None, walk: bool = True) -
 
 def as_classes(values: Any) -> np.ndarray | None:
     """Return whole numbers, truth values or strings of shape `(n,)` or `(n, 1)` as an array, else `None`.
-
-    Args:
-        values: A tensor, an array or a list. Floats are classes under the condition that `read_keys` names.
 
     Example:
         >>> import torch
@@ -152,9 +136,6 @@ def encode(keys: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray | None
     """Return the labels of all splits as classes 0, 1, ...
 
     Whole numbers from 0 on stay as they are. Others are replaced by their rank among all labels.
-
-    Args:
-        keys: Labels by split, or `None` for a split without labels.
 
     Example:
         >>> import numpy as np

@@ -106,15 +106,7 @@ class LoaderDataModule(FederatedDataModule):
 
 
 def union_of(loaders: Sequence[DataLoader[Any]], split: str) -> Any:
-    """Return the union of the datasets that loaders read.
-
-    Args:
-        loaders: One loader for each client.
-        split: Their split, for messages.
-
-    Raises:
-        ValueError: If some datasets are streams and others are not.
-    """
+    """Return the union of the datasets that loaders read."""
     datasets = [loader.dataset for loader in loaders]
     streams = [isinstance(dataset, IterableDataset) for dataset in datasets]
     if any(streams) and not all(streams):
@@ -126,13 +118,7 @@ def union_of(loaders: Sequence[DataLoader[Any]], split: str) -> Any:
 
 
 def union_loader(union: Any, first: DataLoader[Any], split: str) -> DataLoader[Any]:
-    """Return a loader over a union of datasets.
-
-    Args:
-        union: The union.
-        first: The first client's loader, whose batch size and collate function it has.
-        split: The split; training batches are shuffled.
-    """
+    """Return a loader over a union of datasets."""
     if isinstance(union, IterableDataset):
         return DataLoader(union, batch_size=first.batch_size or 1, collate_fn=first.collate_fn)
     sampler = AddressedSampler(len(union), "pooled", shuffle=split == "train")

@@ -102,13 +102,6 @@ def pair_by_class(labels: Sequence[np.ndarray], generator: torch.Generator) -> l
 
     As many as the source with the fewest samples of a class allows, class after class.
 
-    Args:
-        labels: Classes of the samples of every source, `(samples,)` each.
-        generator: Chooses the pairs.
-
-    Returns:
-        An int64 array of indices for each source, all of one length.
-
     Example:
         >>> import numpy as np
         >>> import torch
@@ -133,12 +126,6 @@ def transition_matrix(num_classes: int, level: float, sparsity: float, generator
 
     A label is right with probability `1 - level`. A share `sparsity` of the wrong classes of each row has probability 0;
     the others, at least one, share `level` evenly.
-
-    Args:
-        num_classes: C, at least 2.
-        level: Share of wrong labels, in [0, 1].
-        sparsity: Share of the C - 1 wrong classes that are never taken, in [0, 1).
-        generator: Chooses them.
 
     Example:
         >>> import torch

@@ -25,10 +25,6 @@ AT_ONCE = 512
 def is_cheap(dataset: Any, count: int) -> bool:
     """Return True if so many samples of a dataset may be read to compare them.
 
-    Args:
-        dataset: A map-style dataset.
-        count: Number of samples.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -41,11 +37,6 @@ def is_cheap(dataset: Any, count: int) -> bool:
 
 def digests(dataset: Any, positions: np.ndarray, collate: Callable[[Any], Any]) -> list[bytes] | None:
     """Return a hash of the inputs of each sample, without labels; `None` if they are no tensors.
-
-    Args:
-        dataset: A map-style dataset. Its own generators stay as they are.
-        positions: Positions of the samples in it.
-        collate: Makes a batch of them.
 
     Example:
         >>> import numpy as np, torch
@@ -83,11 +74,6 @@ def content_hash(dataset: Any, collate: Callable[[Any], Any], most: int = 64) ->
 
     Data in memory are read whole, others at `most` positions spread over them.
 
-    Args:
-        dataset: A map-style dataset.
-        collate: Makes a batch of its samples.
-        most: Samples that are read of data on disk.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset, default_collate
@@ -108,11 +94,6 @@ def look(dataset: Any, samples: int = 4, values: int = 16) -> str | None:
 
     Fractions count to a sixteenth of the largest of them, so that the last bits, which may differ from one machine to
     another where data are standardised, do not count.
-
-    Args:
-        dataset: A map-style dataset.
-        samples: Samples that are read, spread over the data.
-        values: Values of each tensor of these.
 
     Example:
         >>> import torch

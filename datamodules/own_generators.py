@@ -23,9 +23,6 @@ DEEPEST = 5
 def own_generators(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the random generators that an object keeps in its attributes, each with its place.
 
-    Args:
-        value: A dataset, a sampler, or what these are made of: attributes, short lists and short mappings are looked through.
-
     Example:
         >>> from torch.utils.data import RandomSampler
         >>> [place for place, _ in own_generators(RandomSampler(range(3), generator=torch.Generator()))]
@@ -92,10 +89,6 @@ def _set_state(generator: Any, state: Any) -> None:
 def readdress(loader: Any, *parts: object) -> None:
     """Seed the torch generators of a loader and of its samplers by an address, so that a visit does not go on with another's.
 
-    Args:
-        loader: Any loader; what is no `DataLoader` stays as it is.
-        parts: The address.
-
     Example:
         >>> from torch.utils.data import DataLoader, WeightedRandomSampler
         >>> sampler = WeightedRandomSampler([1.0, 2.0, 3.0], 9, generator=torch.Generator())
@@ -119,9 +112,6 @@ def readdress(loader: Any, *parts: object) -> None:
 
 def going_on(loader: DataLoader[Any]) -> str | None:
     """Return the place of a generator that goes on from visit to visit, whatever address a visit has; else `None`.
-
-    Args:
-        loader: A loader. Torch generators under the name `generator` of its samplers are seeded by :func:`readdress`.
 
     Example:
         >>> from torch.utils.data import DataLoader, TensorDataset

@@ -196,16 +196,6 @@ def cut(
 ) -> tuple[Indices, Indices]:
     """Cut a random part off one client's samples, stratified by label if labels are given.
 
-    Args:
-        indices: The client's samples, shape `(samples,)`.
-        fraction: Share to cut off, `0 <= fraction < 1`: `round(fraction * samples)` samples, but from two samples on at
-            least one is cut off and at least one stays. A single sample stays.
-        generator: Chooses the samples.
-        labels: The labels of *all* samples, indexed by `indices`.
-
-    Returns:
-        `(rest, part)`, both ascending.
-
     Example:
         >>> import numpy as np
         >>> import torch
@@ -235,13 +225,6 @@ def cut(
 def as_labels(labels: Any, owner: str) -> np.ndarray:
     """Return `labels` as a one-dimensional numpy array.
 
-    Args:
-        labels: Anything that `numpy.asarray` takes.
-        owner: Name of the caller, for messages.
-
-    Raises:
-        ValueError: If the array is not one-dimensional.
-
     Example:
         >>> from fedlightning.datamodules.partition import as_labels
         >>> as_labels([0, 1, 1], owner="MyPartitioner")
@@ -256,9 +239,6 @@ def as_labels(labels: Any, owner: str) -> np.ndarray:
 def numpy_generator(generator: torch.Generator) -> np.random.Generator:
     """Return a numpy generator seeded by one draw from `generator` (Dirichlet draws need numpy's).
 
-    Args:
-        generator: A torch generator, which moves on by one draw.
-
     Example:
         >>> import torch
         >>> from fedlightning.datamodules.partition import numpy_generator
@@ -271,13 +251,6 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
 
 def check_num_clients(owner: object, num_clients: int) -> int:
     """Return `num_clients` if it is a whole number of at least 1.
-
-    Args:
-        owner: The partitioner, for messages.
-        num_clients: The number of clients.
-
-    Raises:
-        ValueError: If it is not.
 
     Example:
         >>> from fedlightning.datamodules import IIDPartitioner
@@ -292,13 +265,6 @@ def check_num_clients(owner: object, num_clients: int) -> int:
 
 def check_alpha(owner: object, **values: float) -> None:
     """Check that Dirichlet concentrations are positive and finite.
-
-    Args:
-        owner: The partitioner, for messages.
-        **values: The concentrations by name.
-
-    Raises:
-        ValueError: If one of them is not.
 
     Example:
         >>> from fedlightning.datamodules import DirichletPartitioner
@@ -316,13 +282,6 @@ def check_alpha(owner: object, **values: float) -> None:
 
 def check_fraction(owner: object, **values: float) -> None:
     """Check that fractions lie in `[0, 1)`.
-
-    Args:
-        owner: The data module, for messages.
-        **values: The fractions by name.
-
-    Raises:
-        ValueError: If one of them does not.
 
     Example:
         >>> from fedlightning.datamodules import DigitsDataModule

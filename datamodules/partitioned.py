@@ -268,16 +268,6 @@ class Partitioned(IndexedFederatedDataModule):
 def loader_options(loader: Any, split: str, owner: str, any_order: bool = False) -> tuple[dict[str, Any], bool]:
     """Return the arguments that a `DataLoader` was made with, and whether it shuffles.
 
-    Args:
-        loader: The loader.
-        split: Its split, for messages.
-        owner: Name of the data module, for messages.
-        any_order: Whether a sampler of the loader's own may be passed over, since another one is made.
-
-    Raises:
-        ValueError: If the loader cannot be divided among clients (several loaders, an iterable dataset, a sampler of
-            its own). The message says what to do.
-
     Example:
         >>> from torch.utils.data import DataLoader
         >>> from fedlightning.datamodules.partitioned import loader_options

@@ -108,9 +108,6 @@ class Unlabelled:
 def without_labels(batch: Any) -> Any:
     """Return a batch without labels: the first entry of a tuple or list, a mapping without its label keys.
 
-    Args:
-        batch: A batch as a loader gives it.
-
     Example:
         >>> from fedlightning.datamodules.public import without_labels
         >>> without_labels({"x": 1, "mask": 2, "label": 3}), without_labels([1, 2]), without_labels(1)
@@ -123,9 +120,6 @@ def without_labels(batch: Any) -> Any:
 
 def is_iterable(loader: Any) -> bool:
     """Return True if public samples have no position: an iterable dataset, or a loader that is no `DataLoader`.
-
-    Args:
-        loader: A loader of public data.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -169,13 +163,6 @@ public: another data set.
 def size_of(loader: Any, owner: str) -> int:
     """Return the number of public samples; 0 without any.
 
-    Args:
-        loader: What a data module gives as public data.
-        owner: Name of the data module, for messages.
-
-    Raises:
-        ValueError: If their samples have no positions.
-
     Example:
         >>> from torch.utils.data import DataLoader
         >>> from fedlightning.datamodules.public import size_of
@@ -197,19 +184,6 @@ def public_loader(
     drop_last: bool = False,
 ) -> DataLoader[Any]:
     """Return a loader of public samples by their positions, whose sampler is an `AddressedSampler`.
-
-    Args:
-        loader: What a data module gives as public data.
-        owner: Name of the data module, for messages.
-        ids: Positions of the samples in the public data, in the order of the batches. `None`: all.
-        targets: A row for each of `ids`; a batch is then a :class:`PairedBatch`.
-        batch_size: Samples of a batch. `None`: as `loader` has it.
-        shuffle: Draw an order by address instead of that of `ids`.
-        reader: Who reads, in the address of the order.
-        drop_last: Leave out a last batch that is smaller than the others.
-
-    Raises:
-        ValueError: If there are no public data, a position is not there, or targets and positions differ in number.
 
     Example:
         >>> import torch
@@ -268,9 +242,6 @@ def public_loader(
 def public_in_words(report: Mapping[str, Any]) -> str:
     """Return a data module's `public_report` as a clause.
 
-    Args:
-        report: The report.
-
     Example:
         >>> from fedlightning.datamodules.public import public_in_words
         >>> public_in_words({"samples": 90, "labels": False, "from": "Scans", "compared": True, "left_out": {"test": 3}})
@@ -291,13 +262,6 @@ def public_in_words(report: Mapping[str, Any]) -> str:
 
 def first_batch(loader: Any, owner: str) -> Any:
     """Return the first public batch, for checks at the start.
-
-    Args:
-        loader: What a data module gives as public data.
-        owner: Name of the data module, for messages.
-
-    Raises:
-        ValueError: If there are no public data.
 
     Example:
         >>> from torch.utils.data import DataLoader

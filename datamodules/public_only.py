@@ -96,9 +96,6 @@ def public_facts(data: FederatedDataModule) -> dict[str, Any] | None:
 
     The hash is `None` where the samples cannot be compared: no tensors, or others at every look.
 
-    Args:
-        data: A data module that is set up.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset

@@ -32,17 +32,6 @@ def read_idx(path: Path, dimensions: int, most: Sequence[int] | None = None) -> 
     The sizes in the header are compared with `most` and with what the file can hold before memory is taken for them,
     and no more than they say is unpacked.
 
-    Args:
-        path: The file. One that begins with gzip's two magic bytes is unpacked.
-        dimensions: 3 for images `(samples, rows, columns)`, 1 for labels `(samples,)`.
-        most: The largest size in each dimension. `None` allows `LARGEST_IDX` bytes in all.
-
-    Returns:
-        A uint8 array.
-
-    Raises:
-        ValueError: If it is not such a file, damaged, or larger than it may be.
-
     Example:
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
@@ -154,16 +143,6 @@ def _unpickled(data: bytes) -> Any:
 def cifar_batches(source: Path, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Read the images and labels of CIFAR-10's python batches (Krizhevsky 2009).
 
-    Args:
-        source: The folder `cifar-10-batches-py` or the archive `cifar-10-python.tar.gz`.
-        names: Batches to read and join, such as `data_batch_1`.
-
-    Returns:
-        Uint8 images `(samples, 3, 32, 32)` and int64 labels `(samples,)`.
-
-    Raises:
-        ValueError: If a batch is missing or damaged.
-
     Example:
         >>> import pickle
         >>> from pathlib import Path
@@ -232,15 +211,6 @@ def _small(file: Any, name: Any) -> bytes:
 
 def check_images(name: str, images: np.ndarray, labels: np.ndarray, num_classes: int) -> None:
     """Check that images and labels belong together.
-
-    Args:
-        name: Name of the data, for messages.
-        images: Images, shape `(samples, ...)`.
-        labels: Labels, shape `(samples,)`.
-        num_classes: Number of classes.
-
-    Raises:
-        ValueError: If their numbers differ, or a label is outside `0 .. num_classes - 1`.
 
     Example:
         >>> import numpy as np

@@ -35,10 +35,6 @@ def resident_batches(loader: Any, device: torch.device) -> ResidentBatches | Sam
     this package's collate function or torch's. Its samplers may be any: they are asked for their indices as the loader
     asks them.
 
-    Args:
-        loader: Any loader.
-        device: Device of the batches.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -178,9 +174,6 @@ class SampledBatches:
 def whole_order(sampler: Any) -> Tensor:
     """Return all that a sampler yields in an epoch, int64 `(samples,)`.
 
-    Args:
-        sampler: One of `WHOLE_ORDER`.
-
     Example:
         >>> from torch.utils.data import SequentialSampler
         >>> from fedlightning.datamodules.resident import whole_order
@@ -194,9 +187,6 @@ def whole_order(sampler: Any) -> Tensor:
 
 def gather(source: Any) -> Callable[[Tensor], list[Tensor]]:
     """Return the function from indices to a batch on the CPU.
-
-    Args:
-        source: An `ArrayDataset` or `TensorDataset`.
 
     Example:
         >>> import torch
@@ -226,11 +216,6 @@ def gather(source: Any) -> Callable[[Tensor], list[Tensor]]:
 def rows_on_device(source: Any, device: torch.device, chosen: Tensor) -> list[Tensor]:
     """Return the batch of the given rows on a device other than the CPU.
 
-    Args:
-        source: An `ArrayDataset` or `TensorDataset`.
-        device: The device.
-        chosen: Indices of the rows.
-
     Example:
         >>> import torch
         >>> from torch.utils.data import TensorDataset
@@ -250,12 +235,6 @@ def on_device(source: Any, index: int, part: Tensor, device: torch.device) -> Te
     """Return a copy of a dataset's tensor on `device`.
 
     It is made once and kept for as long as the dataset lives and its tensor does not change.
-
-    Args:
-        source: The dataset.
-        index: Position of the tensor in it.
-        part: The tensor.
-        device: The device.
 
     Example:
         >>> import torch

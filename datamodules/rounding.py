@@ -10,17 +10,6 @@ import numpy as np
 def apportion(weights: np.ndarray, total: int, minimum: int = 0) -> np.ndarray:
     """Split `total` into whole parts proportional to `weights` by largest remainder.
 
-    Args:
-        weights: Non-negative, shape `(parts,)`. All zero counts as all equal.
-        total: Sum of the parts, at least `parts * minimum`.
-        minimum: Parts that would be smaller get exactly this; the others share the rest in proportion.
-
-    Returns:
-        Int64 of shape `(parts,)`, summing to `total`.
-
-    Raises:
-        ValueError: If `total` is too small for the minimum.
-
     Example:
         >>> import numpy as np
         >>> from fedlightning.datamodules.rounding import apportion
@@ -53,12 +42,6 @@ def round_table(table: np.ndarray) -> np.ndarray:
     rounding, 1987): every entry is the floor or the ceiling of the real one, column sums are exact, and every row sum
     is the floor or the ceiling of the real row sum. Such a table always exists, because the constraints are those of a
     flow with whole capacities.
-
-    Args:
-        table: Shape `(clients, classes)`.
-
-    Returns:
-        Int64 of the same shape.
 
     Example:
         >>> import numpy as np
@@ -140,17 +123,6 @@ def sinkhorn(
 
     The result is `a_i P_ij b_j`, the KL projection of `P = max(table, floor)` onto the tables with these margins. A
     table that has them already is returned unchanged.
-
-    Args:
-        table: Non-negative, shape `(clients, classes)`.
-        rows: Positive row margins, shape `(clients,)`, in samples.
-        columns: Positive column margins, shape `(classes,)`, with the same total.
-        floor: Smallest start value. Without one, very skewed tables (Dirichlet alpha 0.01) do not converge.
-        tolerance: Largest row error allowed, as a share of the mean row margin.
-        max_iterations: Iterations before giving up.
-
-    Raises:
-        ValueError: If the margins have different totals, or there is no convergence within `max_iterations`.
 
     Example:
         >>> import numpy as np

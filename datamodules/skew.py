@@ -238,14 +238,6 @@ class LabelQuantitySkewPartitioner(LabelSkewPartitioner):
 def raise_to_minimum(counts: np.ndarray, minimum: int) -> np.ndarray:
     """Move single samples from the largest client (of its most frequent class) until every client has `minimum`.
 
-    Args:
-        counts: Whole numbers, shape `(clients, classes)`, with at least `clients * minimum` samples in all; not
-            changed.
-        minimum: Samples of the smallest client.
-
-    Returns:
-        A table with the same column sums.
-
     Example:
         >>> import numpy as np
         >>> from fedlightning.datamodules.skew import raise_to_minimum
@@ -273,17 +265,6 @@ def draw_sizes(
     rng: np.random.Generator,
 ) -> np.ndarray:
     """Return client sizes `Dir_K(alpha) * n` in whole samples, none below the minimum.
-
-    Args:
-        owner: The partitioner, for messages.
-        num_clients: K, the number of clients.
-        alpha: Concentration of the sizes.
-        min_samples: As for `QuantitySkewPartitioner`.
-        counts: Samples of each class, shape `(classes,)`.
-        rng: The only source of randomness.
-
-    Returns:
-        Int64 of shape `(clients,)`.
 
     Example:
         >>> import numpy as np

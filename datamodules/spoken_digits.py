@@ -152,15 +152,7 @@ class SpokenDigitsDataModule(MultimodalDataModule):
 
 
 def read_recordings(root: Path) -> tuple[Tensor, np.ndarray, np.ndarray, np.ndarray]:
-    """Return spectrograms `(recordings, 1, 32, 48)`, digits, speakers and takes, in the order of the file names.
-
-    Args:
-        root: Folder or archive, as for `SpokenDigitsDataModule`.
-
-    Raises:
-        FileNotFoundError: If there are none.
-        ValueError: If a file is not 8 kHz mono.
-    """
+    """Return spectrograms `(recordings, 1, 32, 48)`, digits, speakers and takes, in the order of the file names."""
     from scipy.io import wavfile
 
     found = []
@@ -199,9 +191,6 @@ def _files(root: Path) -> Iterator[tuple[str, io.BytesIO]]:
 
 def log_mel(wave: Tensor) -> Tensor:
     """Return a log-mel spectrogram with mean 0 and deviation 1, `(1, 32, 48)`; short recordings end in silence.
-
-    Args:
-        wave: Samples at 8 kHz, `(samples,)`.
 
     Example:
         >>> import torch

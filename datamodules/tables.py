@@ -35,14 +35,6 @@ class Column:
 def read_table(path: Path, delimiter: str = ",") -> dict[str, Column]:
     r"""Return the columns of a CSV file with a header, by name.
 
-    Args:
-        path: The file, in UTF-8.
-        delimiter: Character between two cells.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is no table. The message names the line.
-
     Example:
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
@@ -104,14 +96,6 @@ def _numbers(path: Path, name: str, cells: Sequence[str]) -> np.ndarray | None:
 def column_of(table: dict[str, Column], name: str, what: str) -> Column:
     """Return a column by its name.
 
-    Args:
-        table: The columns.
-        name: Name of the column.
-        what: What it is for, for the message.
-
-    Raises:
-        ValueError: If there is no such column.
-
     Example:
         >>> from fedlightning.datamodules.tables import Column, column_of
         >>> column_of({"age": Column("age", [], None)}, "agee", "target")
@@ -127,12 +111,6 @@ def column_of(table: dict[str, Column], name: str, what: str) -> Column:
 
 def levels_of(column: Column) -> list[str]:
     """Return the different words of a column in ascending order, gaps left out.
-
-    Args:
-        column: The column.
-
-    Raises:
-        ValueError: If there are more than `MOST_LEVELS`.
 
     Example:
         >>> from fedlightning.datamodules.tables import Column, levels_of

@@ -209,14 +209,7 @@ class TabularFederatedDataModule(IndexedFederatedDataModule):
     def _features(
         self, table: Mapping[str, Column], kept: np.ndarray, own: Sequence[np.ndarray], rows: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """Return the features of all rows, each scaled by its own client.
-
-        Args:
-            table: All columns.
-            kept: Which rows have a target.
-            own: Each client's training and validation rows.
-            rows: All rows of each client.
-        """
+        """Return the features of all rows, each scaled by its own client."""
         group = self.client if self.client is not None else getattr(self._divides, "column", None)
         unused = {self.target, group, *self.drop}
         self.feature_names, columns = [], []

@@ -94,9 +94,6 @@ class Rows(Sequence[Any]):
 def collate_rows(samples: Sequence[Any]) -> Any:
     """Return a batch as `default_collate` does; for `Rows`, with the same values in a fraction of the time.
 
-    Args:
-        samples: The samples of a batch.
-
     Example:
         >>> import torch
         >>> from fedlightning.datamodules.views import collate_rows
@@ -149,10 +146,6 @@ class IndexView(Dataset[Any]):
 
 def samples_at(dataset: Any, positions: Sequence[int]) -> Any:
     """Return samples as a `DataLoader` reads them: all at once where the dataset has `__getitems__`.
-
-    Args:
-        dataset: A map-style dataset.
-        positions: Their positions.
 
     Example:
         >>> from fedlightning.datamodules.views import samples_at

@@ -13,11 +13,7 @@ class WithoutClients(FederatedDataModule):
 
     @abstractmethod
     def _refuse(self) -> NoReturn:
-        """Say why there are no clients here.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Say why there are no clients here."""
 
     @property
     def client_ids(self) -> list[str]:

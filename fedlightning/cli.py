@@ -40,14 +40,7 @@ Exit codes: 0 success, 1 a crash or failed runs, 2 bad input (one sentence says 
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run `fedlightning` and return its exit code.
-
-    Args:
-        args: Words after `fedlightning` on the command line. `None` takes those of `sys.argv`.
-
-    Returns:
-        0 for success, 1 for a crash or failed runs, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM.
-    """
+    """Run `fedlightning` and return its exit code."""
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words or os.environ.get("FEDLIGHTNING_DEBUG", "0") not in ("", "0")
     words = [word for word in words if word != "--debug"]

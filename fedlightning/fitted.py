@@ -158,22 +158,7 @@ class Fitted:
         run: str | Path | None = None,
         verbose: bool = True,
     ) -> list[dict[str, Any]]:
-        """Score models of the federation on test data, local and pooled, and print the table.
-
-        Args:
-            model: The module that the run was started with; needed with `run`. Or the name of a checkpoint: `test("latest")`.
-            datamodule: The data that it was started with; needed with `run`.
-            checkpoint: `"latest"`, a checkpoint callback's name (`"best_global"`, `"best_local"`), or `"all"`.
-            ckpt_path: As in Lightning: the name of a checkpoint, or the folder of a run (see `run`).
-            run: Folder of a run, finished or interrupted, to restore first.
-            verbose: Print the table, as `fedlightning test` does.
-
-        Returns:
-            Rows of `summary.json`.
-
-        Raises:
-            ValueError: For a checkpoint that the run does not have, or a model or data that no run is given for.
-        """
+        """Score models of the federation on test data, local and pooled, and print the table."""
         return self._score("test", model, datamodule, checkpoint, ckpt_path, run, verbose)
 
     def _score(
@@ -237,23 +222,6 @@ class Fitted:
         Each new client makes one visit as the method's clients do, on its own training data, and sends nothing back: the
         federation stays as it is. The run's folder gets `onboarding.csv`, `onboarding.json` and `checkpoints/newcomers/`,
         in the place of those of an earlier call; no other file changes. `docs/newcomers.md` says what each method does.
-
-        Args:
-            newcomers: Federated data with the new clients; those in it that have trained are left aside. Default: the
-                clients that `held_out` kept out of training.
-            clients: Ids of the new clients, where it is not all of them.
-            epochs: Epochs of each client's visit; 0: they are scored only.
-            model: The module that the run was started with; needed with `run`.
-            datamodule: The data that it was started with; needed with `run`.
-            run: Folder of a run, finished or interrupted, to restore first.
-            verbose: Print the table.
-
-        Returns:
-            Rows as in `summary.json`, all of the model `"unseen"`: checkpoint `"latest"` before the visit (stages G and
-            L1), checkpoint `"onboarded"` after it (L2: as trained; L1: after one more message of the server).
-
-        Raises:
-            ConfigurationError: If there is no new client, or the method has no model for one.
         """
         if run is not None:
             if model is None or datamodule is None:
@@ -306,13 +274,7 @@ class Fitted:
     def predict(
         self, dataloaders: Any = None, client: str | None = None, *, checkpoint: str = "latest"
     ) -> list[Any] | None:
-        """Predict with one client's deployed model (stage L1), or with the global model.
-
-        Args:
-            dataloaders: Data to predict on; default: the client's own test data (pooled without a client).
-            client: The client whose model predicts; `None`: the global model.
-            checkpoint: `"latest"`, or the name of a checkpoint to load first.
-        """
+        """Predict with one client's deployed model (stage L1), or with the global model."""
         federation = self._fitted()
         given = {name: self.arguments[name] for name in ("accelerator", "precision", "limit_predict_batches")}
         if dataloaders is not None:
@@ -342,14 +304,6 @@ class Fitted:
         """Save the global model, or the model that a client deploys, as a Lightning checkpoint.
 
         `fedlightning.load` reads it, and so does `load_from_checkpoint` of a module that no algorithm has wrapped.
-
-        Args:
-            path: File to write; folders above it are made.
-            client: The client's id; `None`: the global model.
-            checkpoint: `"latest"`, or the name of a checkpoint callback.
-
-        Raises:
-            ValueError: For an unknown client or checkpoint, or where the method has no global model.
         """
         module = self.module(client, checkpoint)
         about = {"checkpoint": checkpoint} | ({} if client is None else {"client": client})

@@ -114,11 +114,7 @@ class GradientMoments:
     batches: int
 
     def over(self, reduce: Reduce) -> GradientMoments:
-        """Return the moments of the batches of all processes, each of which has as many samples.
-
-        Args:
-            reduce: Mean of a tensor over the processes.
-        """
+        """Return the moments of the batches of all processes, each of which has as many samples."""
         mean = {name: reduce(value.clone()) for name, value in self.mean.items()}
         between = {name: (value - mean[name]).square().sum() for name, value in self.mean.items()}
         spread = {name: reduce(value + between[name]) for name, value in self.spread.items()}
@@ -151,17 +147,6 @@ def gradient_moments(
     """Return the moments of the gradients of `batches` at the module's present parameters; leaves no trace.
 
     One pass, by Welford's recursion: no difference of large numbers, and equal batches have a spread of exactly 0.
-
-    Args:
-        module: The module. It runs in eval mode.
-        batches: Batches on its device, one at least.
-        precision: See :func:`~fedlightning.callbacks.diagnostics.layer_values.full_precision`.
-        seed: Address of the randomness of a step that draws some even in eval mode.
-        weights_only: Leaves biases out.
-        order: Pieces in order. `None` takes them as the first batch calls them.
-
-    Raises:
-        ValueError: If there is no batch.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel

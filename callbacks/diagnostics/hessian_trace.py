@@ -125,21 +125,6 @@ def hutchinson(
     `.grad` fields, buffers and generators are afterwards as before. A draw has the same signs on every batch and on
     every device.
 
-    Args:
-        module: The module.
-        batches: Batches on its device, one at least.
-        precision: See :func:`~fedlightning.callbacks.diagnostics.layer_values.full_precision`.
-        seed: Address of the draws.
-        num_probes: Number of draws.
-        weights_only: Leaves biases out.
-        order: Pieces in order. `None` takes them as the first batch calls them.
-
-    Returns:
-        The order of the pieces, and the draws `(num_probes, num_layers)` in float64.
-
-    Raises:
-        ValueError: If there is no batch, or an operation of the module has no second derivative.
-
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
         >>> order, draws = hutchinson(BoringModel(), [torch.ones(4, 32)], Precision(), "seed", num_probes=3)

@@ -31,16 +31,6 @@ def layer_numbers(
 ) -> list[dict[str, Any]]:
     """Return the numbers that :func:`plot_layers` draws.
 
-    Args:
-        rows: The table of one run.
-        round: The round, from 1. `None` takes the last recorded one.
-        stage: `L1` or `L2`.
-        quantities: Names of quantities. `None` takes those of :data:`PANELS` that are in the table.
-
-    Returns:
-        Rows with quantity, layer_index, layer, and over the clients mean, std_error (of the estimates, where they have
-        one), min, max and clients (how many there are).
-
     Example:
         >>> rows = [LayerRow(1, "L2", client, 1, "net.0", "cka", value) for client, value in (("0", 0.5), ("1", 1.0))]
         >>> layer_numbers(rows)[0]["mean"]
@@ -84,16 +74,6 @@ def plot_layers(
 
     The layers that PLayer-FL would federate at `threshold` are shaded; p is of the sensitivity summed over the clients
     in that round. Vertical axes are logarithmic, for a Hessian trace with negative values symmetrically so.
-
-    Args:
-        rows: The table of one run.
-        round: The round, from 1. `None` takes the last recorded one.
-        stage: `L1` or `L2`.
-        threshold: The threshold `t > 1`. `None` shows no transition.
-        quantities: Names of quantities. `None` takes those of :data:`PANELS` that are in the table.
-
-    Raises:
-        ValueError: If there is nothing to draw.
 
     Example:
         >>> values = {"net.0": 0.9, "net.1": 0.4}
@@ -164,15 +144,6 @@ def plot_transition(
     A colour that goes straight up through the second panel is a transition that does not move, and its width is the
     range of thresholds that give it. Numbers: :func:`~fedlightning.callbacks.diagnostics.layers.ratio_rows` and
     :func:`~fedlightning.callbacks.diagnostics.layers.transition_ranges`.
-
-    Args:
-        runs: Tables by run.
-        threshold: Threshold to show in the figure.
-        quantity: `"sensitivity_online"` or `"sensitivity"`. `None` takes the online one if the tables have it.
-        stage: `L1` or `L2`.
-
-    Raises:
-        ValueError: If no run has that sensitivity, summed over clients.
 
     Example:
         >>> values = {"net.0": 1.0, "net.1": 0.5}

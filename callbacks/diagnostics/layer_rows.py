@@ -47,11 +47,6 @@ COLUMNS = [field.name for field in fields(LayerRow)]
 def write_layers(path: Path, rows: Iterable[LayerRow], append: bool = True) -> None:
     """Write rows to a CSV file.
 
-    Args:
-        path: The file. A new one gets a header.
-        rows: The rows.
-        append: Whether to append to a file that is there; else it is replaced at once.
-
     Example:
         >>> write_layers(Path("layers.csv"), [LayerRow(1, "L2", "0", 1, "net.0", "cka", 0.5)])
         >>> read_layers("layers.csv")[0].value
@@ -73,12 +68,6 @@ def read_layers(path: str | Path) -> list[LayerRow]:
     """Return the rows of a `layers.csv`; empty if there is none.
 
     A last line that was cut off when the process was killed is left out.
-
-    Args:
-        path: The file, or the folder of a run.
-
-    Raises:
-        ValueError: If the file is damaged.
 
     Example:
         >>> read_layers("a/folder/without/a/run")

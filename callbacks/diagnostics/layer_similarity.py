@@ -24,13 +24,6 @@ def common_samples(client: Client, count: int) -> tuple[Any, int]:
     The samples are taken at equal distances from the clients' validation samples, one client after another, so each
     client gives in proportion to what it has. No client of a real federation sees the others' data: this is for
     experiments.
-
-    Args:
-        client: Any client of the federation.
-        count: Number of samples; fewer if the pooled validation data has fewer.
-
-    Raises:
-        ValueError: If no client has validation data.
     """
     loader = _pooled_validation(client)
     if loader is None:
@@ -63,18 +56,6 @@ def layer_grams(
     A layer's output is what its operation returns, before the normalisation and the activation that follow; maps and
     sequences are flattened. A layer gets NaNs if it is not a module of its own (`cls_token`), is not called, or does not
     give one row per sample.
-
-    Args:
-        module: The module. It runs in eval mode and without gradients; no trace is left.
-        batch: A batch on the module's device.
-        count: Number of samples in it.
-        layers: The layers, see :func:`fedlightning.layers.ordered_layers`.
-        precision: Precision plugin of the pass.
-        seed: Address of the step's randomness.
-        debiased: See :func:`~fedlightning.callbacks.diagnostics.similarity.unit_gram`.
-
-    Returns:
-        `(num_layers, count, count)`, float32 on the CPU.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel

@@ -67,13 +67,6 @@ class StageTable:
 def sensitivity_rows(found: Sensitivity, quantity: str, number: int, stage: str, client: str) -> Iterator[LayerRow]:
     """Give `I_l`, `F_l` (`_cumulative`) and `F_{l+1} / F_l` (`_ratio`, at layer l) as rows.
 
-    Args:
-        found: The sensitivity.
-        quantity: Its name in the table.
-        number: The round, from 1.
-        stage: The stage.
-        client: The client's id, or `all`.
-
     Example:
         >>> found = Sensitivity(["body", "head"], [2, 2], [1.0, 3.0])
         >>> [(row.quantity, row.layer, row.value) for row in sensitivity_rows(found, "I", 1, "L2", "0")][2:]
@@ -89,10 +82,6 @@ def round_rows(number: int, tables: Sequence[StageTable]) -> list[LayerRow]:
     """Return all rows of a round: each client's, the sums of the sensitivities, CKA between the clients.
 
     If clients meet the layers in different orders, sums are left out: F is cumulative, so its order is part of it.
-
-    Args:
-        number: The round, from 1.
-        tables: The clients' measurements.
 
     Example:
         >>> values = {"sensitivity": torch.tensor([[1.0, math.nan], [3.0, math.nan]])}
@@ -117,13 +106,7 @@ def round_rows(number: int, tables: Sequence[StageTable]) -> list[LayerRow]:
 
 
 def cka_rows(number: int, stage: str, tables: Sequence[StageTable]) -> Iterator[LayerRow]:
-    """Give each client's mean CKA with the others, per layer, and the mean over all pairs; layers are paired by name.
-
-    Args:
-        number: The round, from 1.
-        stage: The stage.
-        tables: The clients' measurements, with Gram matrices.
-    """
+    """Give each client's mean CKA with the others, per layer, and the mean over all pairs; layers are paired by name."""
     if len(tables) < 2:
         return
     grams = [dict(zip(table.layers, table.grams, strict=True)) for table in tables if table.grams is not None]

@@ -130,22 +130,11 @@ class LayerRecorder(Callback):
     def measure(
         self, module: LightningModule, batches: Iterable[Any], precision: Precision, reduce: Reduce
     ) -> LayerValues:
-        """Return the numbers of `module`.
-
-        Args:
-            module: The module in training.
-            batches: Training batches on its device.
-            precision: Precision plugin of the pass.
-            reduce: Mean of a tensor over the processes.
-        """
+        """Return the numbers of `module`."""
         raise NotImplementedError
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse modules and strategies that cannot be measured.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse modules and strategies that cannot be measured."""
         refuse_module(pl_module, type(self).__name__)
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
             raise ValueError(
@@ -179,9 +168,6 @@ class LayerRecorder(Callback):
 
 def refuse_module(module: LightningModule, owner: str) -> None:
     """Refuse a module that cannot be run once more without training it, or not exactly enough.
-
-    Raises:
-        ValueError: Names `owner`, the module and another way.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -242,9 +228,6 @@ def at_rest(module: nn.Module) -> Iterator[None]:
 def first_and_all(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
     """Return the first batch, and an iterator that begins with it.
 
-    Raises:
-        ValueError: If there is no batch.
-
     Example:
         >>> first, batches = first_and_all("abc")
         >>> first, list(batches)
@@ -258,12 +241,6 @@ def first_and_all(batches: Iterable[Any]) -> tuple[Any, Iterator[Any]]:
 
 def layer_order(module: LightningModule, batch: Any, precision: Precision, *seed: object) -> list[str]:
     """Return the pieces of `module` in the order in which a step on `batch` calls them; leaves no trace.
-
-    Args:
-        module: The module to run.
-        batch: A batch on its device.
-        precision: Precision plugin of the step.
-        seed: Address of the step's randomness.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -287,13 +264,7 @@ def layer_order(module: LightningModule, batch: Any, precision: Precision, *seed
 
 @contextmanager
 def loader_batches(trainer: Trainer, count: int | None, *seed: object) -> Iterator[Iterator[Any]]:
-    """Give training batches as the loaders make them; afterwards the loaders' generators are put back.
-
-    Args:
-        trainer: The running trainer, whose limit on training batches holds.
-        count: Number of batches. `None` takes an epoch.
-        seed: Address of the loaders' randomness.
-    """
+    """Give training batches as the loaders make them; afterwards the loaders' generators are put back."""
     limit = trainer.num_training_batches
     count = count if not math.isfinite(limit) else min(count or int(limit), int(limit))
     loaders = CombinedLoader(trainer.train_dataloader, "max_size_cycle")

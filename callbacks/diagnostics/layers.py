@@ -27,14 +27,6 @@ COMPANIONS = ("grad_var_samples_per_parameter", "grad_var_params", "hessian_trac
 def transition(values: Sequence[float], threshold: float, num_parameters: Sequence[int] | None = None) -> int:
     """Return how many layers PLayer-FL's rule federates, see `Sensitivity.transition`.
 
-    Args:
-        values: Sensitivity `I_1 .. I_L` of each layer (not cumulative).
-        threshold: The threshold `t > 1`.
-        num_parameters: Number of parameters that train in each layer. `None`: some in each.
-
-    Raises:
-        ValueError: If `threshold` is not above 1.
-
     Example:
         >>> transition([1.0, 0.25, 2.5], threshold=2.0)
         2
@@ -46,12 +38,6 @@ def sensitivities(
     rows: Iterable[LayerRow], quantity: str = "sensitivity_online", stage: str = "L2", client: str = ALL
 ) -> dict[int, Sensitivity]:
     """Return the sensitivity by round.
-
-    Args:
-        rows: The table of one run.
-        quantity: `"sensitivity_online"` or `"sensitivity"`.
-        stage: `L1` or `L2`.
-        client: A client's id. `all` is the sum over the clients, from which the transition follows.
 
     Example:
         >>> values = {"body": 1.0, "head": 3.0}
@@ -75,14 +61,6 @@ def sensitivities(
 def ratio_rows(runs: Runs, quantity: str = "sensitivity_online", stage: str = "L2") -> list[dict[str, Any]]:
     """Return the ratio curve `F_{l+1} / F_l` of every run and round.
 
-    Args:
-        runs: Tables by run.
-        quantity: `"sensitivity_online"` or `"sensitivity"`.
-        stage: `L1` or `L2`.
-
-    Returns:
-        Rows with run, round, layer_index (l), layer, next, ratio.
-
     Example:
         >>> values = {"body": 1.0, "head": 3.0}
         >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
@@ -104,15 +82,6 @@ def transition_curve(
 ) -> list[dict[str, Any]]:
     """Return p(t) of every run and round at the given thresholds.
 
-    Args:
-        runs: Tables by run.
-        thresholds: Values of t, above 1.
-        quantity: `"sensitivity_online"` or `"sensitivity"`.
-        stage: `L1` or `L2`.
-
-    Returns:
-        Rows with run, round, threshold, p, layer (the last federated one).
-
     Example:
         >>> values = {"body": 1.0, "head": 3.0}
         >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
@@ -131,14 +100,6 @@ def transition_curve(
 def transition_ranges(runs: Runs, quantity: str = "sensitivity_online", stage: str = "L2") -> list[dict[str, Any]]:
     """Return p(t) of every run and round exactly.
 
-    Args:
-        runs: Tables by run.
-        quantity: `"sensitivity_online"` or `"sensitivity"`.
-        stage: `L1` or `L2`.
-
-    Returns:
-        Rows with run, round, p, layer, and the thresholds `low <= t < high` that give p (`t > 1`).
-
     Example:
         >>> values = {"body": 1.0, "head": 3.0}
         >>> rows = [LayerRow(1, "L2", ALL, k, n, "sensitivity_online", v) for k, (n, v) in enumerate(values.items(), 1)]
@@ -155,10 +116,6 @@ def transition_ranges(runs: Runs, quantity: str = "sensitivity_online", stage: s
 
 def common_range(ranges: Iterable[Mapping[str, Any]], p: int) -> tuple[float, float] | None:
     """Return the thresholds `low <= t < high` that give `p` in every run and round; `None` if there are none.
-
-    Args:
-        ranges: Rows of :func:`transition_ranges`.
-        p: The number of federated layers.
 
     Example:
         >>> lows = {"seed 0": 1.5, "seed 1": 2.0}
@@ -234,19 +191,6 @@ def rank_correlation(
     with percentiles over seeded resamples. Groups of one run are not independent: `unit="run"` resamples whole runs and
     is the careful interval where there are several.
 
-    Args:
-        runs: Tables by run.
-        a: The first quantity.
-        b: The second quantity.
-        stage: `L1` or `L2`.
-        confidence: Probability that the interval covers.
-        resamples: Number of resamples.
-        seed: Seed of the resamples.
-        unit: Resample `"group"` by group, or `"run"` by run.
-
-    Raises:
-        ValueError: If no group has both quantities in 3 layers or more, or `unit` is unknown.
-
     Example:
         >>> values = {"cka": (0.9, 0.5, 0.1), "hessian_trace": (1.0, 2.0, 8.0)}
         >>> rows = [LayerRow(1, "L2", "0", k, f"l{k}", q, v) for q, vs in values.items() for k, v in enumerate(vs, 1)]
@@ -285,12 +229,6 @@ def correlation_rows(
     runs: Runs, a: str = "sensitivity_online", others: Sequence[str] = COMPANIONS, **options: Any
 ) -> list[dict[str, Any]]:
     """Return :func:`rank_correlation` of `a` with each of `others` that is in the tables, as rows.
-
-    Args:
-        runs: Tables by run.
-        a: A quantity.
-        others: The quantities to compare it with.
-        options: Passed to :func:`rank_correlation`.
 
     Example:
         >>> values = {"sensitivity_online": (1.0, 2.0, 3.0), "cka": (0.9, 0.5, 0.1)}

@@ -127,13 +127,7 @@ def scale_of(optimizer: Optimizer, trainer: Trainer) -> float:
 
 
 def extra_gradient(trainer: Trainer, module: LightningModule, count: int | None) -> State:
-    """Return the mean gradient at the present parameters; leaves no trace.
-
-    Args:
-        trainer: The running trainer.
-        module: The module in training.
-        count: Number of training batches. `None` takes an epoch.
-    """
+    """Return the mean gradient at the present parameters; leaves no trace."""
     with loader_batches(trainer, count, "sensitivity") as batches:
         gradient = probes.mean_gradient(module, batches, trainer.precision_plugin, "sensitivity")
     return {name: trainer.strategy.reduce(value, reduce_op="mean") for name, value in gradient.items()}

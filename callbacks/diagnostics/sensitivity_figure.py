@@ -21,15 +21,6 @@ def draw(
 ) -> Any:
     """Draw the three panels.
 
-    Args:
-        found: The sensitivity.
-        threshold: Threshold to show in the figure.
-        path: File to save it to. `None` only returns the figure.
-        split: How many layers were federated, if `threshold` says something else.
-
-    Returns:
-        The matplotlib figure.
-
     Example:
         >>> from fedlightning.callbacks import Sensitivity
         >>> found = Sensitivity(["body", "head"], [10, 5], [1.0, 3.0])

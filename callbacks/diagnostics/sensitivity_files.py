@@ -15,13 +15,6 @@ def write_sensitivity(
 ) -> None:
     """Write `sensitivity.json` and `figures/sensitivity.png`.
 
-    Args:
-        folder: The run's folder.
-        total: Sensitivity summed over the clients.
-        clients: Sensitivity of each client by its id.
-        threshold: The threshold `t` that was asked for.
-        split: How many layers are federated.
-
     Example:
         >>> one = Sensitivity(["body", "head"], [10, 5], [1.0, 3.0])
         >>> write_sensitivity(Path("run"), one, {"0": one}, threshold=1.05, split=1)

@@ -252,13 +252,7 @@ class SensitivityAccumulator:
 
     @torch.no_grad()
     def add(self, gradients: Mapping[str, Tensor], scale: float = 1.0, stepped: Iterable[str] | None = None) -> None:
-        """Add one step. A step with a non-finite gradient does not count.
-
-        Args:
-            gradients: Gradients by parameter name, times `scale`.
-            scale: Factor on the gradients.
-            stepped: Parameters that the step was for; one without a gradient adds zero. `None` stands for all.
-        """
+        """Add one step. A step with a non-finite gradient does not count."""
         if not gradients:
             return
         parameters = dict(self.module.named_parameters())
@@ -267,13 +261,7 @@ class SensitivityAccumulator:
         self.add_terms(dict(zip(gradients, values, strict=True)), self.counted if stepped is None else stepped, scale)
 
     def add_terms(self, terms: Mapping[str, float], stepped: Iterable[str], scale: float = 1.0) -> None:
-        """Add one step, given `sum (theta_p grad_p)^2` of each parameter that has a gradient.
-
-        Args:
-            terms: The terms by parameter name, times `scale**2`.
-            stepped: Parameters that the step was for.
-            scale: Factor on the gradients.
-        """
+        """Add one step, given `sum (theta_p grad_p)^2` of each parameter that has a gradient."""
         if all(map(math.isfinite, terms.values())):
             for name in stepped:
                 if name in self.counted:
@@ -281,12 +269,7 @@ class SensitivityAccumulator:
                     self.steps[name] += 1
 
     def add_step(self, optimizer: Optimizer | None = None, scale: float = 1.0) -> None:
-        """Add one step whose gradients are in `.grad`.
-
-        Args:
-            optimizer: The optimizer whose parameters take the step. `None` stands for all parameters.
-            scale: Factor on the gradients, see :func:`~fedlightning.callbacks.diagnostics.sensitivity.scale_of`.
-        """
+        """Add one step whose gradients are in `.grad`."""
         own = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = {name: p for name, p in self.module.named_parameters() if own is None or id(p) in own}
         self.add({name: p.grad for name, p in mine.items() if p.grad is not None}, scale, mine)

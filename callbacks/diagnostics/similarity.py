@@ -21,16 +21,6 @@ def linear_cka(x: Tensor, y: Tensor, debiased: bool = False) -> float:
     It is in [0, 1], symmetric, and 1 for equal representations. Orthogonal maps, isotropic scaling and shifts of either
     side change nothing, other linear maps do. Where one side has no spread it is 0, with a warning.
 
-    Args:
-        x: Features `(n, p)`; more dimensions are flattened into the second.
-        y: Features `(n, q)`, likewise.
-        debiased: Uses the unbiased estimate of HSIC (Song et al., "Feature selection via dependence maximization", JMLR
-            2012). It is for few samples of many features, where the plain form is near 1 whatever the models do. It
-            needs n >= 4 and may be slightly negative.
-
-    Raises:
-        ValueError: If the numbers of samples differ, or are too small.
-
     Example:
         >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 1.0]])
         >>> round(linear_cka(x, 5 * x + 1), 6)
@@ -54,16 +44,6 @@ def unit_gram(features: Tensor, debiased: bool = False) -> Tensor:
 
     The CKA of two representations is the sum of the products of their unit Gram matrices (:func:`cka_of_grams`). So
     models of different widths compare, and n x n numbers travel instead of n x p.
-
-    Args:
-        features: `(n, ...)`.
-        debiased: U-centred with a zero diagonal, so that inner products are unbiased estimates of HSIC.
-
-    Returns:
-        `(n, n)`, float64 (float32 on devices that have no float64); all zeros where the features have no spread.
-
-    Raises:
-        ValueError: If there are fewer than 2 samples (4 if debiased).
 
     Example:
         >>> unit_gram(torch.tensor([[1.0], [-1.0]]))

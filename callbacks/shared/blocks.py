@@ -76,15 +76,6 @@ class Block(nn.Module):
 def cut(module: LightningModule, x: Tensor) -> list[Block]:
     """Return the blocks of a network, in order. They hold copies of its parameters, or the modules of its `blocks()`.
 
-    Args:
-        module: The network: its `forward` takes `x`. Its method `blocks()`, or that of a module that it holds directly,
-            gives the modules of the blocks where it has one.
-        x: Some samples of its input, on its device.
-
-    Raises:
-        ValueError: If its layers are no chain that can be read by the calls of its modules. The sentence says why, and
-            what to do.
-
     Example:
         >>> import torch
         >>> from fedlightning.models import Classifier, MnistCNN
@@ -117,14 +108,6 @@ def check_cut(owner: str, module: LightningModule, x: Tensor) -> list[Block]:
     """Return the blocks of a network, if together they give what the network gives.
 
     The comparison is made with noise on all parameters: layers that begin at zero could hide what is missing.
-
-    Args:
-        owner: The algorithm, for the message.
-        module: The network.
-        x: Samples of its input.
-
-    Raises:
-        ValueError: If the network cannot be cut, or its blocks one after another give something else.
     """
     shaken = copy.deepcopy(module)
     with torch.no_grad(), isolated("blocks"):
@@ -249,11 +232,7 @@ class _Calls:
 
 
 def _own_blocks(module: LightningModule) -> list[nn.Module]:
-    """Return what the network's own `blocks()` gives, or nothing.
-
-    Raises:
-        ValueError: If it does not give modules.
-    """
+    """Return what the network's own `blocks()` gives, or nothing."""
     for owner in (module, *module.children()):
         method = getattr(owner, "blocks", None)
         if callable(method) and not isinstance(method, nn.Module):

@@ -17,14 +17,7 @@ from fedlightning.wrappers import FeatureTap
 
 
 def class_scores(client: Client, head: str, owner: str, split: str = "val") -> Tensor:
-    """Return the F1 score of the client's present model on each class, `(num_classes,)`; 0 for a class without samples.
-
-    Args:
-        client: The client.
-        head: Path of the submodule that gives the logits, `(batch, num_classes)`.
-        owner: The algorithm that asks, for messages.
-        split: Split to score on.
-    """
+    """Return the F1 score of the client's present model on each class, `(num_classes,)`; 0 for a class without samples."""
     logits, labels = [], []
     for batch, found in client.feature_pass(lambda module: {"logits": FeatureTap(module, head, at="output")}, split):
         logits.append(found["logits"].float().cpu())
@@ -37,14 +30,6 @@ def groups_by_class_scores(scores: Mapping[str, Tensor], num_groups: int, seed: 
     """Group clients by k-means on the scores of the classes that differ most between clients.
 
     These are the classes whose variance over clients is at least the mean variance, and no fewer than the groups.
-
-    Args:
-        scores: By client, its scores, `(num_classes,)`.
-        num_groups: Number of groups.
-        seed: Seed of the run.
-
-    Returns:
-        By client, its group from 0; clients are dealt in turn where there are fewer than groups.
 
     Example:
         >>> low, high = torch.tensor([0.9, 0.1, 0.5]), torch.tensor([0.1, 0.9, 0.5])

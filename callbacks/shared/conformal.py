@@ -39,11 +39,7 @@ class PredictionSets:
     k_reg: int
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return each class's score: the probability of it and all more probable ones, and the penalty.
-
-        Args:
-            logits: `(samples, classes)`.
-        """
+        """Return each class's score: the probability of it and all more probable ones, and the penalty."""
         probabilities, order = (logits / self.temperature).softmax(1).sort(dim=1, descending=True, stable=True)
         ranks = torch.arange(1, logits.shape[1] + 1, device=logits.device)
         sums = probabilities.cumsum(1).clamp(max=1.0)
@@ -64,13 +60,6 @@ def calibrate(logits: Tensor, labels: Tensor, alpha: float, lambda_reg: float, k
     That is so if the samples are exchangeable with the new one and the model has not trained on them. The threshold is the
     `ceil((n + 1)(1 - alpha))`-th smallest of their `n` scores; the temperature, one number, is fitted to the same samples.
 
-    Args:
-        logits: `(n, classes)`, on the CPU. `n` may be 0.
-        labels: `(n,)`.
-        alpha: Share of new samples whose class may be missing.
-        lambda_reg: Penalty on every rank above `k_reg`.
-        k_reg: Ranks without a penalty.
-
     Example:
         >>> from fedlightning.callbacks.shared.conformal import calibrate
         >>> calibrate(torch.zeros(8, 3), torch.zeros(8).long(), alpha=0.1, lambda_reg=0.0, k_reg=5).threshold
@@ -89,10 +78,6 @@ def best_temperature(logits: Tensor, labels: Tensor) -> float:
     """Return the temperature within :data:`TEMPERATURES` with the least cross entropy; 1 without a sample.
 
     The cross entropy is convex in `1 / T`, so its derivative has one root, which is found by bisection.
-
-    Args:
-        logits: `(n, classes)`.
-        labels: `(n,)`.
 
     Example:
         >>> from fedlightning.callbacks.shared.conformal import best_temperature

@@ -13,11 +13,6 @@ T = TypeVar("T")
 def dealt_to(values: Sequence[T] | Mapping[str, T], clients: Sequence[str], client: str) -> T:
     """Return a client's value: from a table by client, or from a list that is dealt in turn.
 
-    Args:
-        values: The table or the list.
-        clients: All clients, in order.
-        client: One of them.
-
     Example:
         >>> from fedlightning.callbacks.shared.dealt import dealt_to
         >>> [dealt_to([8, 4], ["a", "b", "c"], client) for client in "abc"], dealt_to({"a": 2}, [], "a")
@@ -29,18 +24,7 @@ def dealt_to(values: Sequence[T] | Mapping[str, T], clients: Sequence[str], clie
 def refuse_new_deal(
     callback: FederatedCallback, server: Server, joined: Sequence[str], option: str, values: Sequence[float]
 ) -> None:
-    """Refuse clients that join where the clients that are there would be dealt other values by that.
-
-    Args:
-        callback: The callback that deals.
-        server: The server, which knows the new clients already.
-        joined: The new clients.
-        option: Name of the callback's argument.
-        values: What is dealt in turn.
-
-    Raises:
-        ValueError: Naming the first client whose value would change.
-    """
+    """Refuse clients that join where the clients that are there would be dealt other values by that."""
     before = [client for client in server.clients if client not in set(joined)]
     for place, client in enumerate(before):
         now = server.clients.index(client)

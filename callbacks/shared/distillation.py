@@ -20,13 +20,6 @@ from fedlightning.wrappers import FeatureTap, frozen_buffers, muted
 def inputs_of(batch: Any, owner: str = "Distillation") -> Any:
     """Return the inputs of a batch: a tensor itself, the first of a tuple or list, a dict's one entry that is no label.
 
-    Args:
-        batch: A batch as the loader gives it.
-        owner: The algorithm that asks, for the message.
-
-    Raises:
-        ValueError: If there is nothing of the kind. The sentence says what the batch is.
-
     Example:
         >>> import torch
         >>> inputs_of([torch.zeros(2, 3), torch.zeros(2)]).shape, inputs_of({"x": torch.zeros(4), "label": 1}).shape
@@ -63,13 +56,6 @@ def both_classes(logits: Tensor) -> Tensor:
 def logits_of(module: LightningModule, batch: Any) -> Tensor:
     """Return `module(inputs)` as `(batch, classes)`, in fp32 at least; one logit gets a 0 for class 0 beside it.
 
-    Args:
-        module: The model: its `forward` takes the inputs and returns logits.
-        batch: A batch on the module's device, with labels or without.
-
-    Raises:
-        ValueError: If `forward` returns something else.
-
     Example:
         >>> import torch
         >>> from torch import nn
@@ -89,11 +75,6 @@ def logits_of(module: LightningModule, batch: Any) -> Tensor:
 def kl(teacher_logits: Tensor, student_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return `T^2 KL( softmax(teacher / T) || softmax(student / T) )`, mean over the batch, in fp32 at least.
 
-    Args:
-        teacher_logits: Logits `(batch, classes)`; no gradient flows into them.
-        student_logits: Logits of the same shape.
-        temperature: `T`. The factor keeps the size of gradients as `T` grows (Hinton et al., 2015).
-
     Example:
         >>> import torch
         >>> logits = torch.tensor([[2.0, -1.0]])
@@ -109,32 +90,13 @@ def kl(teacher_logits: Tensor, student_logits: Tensor, temperature: float = 1.0)
 def refuse_other_predictions(
     name: str, sent: Tensor, server: Server, client: str, predict: Callable[[LightningModule, Any], Tensor]
 ) -> None:
-    """Refuse rows of another width than the client's architecture gives on public data, as the server itself sees it.
-
-    Args:
-        name: The extra, for the message.
-        sent: Rows that the client sent.
-        server: Has the public data and the architecture.
-        client: The client's id.
-        predict: What gives a client's rows.
-
-    Raises:
-        ValueError: With a sentence.
-    """
+    """Refuse rows of another width than the client's architecture gives on public data, as the server itself sees it."""
     few = server.public(list(range(min(2, server.public_size))), batch_size=2)
     refuse_width(name, sent, server.outputs(server.architecture_of(client).module, few, predict).shape[1])
 
 
 def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: str) -> Tensor:
     """Return the weighted mean of what clients predict for the same samples, summed in float64 in the order given.
-
-    Args:
-        rows: By client, a tensor `(samples, classes)`.
-        weights: By client, a positive number.
-        owner: The algorithm, for the message.
-
-    Raises:
-        ValueError: If clients differ in the number of samples or classes.
 
     Example:
         >>> mean_rows({"a": torch.tensor([[4.0]]), "b": torch.tensor([[0.0]])}, {"a": 3, "b": 1}, "FedMD")
@@ -155,21 +117,7 @@ def mean_rows(rows: Mapping[str, Tensor], weights: Mapping[str, float], owner: s
 
 
 def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
-    """Refuse before round 1 what distillation on public data cannot work with.
-
-    Args:
-        owner: The algorithm, for the messages.
-        setup: The federation.
-        labels: Whether public batches need class labels.
-
-    Returns:
-        The number of classes.
-
-    Raises:
-        ValueError: If there are no public data or iterable ones, a public batch has no inputs, inputs of another shape than
-            the clients' or (with `labels`) no labels, `forward` gives no logits `(batch, classes)` for it or fewer than
-            there are classes, architectures differ in their number, or the module optimizes manually.
-    """
+    """Refuse before round 1 what distillation on public data cannot work with."""
     name = type(setup.template).__name__
     if not setup.has_public():
         raise ValueError(
@@ -212,18 +160,7 @@ def check_public_logits(owner: str, setup: Setup, labels: bool) -> int:
 
 
 def refuse_a_last_batch_of_one(owner: str, setup: Setup, samples: int, batch_size: int | None, way_out: str) -> None:
-    """Refuse before round 1 to train on public batches whose last one holds one sample, where a model cannot: BatchNorm.
-
-    Args:
-        owner: The algorithm, for the message.
-        setup: The federation.
-        samples: Public samples of an epoch; all, if there are not more.
-        batch_size: Samples of a batch. `None`: that of the public data.
-        way_out: What to set, as the end of a sentence.
-
-    Raises:
-        ValueError: If the last batch is a single sample, and a model of the federation fails on one in train mode.
-    """
+    """Refuse before round 1 to train on public batches whose last one holds one sample, where a model cannot: BatchNorm."""
     batch = setup.public_batch()
     count, size = min(samples, setup.public_size()), batch_size or len(inputs_of(batch, owner))
     if size > 1 and count % size != 1:
@@ -241,11 +178,7 @@ def refuse_a_last_batch_of_one(owner: str, setup: Setup, samples: int, batch_siz
 
 
 def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any) -> Tensor:
-    """Return the logits of a batch by a copy of a module.
-
-    Raises:
-        ValueError: If its forward gives none.
-    """
+    """Return the logits of a batch by a copy of a module."""
     module = copy.deepcopy(module).eval()
     try:
         with torch.no_grad(), isolated("public logits"), muted(module), frozen_buffers(module):
@@ -258,16 +191,7 @@ def _logits_at_start(owner: str, name: str, module: LightningModule, batch: Any)
 
 
 def check_own_logits(owner: str, setup: Setup, tap: Callable[[LightningModule], FeatureTap]) -> None:
-    """Refuse before round 1 a submodule that does not give the logits of a training step.
-
-    Args:
-        owner: The algorithm, for the messages.
-        setup: The federation.
-        tap: Makes the tap on the submodule's output.
-
-    Raises:
-        ValueError: If a step does not call it exactly once, or it gives no row for each sample.
-    """
+    """Refuse before round 1 a submodule that does not give the logits of a training step."""
     seen = features_at_start(setup, lambda module: {"logits": tap(module)}, owner)
     if not seen:
         return

@@ -81,24 +81,12 @@ class EnsembleFusion(ServerModels):
         raise NotImplementedError
 
     def distil(self, server: Server, student: LightningModule, loader: Any, loss: Any) -> None:
-        """Train a student in place.
-
-        Args:
-            server: The server; `server.combining` is the key of the student's model.
-            student: The mean of its architecture.
-            loader: Batches of public data with the ensemble's outputs.
-            loss: Function of module and batch.
-        """
+        """Train a student in place."""
         raise NotImplementedError
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
-        """Refuse missing public data, and models without logits.
-
-        Raises:
-            ValueError: If public data are missing or of another shape, have no labels for the validation, or `forward` gives
-                no logits for them.
-        """
+        """Refuse missing public data, and models without logits."""
         check_public_logits(self.key, setup, labels=self.validation > 0)
         if self.distils and self.update_statistics:
             size = setup.public_size()
@@ -107,11 +95,7 @@ class EnsembleFusion(ServerModels):
             refuse_a_last_batch_of_one(self.key, setup, count, self.batch_size, way_out)
 
     def on_federation_start(self, server: Server) -> None:
-        """Make the models.
-
-        Raises:
-            ValueError: If parts of the model stay with the clients, or the global model's architecture is nobody's.
-        """
+        """Make the models."""
         names = {server.architecture_of(client).name for client in server.clients}
         if (own := server.architecture().name) not in names:
             raise ValueError(
@@ -199,14 +183,7 @@ class EnsembleFusion(ServerModels):
         return found
 
     def outputs(self, server: Server, model: str, entries: State, ids: Tensor | None = None) -> Tensor:
-        """Return a teacher's logits on public samples.
-
-        Args:
-            server: The server.
-            model: Key of the model whose architecture it has.
-            entries: Its entries; others are those of the server's model.
-            ids: Positions of the samples; `None`: all.
-        """
+        """Return a teacher's logits on public samples."""
         module = server.module_with({**server.models[model], **entries}, model)
         return server.outputs(module, server.public(ids), logits_of)
 
@@ -234,9 +211,6 @@ def _held(size: int, validation: float) -> int:
 def check_numbers(owner: str, **numbers: float) -> None:
     """Refuse numbers of work below 0, and others that are not positive.
 
-    Raises:
-        ValueError: Naming the argument.
-
     Example:
         >>> check_numbers("FedDF", steps=0, lr=0.1)
     """
@@ -246,11 +220,7 @@ def check_numbers(owner: str, **numbers: float) -> None:
 
 
 def check_ensemble(owner: str, combine: str, validation: float = 0.0) -> None:
-    """Refuse an unknown way to combine teachers, and shares outside [0, 1).
-
-    Raises:
-        ValueError: Naming the argument.
-    """
+    """Refuse an unknown way to combine teachers, and shares outside [0, 1)."""
     if combine not in ("logits", "probabilities"):
         raise ValueError(f"{owner} got combine={combine!r}. Use 'logits' or 'probabilities'.")
     if not 0.0 <= validation < 1.0:

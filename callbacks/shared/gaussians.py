@@ -11,12 +11,6 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor) ->
 
     .. math:: \log\frac{\sigma_w}{\sigma_q} + \frac{\sigma_q^2 + (\mu_q - \mu_w)^2}{2 \sigma_w^2} - \frac{1}{2}
 
-    Args:
-        mu: Means of q, any shape.
-        rho: Its spreads, of the same shape.
-        prior_mu: Means of w.
-        prior_rho: Its spreads.
-
     Example:
         >>> import torch
         >>> gaussian_kl(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([0.0]))
@@ -27,14 +21,7 @@ def gaussian_kl(mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor) ->
 
 
 def kl_gradients(mu: Tensor, rho: Tensor, prior_mu: Tensor, prior_rho: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the derivatives of :func:`gaussian_kl` by its four arguments.
-
-    Args:
-        mu: Means of q, any shape.
-        rho: Its spreads, of the same shape.
-        prior_mu: Means of w.
-        prior_rho: Its spreads.
-    """
+    """Return the derivatives of :func:`gaussian_kl` by its four arguments."""
     sigma, prior = F.softplus(rho), F.softplus(prior_rho)
     apart = mu - prior_mu
     by_mu = apart / prior.square()

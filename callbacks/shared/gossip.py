@@ -70,12 +70,7 @@ class Gossip(Decentralised):
         return Facts(needs=[NO_SERVER, WHOLE_MODELS], newcomers=Newcomers(join=self._join))
 
     def check(self, setup: Setup) -> None:
-        """Make the graph and its weights once, warn of one that falls apart, and refuse what needs a server.
-
-        Raises:
-            ValueError: If there is no such graph of these clients, its weights are not doubly stochastic, or a callback
-                needs a server; or in a loop that does something else.
-        """
+        """Make the graph and its weights once, warn of one that falls apart, and refuse what needs a server."""
         name = self.key
         if setup.loop != self.loop:
             raise ValueError(
@@ -100,11 +95,7 @@ class Gossip(Decentralised):
 
     # -- the graph -----------------------------------------------------------------------------------------------------
     def matrix(self, server: Server) -> Tensor:
-        """Return the weights of one mixing, nodes in client order.
-
-        Args:
-            server: The server, which knows the clients.
-        """
+        """Return the weights of one mixing, nodes in client order."""
         given = (tuple(server.clients), self.edge_probability, self.graph_seed)
         options = (self.topology, self.weights)
         known = _MATRICES.get(self)
@@ -118,12 +109,7 @@ class Gossip(Decentralised):
         return known[2]
 
     def neighbours(self, server: Server, client: str) -> list[str]:
-        """Return the clients with which a client exchanges models: those with a weight.
-
-        Args:
-            server: The server, which knows the clients.
-            client: The client.
-        """
+        """Return the clients with which a client exchanges models: those with a weight."""
         row = self.matrix(server)[server.clients.index(client)].tolist()
         return [other for other, weight in zip(server.clients, row, strict=True) if weight and other != client]
 
@@ -165,23 +151,11 @@ class Gossip(Decentralised):
     def mix(
         self, server: Server, matrix: Tensor, names: Sequence[str], before: Sequence[State], after: Sequence[State]
     ) -> list[State]:
-        """Return every node's new entries: ``x_i = sum_j W_ij y_j``, train first, then mix.
-
-        Args:
-            server: The server.
-            matrix: W.
-            names: Entries to mix.
-            before: The nodes' models ``x_j`` before they trained.
-            after: Their models ``y_j``.
-        """
+        """Return every node's new entries: ``x_i = sum_j W_ij y_j``, train first, then mix."""
         return mixed(matrix, after, names)
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
-        """Let clients that join begin at the consensus average, with the links that the topology gives them.
-
-        Raises:
-            ValueError: If the topology or the weights are given and do not know them.
-        """
+        """Let clients that join begin at the consensus average, with the links that the topology gives them."""
         self.matrix(server)
         stored = server.state.get(self.key, {}).get("models")
         if stored:
@@ -197,12 +171,6 @@ def mixed(
     added: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]] = (),
 ) -> list[State]:
     """Return ``sum_j W_ij y_j`` for every i, summed in float64, each entry in its own dtype.
-
-    Args:
-        matrix: W, float64.
-        models: The models ``y_j``.
-        names: Entries to mix.
-        added: For every i a pair of states whose difference is added.
 
     Example:
         >>> half = torch.full((2, 2), 0.5, dtype=torch.float64)

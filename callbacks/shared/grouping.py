@@ -14,11 +14,6 @@ def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
 
     Rows that differ by rounding are equal: clients with the same data, trained one by one or stacked, are not taken apart.
 
-    Args:
-        rows: Models, `(clients, parameters)`.
-        count: Number of groups.
-        seed: Seed of the starts.
-
     Example:
         >>> first_groups(torch.tensor([[0.0], [5.0], [0.2]]), 2, seed=0)
         [[0, 2], [1]]
@@ -29,13 +24,7 @@ def first_groups(rows: Tensor, count: int, seed: int) -> list[list[int]]:
 
 
 def clusters_of(biases: Tensor, count: int, seed: int) -> list[int]:
-    """Return the cluster of each row by k-means, on columns divided by their maximum; numbered as they first occur.
-
-    Args:
-        biases: `(clients, modalities)`.
-        count: Clusters; fewer where there are fewer different rows.
-        seed: Seed of the starts.
-    """
+    """Return the cluster of each row by k-means, on columns divided by their maximum; numbered as they first occur."""
     top = biases.max(0).values
     rows = biases / torch.where(top > 0, top, torch.ones_like(top))
     labels = _by_k_means(rows, different(rows, count), seed)
@@ -50,10 +39,6 @@ def _by_k_means(rows: Tensor, count: int, seed: int) -> list[int]:
 
 def different(rows: Tensor, most: int) -> int:
     """Return how many rows differ by more than rounding, and `most` if there are more.
-
-    Args:
-        rows: `(clients, parameters)`.
-        most: Where to stop counting.
 
     Example:
         >>> different(torch.tensor([[1.0], [1.0 + 1e-7], [2.0]]), most=5)

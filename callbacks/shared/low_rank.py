@@ -61,11 +61,7 @@ class LowRank(ServerModels):
         raise NotImplementedError
 
     def refuse_impossible(self, r: Any, alpha: Any, dropout: float) -> None:
-        """Refuse arguments that make no adapter.
-
-        Raises:
-            ValueError: If a rank is no whole number from 1, a scale is not positive or `dropout` is outside [0, 1).
-        """
+        """Refuse arguments that make no adapter."""
         ranks, scales = _values(r), [] if alpha is None else _values(alpha)
         whole = ranks and all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1 for rank in ranks)
         positive = (scales or alpha is None) and all(scale > 0 for scale in scales)
@@ -76,12 +72,7 @@ class LowRank(ServerModels):
             )
 
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
-        """Freeze everything but the head and add adapters; they start with the same bits for every owner.
-
-        Raises:
-            ImportError: If peft is not installed.
-            ValueError: If there is no such layer, or none at all, or FENDA has doubled the network.
-        """
+        """Freeze everything but the head and add adapters; they start with the same bits for every owner."""
         if isinstance(module, DualByHeadMixin):
             raise ValueError(
                 f"{self.key} puts adapters into a network, which FENDA's head=... has doubled already: the copy and the "
@@ -161,11 +152,7 @@ class ClientRanks(LowRank, SubModels):
         return {"r": self.r}
 
     def check(self, setup: Setup) -> None:
-        """Refuse tables that leave a client out.
-
-        Raises:
-            ValueError: Naming the client.
-        """
+        """Refuse tables that leave a client out."""
         for option, values in self.options_by_client().items():
             missing = [client for client in setup.clients if isinstance(values, Mapping) and client not in values]
             if missing:
@@ -174,11 +161,7 @@ class ClientRanks(LowRank, SubModels):
                 )
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
-        """Refuse to change the ranks of the clients that are there, which come from a list in turn.
-
-        Raises:
-            ValueError: If that would happen.
-        """
+        """Refuse to change the ranks of the clients that are there, which come from a list in turn."""
         for option, values in self.options_by_client().items():
             if isinstance(values, Sequence):
                 refuse_new_deal(self, server, clients, option, values)

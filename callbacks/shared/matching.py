@@ -18,15 +18,7 @@ from fedlightning.wrappers.submodel import Cut, plan_cuts
 
 
 def hidden_units(module: LightningModule, owner: str) -> list[Cut]:
-    """Return which layer's units arrive at each layer and leave it.
-
-    Args:
-        module: The module.
-        owner: Who asks, for the sentence.
-
-    Raises:
-        ValueError: If the module is no chain of linear, convolutional and normalisation layers.
-    """
+    """Return which layer's units arrive at each layer and leave it."""
     if not any(isinstance(layer, (nn.Linear, *Convolution)) for layer in module.modules()):
         return []
     try:
@@ -43,12 +35,6 @@ def permuted(state: Mapping[str, Tensor], cuts: Sequence[Cut], layer: str, order
 
     Rows of the layer and of its normalisation are moved, and columns of whatever takes its outputs: for a feature map that
     is flattened, all columns of one channel.
-
-    Args:
-        state: The entries.
-        cuts: From :func:`hidden_units`.
-        layer: Path of the layer.
-        order: For each new place the old one, `(units,)`.
 
     Example:
         >>> state = {"fc1.bias": torch.tensor([1.0, 2.0]), "fc2.weight": torch.tensor([[3.0, 4.0]])}
@@ -75,11 +61,6 @@ def matched(state: State, reference: State, cuts: Sequence[Cut]) -> State:
     Wang et al., "Federated learning with matched averaging", ICLR 2020, in its simplest form: layer by layer, with the inputs
     in their new order already, the assignment of units a to places b of least `sum ||(W_a, bias_a) - (C_b, c_b)||^2`. The
     classes stay. Where all this brings the network no nearer to the reference, it stays as it is.
-
-    Args:
-        state: The network's entries.
-        reference: Entries of the reference.
-        cuts: From :func:`hidden_units`.
     """
     found = state
     for layer in dict.fromkeys(cut.leaving for cut in cuts if cut.leaving is not None):
@@ -108,11 +89,7 @@ def squares(state: State, reference: State) -> float:
 
 
 def check_matching(setup: Setup, cuts: Sequence[Cut], owner: str) -> None:
-    """Check on a batch that a network with its hidden units in another order computes the same.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Check on a batch that a network with its hidden units in another order computes the same."""
     batch = setup.first_batch()
     if batch is None:
         return

@@ -42,12 +42,7 @@ class Clusters(ServerModels):
 
 
 def cluster_module(server: Server, cluster: str | None) -> LightningModule | None:
-    """Return a module with a cluster's model; `None` for no cluster, and where some entries stay with the clients.
-
-    Args:
-        server: The server.
-        cluster: Key of the model in `server.models`.
-    """
+    """Return a module with a cluster's model; `None` for no cluster, and where some entries stay with the clients."""
     if cluster is None or len(server.shared_names()) < len(server.kinds):
         return None
     return server.module_with(server.models[cluster])
@@ -59,12 +54,7 @@ def in_client_order(server: Server, found: Mapping[str, T]) -> dict[str, T]:
 
 
 def note_memberships(server: Server, clusters: Mapping[str, Mapping[str, float]]) -> None:
-    """Add a round to `clusters.csv`. Rows of this round and later ones, left by a run that was resumed, go.
-
-    Args:
-        server: The server.
-        clusters: By client, the share of each cluster that it belongs to.
-    """
+    """Add a round to `clusters.csv`. Rows of this round and later ones, left by a run that was resumed, go."""
     if server.run_dir is None or not clusters:
         return
     rows = [
@@ -98,9 +88,6 @@ def memberships_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
 
     Of several clusters it is that with the largest share, the paler the smaller this share is. Clients stand in the order
     of their last clusters. White: nothing was known of the client yet.
-
-    Args:
-        rows: With the keys :data:`COLUMNS`.
 
     Example:
         >>> rows = [{"round": 1, "client": "a", "cluster": "one", "share": 1.0}]
@@ -148,10 +135,6 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def ledger_figure(entries: Sequence[Mapping[str, Any]], start: Mapping[str, float]) -> Any:
     """Return a figure of every client's balance after each round.
-
-    Args:
-        entries: Of all rounds, with the keys `round`, `client`, `paid`, `refunded`, `rewarded`.
-        start: Tokens of each client before the first round.
 
     Example:
         >>> paid = {"round": 1, "client": "a", "paid": 1.0, "refunded": 0.0, "rewarded": 0.5}

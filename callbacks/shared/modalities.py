@@ -22,15 +22,6 @@ Parts = dict[str, list[str]]
 def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, list[str]]:
     """Return by modality the names of the state entries of its part, such as its encoder.
 
-    Args:
-        module: The model.
-        given: By modality, names or prefixes of the part; an empty list is the whole module. `None`: the `ModuleDict`
-            called `kind` in the module has a submodule for each modality.
-        kind: `"encoders"` or `"heads"`.
-
-    Raises:
-        ValueError: If a name matches nothing, or an entry belongs to two modalities.
-
     Example:
         >>> net = nn.ModuleDict({"encoders": nn.ModuleDict({"audio": nn.Linear(2, 1), "image": nn.Linear(4, 1)})})
         >>> parts_of(net, None, "encoders")["audio"]
@@ -56,11 +47,7 @@ def parts_of(module: nn.Module, given: Parts | None, kind: str) -> dict[str, lis
 
 
 def encoders_of(setup: Setup, given: Parts | None, owner: str) -> dict[str, list[str]]:
-    """Return the encoders of a module, as :func:`parts_of` does, and refuse modules and batches without them.
-
-    Raises:
-        ValueError: If there is no encoder, or a batch has other modalities than the module.
-    """
+    """Return the encoders of a module, as :func:`parts_of` does, and refuse modules and batches without them."""
     parts = parts_of(setup.module, given, "encoders")
     if not parts:
         raise ValueError(
@@ -86,9 +73,6 @@ def encoders_of(setup: Setup, given: Parts | None, owner: str) -> dict[str, list
 def inputs_of(batch: Any) -> dict[str, Tensor] | None:
     """Return the inputs of a batch by modality, `None` if it is no dict of them.
 
-    Args:
-        batch: `({modality: inputs}, ...)`, or a dict with labels among the inputs.
-
     Example:
         >>> list(inputs_of(({"audio": torch.zeros(2, 1)}, torch.zeros(2))))
         ['audio']
@@ -109,10 +93,6 @@ def samples_with(batch: Any, modalities: list[str]) -> Tensor:
     A sample lacks a modality whose values are all NaN, or that is not in the dict. A batch that is no dict has the only
     modality there is.
 
-    Args:
-        batch: The batch.
-        modalities: Their names.
-
     Example:
         >>> x = {"audio": torch.tensor([[1.0], [torch.nan]])}
         >>> samples_with((x, torch.zeros(2)), ["audio", "image"])
@@ -132,12 +112,7 @@ def rows_with(values: Tensor) -> Tensor:
 
 
 def without(batch: Any, modality: str) -> Any:
-    """Return a batch in which no sample has a modality.
-
-    Args:
-        batch: The batch, which does not change.
-        modality: The modality.
-    """
+    """Return a batch in which no sample has a modality."""
     x = dict(holder_of(batch))
     x[modality] = torch.full_like(x[modality], float("nan"))
     return [x, *batch[1:]] if isinstance(batch, tuple | list) else x
@@ -148,9 +123,6 @@ def refuse_blind_training(setup: Setup, encoders: Mapping[str, list[str]], owner
 
     The training step runs on a batch from which one modality after the other is taken away (or which lacks it anyway). Then
     the loss must be a number, and the encoder have no gradient and no moved buffer.
-
-    Raises:
-        ValueError: With the modality and what moved.
     """
     batch = setup.first_batch()
     inputs = None if batch is None else inputs_of(batch)
@@ -186,11 +158,6 @@ def _fault(module: LightningModule, batch: Any, names: list[str], before: Mappin
 
 def bias(start: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
     """Return ``1 - cos`` of an encoder's parameters, flattened, between two times; float64, in [0, 2].
-
-    Args:
-        start: Its parameters at the start of stage 2.
-        now: All entries now.
-        names: Entries of the encoder; those that are no parameters are left out.
 
     Example:
         >>> bias({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 3.0])}, ["w"])

@@ -67,11 +67,7 @@ class SharedPeer(ServerModels):
     shared_head: str | None
 
     def checked(self, shared: LightningModule | None) -> LightningModule | None:
-        """Return the shared model that the user gave.
-
-        Raises:
-            ValueError: If it is none.
-        """
+        """Return the shared model that the user gave."""
         if shared is not None and not isinstance(shared, LightningModule):
             raise ValueError(
                 f"{self.key} got shared={type(shared).__name__}, which cannot train itself. Give a LightningModule, such as "
@@ -93,20 +89,12 @@ class SharedPeer(ServerModels):
 
     # -- before training -----------------------------------------------------------------------------------------------
     def wrap_module(self, module: LightningModule, owner: str) -> LightningModule:
-        """Put the shared model beside the private one.
-
-        Raises:
-            ValueError: If the two cannot train together. The sentence says why.
-        """
+        """Put the shared model beside the private one."""
         heads = self.head, self.shared_head
         return pair(module, self.shared, self.joint_loss(), *heads, project=self.uses_projection())
 
     def shared_names(self, server: Server, module: nn.Module) -> Iterable[str]:
-        """Return the names of the shared model.
-
-        Raises:
-            ValueError: If clients have models of several architectures and none of them is named as the shared one.
-        """
+        """Return the names of the shared model."""
         if self.shared is None and server is not None and server.is_mixed:
             raise ValueError(
                 f"{self.key} needs shared=...: without it every client shares a copy of its own model, and here these have "
@@ -115,11 +103,7 @@ class SharedPeer(ServerModels):
         return shared_entries(module)
 
     def check(self, setup: Setup) -> None:
-        """Refuse two models that cannot take a step together.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse two models that cannot take a step together."""
         unheard = sorted(set(UNHEARD) & set(_written(shared_of(setup.module))))
         if self.shared is not None and unheard:
             setup.warn(
@@ -185,10 +169,6 @@ UNHEARD = (
 def other_task(targets: Tensor | None, classes: int) -> str:
     """Return what shows that targets are not one class of a sample; empty if nothing does.
 
-    Args:
-        targets: Of a batch; `None` if they are not known.
-        classes: Number of classes that the model tells apart; 2 with one logit.
-
     Example:
         >>> other_task(torch.tensor([0.3, -1.2]), 2), other_task(torch.tensor([1.0, 0.0]), 2)
         ('targets of a batch are no whole numbers from 0 to 1', '')
@@ -212,11 +192,6 @@ def _written(module: LightningModule) -> list[str]:
 
 def divergence(target: Tensor, logits: Tensor, detach: bool = True) -> Tensor:
     """Return `KL( softmax(target) || softmax(logits) )`, mean over the batch ("batchmean").
-
-    Args:
-        target: Logits `(batch, classes)` of the model to be like.
-        logits: Logits of the same shape.
-        detach: No gradient flows into `target`.
 
     Example:
         >>> logits = torch.tensor([[2.0, -1.0]])

@@ -114,14 +114,7 @@ class PartialTraining(SubModels):
         self.weighting = weighting
 
     def units(self, rate: float, round: int, client: str, seed: int) -> Units:
-        """Return the units that a client has in a round: the same for the same arguments, wherever it is asked.
-
-        Args:
-            rate: The client's width, in (0, 1].
-            round: The round of the message or update, from 0.
-            client: The client's id.
-            seed: The run's seed, for random draws.
-        """
+        """Return the units that a client has in a round: the same for the same arguments, wherever it is asked."""
         raise NotImplementedError
 
     def claims(self, role: str) -> bool:
@@ -130,11 +123,7 @@ class PartialTraining(SubModels):
 
     # -- before round 1 ------------------------------------------------------------------------------------------------
     def check(self, setup: Setup) -> None:
-        """Refuse modules without sub-models, and callbacks that need all clients' models to have one shape.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse modules without sub-models, and callbacks that need all clients' models to have one shape."""
         if not setup.module.automatic_optimization:
             raise ValueError(
                 f"{self.key} tries a training step of every sub-model, but {type(setup.template).__name__} optimizes "
@@ -182,11 +171,7 @@ class PartialTraining(SubModels):
         return Facts(needs=needs, newcomers=Newcomers(join=self._join))
 
     def on_federation_start(self, server: Server) -> None:
-        """Refuse running statistics that stay at a client whose units change.
-
-        Raises:
-            ValueError: With the reason and another way.
-        """
+        """Refuse running statistics that stay at a client whose units change."""
         if self._changing and server.float_buffers == "local" and "float_buffer" in server.kinds.values():
             raise ValueError(
                 f"float_buffers='local' keeps running statistics at each client, but under {self._changing} the next "
@@ -194,11 +179,7 @@ class PartialTraining(SubModels):
             )
 
     def _join(self, server: Server, clients: Sequence[str]) -> None:
-        """Refuse to change the widths of the clients that are there, which come from a list in turn.
-
-        Raises:
-            ValueError: If that would happen.
-        """
+        """Refuse to change the widths of the clients that are there, which come from a list in turn."""
         if not isinstance(self.rates, dict) and not self.dynamic:
             refuse_new_deal(self, server, clients, "rates", self.rates)
 
@@ -224,15 +205,7 @@ class PartialTraining(SubModels):
         return float(self.rates[int(drawn[number])])
 
     def slices(self, module: LightningModule, rate: float, round: int = 0, client: str = "", seed: int = 0) -> Slices:
-        """Return the indices that a client holds in a round, for every entry of `module` that is cut.
-
-        Args:
-            module: The full module.
-            rate: The client's width, in (0, 1].
-            round: The round of the message or update.
-            client: The client's id.
-            seed: The run's seed.
-        """
+        """Return the indices that a client holds in a round, for every entry of `module` that is cut."""
         if rate == 1.0:
             return {}
         return entry_slices(module, plan_cuts(module, self._head(module)), self.units(rate, round, client, seed))
@@ -243,13 +216,6 @@ class PartialTraining(SubModels):
         """Return a smaller copy of a trained module: the part of a width, to deploy or to score.
 
         BatchNorm statistics are those of the full module, which do not fit a part of it: estimate them anew.
-
-        Args:
-            module: The full module, such as `trainer.module()`.
-            rate: Its width, in (0, 1].
-            round: Round of the choice of units, where they change.
-            client: The client whose units they are, where they differ.
-            seed: The run's seed.
         """
         return shrink(copy.deepcopy(module), self.slices(module, rate, round, client, seed))
 
@@ -288,11 +254,7 @@ class PartialTraining(SubModels):
             update.extras[self.key] = {"classes": client.scratch[f"{self.key} classes"]}
 
     def check_update(self, server: Server, message: Message, update: Update) -> None:
-        """Refuse classes that the head does not have.
-
-        Raises:
-            ValueError: With a sentence.
-        """
+        """Refuse classes that the head does not have."""
         classes = update.extras.get(self.key, {}).get("classes")
         if classes is not None:
             rows = server.architecture(update.model).shapes[f"{self._head(server.module)}.weight"][0]
@@ -312,13 +274,7 @@ class PartialTraining(SubModels):
         return self.result(mean, model, sum(map(server.weight, updates)))
 
     def result(self, mean: ElementMean, old: State, total: float) -> State:
-        """Return the new entries.
-
-        Args:
-            mean: The mean over the holders of each element.
-            old: The present model, for elements that nobody holds.
-            total: Sum of the weights of all clients, whether they hold an element or not.
-        """
+        """Return the new entries."""
         return mean.result(old)
 
     # -- 4. static batch normalisation ---------------------------------------------------------------------------------

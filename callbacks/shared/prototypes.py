@@ -61,12 +61,7 @@ def unpack(message: Mapping[str, Tensor]) -> dict[int, Tensor]:
 
 @torch.no_grad()
 def fill_head(head: nn.Module, prototypes: Mapping[int, Tensor]) -> None:
-    """Make a linear head score class ``j`` by ``2 C_j z - ||C_j||^2``; with one output, class 1 against class 0.
-
-    Args:
-        head: A linear layer with bias. It is changed in place.
-        prototypes: ``C_j`` by class, each ``(width,)``. A class without one scores :data:`NEVER`.
-    """
+    """Make a linear head score class ``j`` by ``2 C_j z - ||C_j||^2``; with one output, class 1 against class 0."""
     assert isinstance(head, nn.Linear) and head.bias is not None
     outputs = max(head.out_features, 2)
     weight = torch.zeros(outputs, head.in_features, dtype=torch.float64)

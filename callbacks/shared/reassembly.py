@@ -36,14 +36,7 @@ class Part:
 
 
 def unit_gram(rows: Tensor) -> Tensor:
-    """Return the centred Gram matrix of some rows, as a vector of length 1; zeros if all rows are equal.
-
-    Args:
-        rows: A row of any shape for each sample, `(samples, ...)`.
-
-    Returns:
-        fp64 vector of `samples ** 2` numbers. The product of two of them is their linear CKA.
-    """
+    """Return the centred Gram matrix of some rows, as a vector of length 1; zeros if all rows are equal."""
     flat = rows.flatten(1).double()
     flat = flat - flat.mean(0)
     top = flat.abs().max()
@@ -60,10 +53,6 @@ def cka(first: Tensor, second: Tensor) -> float:
     `<K_c, L_c>_F / (||K_c||_F ||L_c||_F)` with `K = X X^T` and the subscript for centring (Kornblith et al., 2019). Turns,
     shifts and scales do not change it. A block that gives the same for all samples has 0 with every other.
 
-    Args:
-        first: Rows `(samples, ...)`.
-        second: Rows for the same samples, of any other shape.
-
     Example:
         >>> x = torch.tensor([[0.0, 1.0], [2.0, 0.0], [1.0, 5.0]])
         >>> round(cka(x, 3 * x.flip(1) + 7), 6)
@@ -73,24 +62,13 @@ def cka(first: Tensor, second: Tensor) -> float:
 
 
 def similarities(into: Sequence[Tensor], out: Sequence[Tensor]) -> Tensor:
-    """Return `CKA(X_a, X_b) + CKA(Y_a, Y_b)` for all pairs of blocks, `(blocks, blocks)`, fp64.
-
-    Args:
-        into: By block, the vector of its input (:func:`unit_gram`).
-        out: By block, that of its output.
-    """
+    """Return `CKA(X_a, X_b) + CKA(Y_a, Y_b)` for all pairs of blocks, `(blocks, blocks)`, fp64."""
     x, y = torch.stack(list(into)), torch.stack(list(out))
     return (x @ x.T).clamp(0, 1) + (y @ y.T).clamp(0, 1)
 
 
 def grouped(alike: Tensor, count: int, how: Literal["medoids", "means"], seed: int) -> list[int]:
     """Return the group of each block, from 0: each is in exactly one, and no group is empty.
-
-    Args:
-        alike: :func:`similarities`.
-        count: Number of groups; fewer if there are fewer blocks, or fewer different ones with `"means"`.
-        how: `"medoids"`: k-medoids on the distance `1 / alike`. `"means"`: k-means on vectors whose products are `alike`.
-        seed: Seed of the starts of k-means.
 
     Example:
         >>> alike = torch.tensor([[2.0, 1.9, 0.1], [1.9, 2.0, 0.1], [0.1, 0.1, 2.0]], dtype=torch.float64)
@@ -152,15 +130,6 @@ def candidates(
 
     Rules: the number of blocks is within `depths` (of fewer blocks all may be taken); every group has one; every required
     operation is there; the order is the natural one, by rank (convolutional stages, the others, last blocks), then by depth.
-
-    Args:
-        parts: All blocks.
-        groups: The group of each.
-        count: Candidates that are wanted; fewer come where chance finds fewer.
-        depths: Least and most blocks.
-        required: Operations that must be there.
-        draw: Generator.
-        fits: Whether a candidate can be built.
     """
     members = [[place for place, group in enumerate(groups) if group == k] for k in range(max(groups) + 1)]
     least = max(min(depths[0], len(parts)), len(members))
@@ -182,10 +151,6 @@ def candidates(
 def nearest_teachers(models: Sequence[Tensor], made: Sequence[Tensor]) -> list[int]:
     """Return for each model the candidate whose outputs have the largest mean cosine with its own; the first of several.
 
-    Args:
-        models: By model, its outputs `(samples, classes)`.
-        made: By candidate, its outputs for the same samples.
-
     Example:
         >>> nearest_teachers([torch.tensor([[1.0, 0.0]])], [torch.tensor([[0.0, 2.0]]), torch.tensor([[3.0, 1.0]])])
         [1]
@@ -196,11 +161,6 @@ def nearest_teachers(models: Sequence[Tensor], made: Sequence[Tensor]) -> list[i
 
 def contrastive(first: Tensor, second: Tensor, temperature: float) -> Tensor:
     """Return NT-Xent: of all other samples in both views, each is told from its own other view (SimCLR, Chen et al. 2020).
-
-    Args:
-        first: Outputs for one view, `(batch, width)`.
-        second: Outputs for the other view.
-        temperature: What cosines are divided by.
 
     Example:
         >>> z = torch.eye(2)
@@ -214,12 +174,7 @@ def contrastive(first: Tensor, second: Tensor, temperature: float) -> Tensor:
 
 
 def view(x: Tensor, noise: float) -> Tensor:
-    """Return an augmented view of a batch: noise of `noise` standard deviations; images are shifted besides.
-
-    Args:
-        x: Inputs. Of four dimensions they are images, shifted by up to an eighth of their sides, zeros from outside.
-        noise: Standard deviation of the noise over that of the batch.
-    """
+    """Return an augmented view of a batch: noise of `noise` standard deviations; images are shifted besides."""
     seen = x + noise * x.std() * torch.randn_like(x)
     if x.ndim != 4:
         return seen

@@ -24,13 +24,6 @@ Taps = Callable[[LightningModule], Mapping[str, FeatureTap]]
 def labels_of(batch: Any, owner: str) -> Tensor:
     """Return the class labels of a batch, shape ``(batch,)``: ``batch[1]`` of a tuple or list, or a dict's entry.
 
-    Args:
-        batch: A batch as the loader gives it. A dict has its labels under one of :data:`LABEL_KEYS`.
-        owner: The algorithm that asks, for the message.
-
-    Raises:
-        ValueError: If there is one label per sample nowhere. The sentence says what the batch is.
-
     Example:
         >>> labels_of({"x": torch.zeros(2, 3), "label": torch.tensor([[1], [0]])}, "FedProto")
         tensor([1, 0])
@@ -71,13 +64,6 @@ def targets_in(batch: Any) -> Tensor | None:
 def head_path(module: LightningModule, head: str | list[str] | None) -> str:
     """Return the path of the submodule whose input is the representation.
 
-    Args:
-        module: The model.
-        head: The path, alone or as the only one of a list. ``None``: the last layer's.
-
-    Raises:
-        ValueError: If ``head`` lists no name or several.
-
     Example:
         >>> from torch import nn
         >>> head_path(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)), None), head_path(nn.Module(), ["net.fc"])
@@ -97,10 +83,6 @@ def head_widths(module: nn.Module, head: str | list[str] | None) -> tuple[int, i
 
     One logit counts as two: a 0 for class 0 goes beside it.
 
-    Args:
-        module: The model.
-        head: Path of the head, as :func:`head_path` takes it.
-
     Example:
         >>> head_widths(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.Flatten(), nn.Linear(8, 3))), "1")
         (8, 3)
@@ -117,16 +99,7 @@ def head_widths(module: nn.Module, head: str | list[str] | None) -> tuple[int, i
 
 
 def refuse_width(name: str, sent: Tensor, known: int) -> None:
-    """Refuse rows of another width than the model gives.
-
-    Args:
-        name: The extra, for the message.
-        sent: What a client sent, a row for each sample or class.
-        known: The width; -1: any.
-
-    Raises:
-        ValueError: With a sentence.
-    """
+    """Refuse rows of another width than the model gives."""
     if len(sent) and known not in (-1, sent.shape[1]):
         raise ValueError(f"'{name}' has shape {tuple(sent.shape)}, and is to have {(len(sent), known)}")
 
@@ -134,13 +107,7 @@ def refuse_width(name: str, sent: Tensor, known: int) -> None:
 def of_one_width(
     server: Server, sent: Mapping[str, Mapping[str, Tensor]], *parts: str
 ) -> dict[str, Mapping[str, Tensor]]:
-    """Return what clients sent, where the head does not tell the width: those with another than most have failed.
-
-    Args:
-        server: Notes the failures.
-        sent: By client, named rows.
-        parts: Names of the rows whose widths are compared.
-    """
+    """Return what clients sent, where the head does not tell the width: those with another than most have failed."""
     widths = {client: tuple(payload[part].shape[1] for part in parts) for client, payload in sent.items()}
     most = max(widths.values(), key=list(widths.values()).count, default=())
     for client, own in widths.items():
@@ -156,12 +123,7 @@ def rows(features: Tensor) -> Tensor:
 
 
 def features_at_start(setup: Setup, taps: Taps, owner: str) -> dict[str, Tensor]:
-    """Return what ``taps`` catch on a first batch, in a copy of the module; nothing without data.
-
-    Raises:
-        ValueError: If a tap's submodule is not there, or a step does not call it as often as it must, or the module
-            optimizes manually.
-    """
+    """Return what ``taps`` catch on a first batch, in a copy of the module; nothing without data."""
     if not setup.module.automatic_optimization:
         raise ValueError(
             f"{owner} adds a term to the loss that training_step returns, but {type(setup.template).__name__} optimizes "
@@ -195,16 +157,7 @@ def comes_by(setup: Setup, taps: Taps, owner: str) -> bool:
 
 
 def refuse_other_widths(setup: Setup, taps: Taps, owner: str) -> None:
-    """Refuse clients' models whose representations differ in width, where they are compared or averaged.
-
-    Args:
-        setup: The federation.
-        taps: Function that makes the tap on a module's representation.
-        owner: The algorithm, for the message.
-
-    Raises:
-        ValueError: Naming two architectures and their widths.
-    """
+    """Refuse clients' models whose representations differ in width, where they are compared or averaged."""
     widths: dict[str, int] = {}
     for name, module in setup.modules.items():
         seen = features_at_start(replace(setup, module=module), taps, owner)
@@ -236,12 +189,6 @@ def contrastive_loss(z: Tensor, positive: Tensor, negative: Tensor, temperature:
     """Return ``-log( exp(cos(z, z+)/T) / (exp(cos(z, z+)/T) + exp(cos(z, z-)/T)) )``, mean over the batch.
 
     Equal teachers give log 2 and no gradient, exactly. A sample whose features are all 0 has cosines 0 and no gradient.
-
-    Args:
-        z: Features ``(batch, ...)`` with their graph.
-        positive: Features of the teacher to be like, of the same shape.
-        negative: Features of the teacher to be unlike, of the same shape.
-        temperature: ``T``.
     """
     direction = _unit(z)
     cosines = [(direction * _unit(other.detach())).sum(1) for other in (positive, negative)]
@@ -257,16 +204,7 @@ def _unit(z: Tensor) -> Tensor:
 
 
 def refuse_classes(classes: Tensor, known: int | None = None, what: str = "class") -> None:
-    """Refuse classes that come twice, or that there are not.
-
-    Args:
-        classes: Their numbers, as a client sent them.
-        known: How many there are; `None`: any.
-        what: What is numbered.
-
-    Raises:
-        ValueError: With a sentence.
-    """
+    """Refuse classes that come twice, or that there are not."""
     if len(classes.unique()) != len(classes):
         raise ValueError(f"it names a {what} twice")
     if known is not None and len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < known:

@@ -33,22 +33,12 @@ NO_MODEL_TRAVELS = "lets no model travel"
 
 
 def one_visit(what: str, instead: str, when: Callable[[Setup], bool] = facts.always) -> Need:
-    """Return the need of a method that lets a client train twice in a round: that it keeps nothing both would train.
-
-    Args:
-        what: When it does so, as the end of a sentence after its key.
-        instead: Another setting, as the end of a sentence.
-        when: Whether it does so in a federation.
-    """
+    """Return the need of a method that lets a client train twice in a round: that it keeps nothing both would train."""
     return Need(f"{what}, so that what a client keeps would train in both visits", (Change.KEEPS,), instead, when)
 
 
 def no_model(why: str = NO_MODEL_TRAVELS) -> list[Need]:
-    """Return the needs of a method that lets no model travel: that nothing works on one, or keeps a part beside it.
-
-    Args:
-        why: What it does instead, as the end of a sentence after its key.
-    """
+    """Return the needs of a method that lets no model travel: that nothing works on one, or keeps a part beside it."""
     return [Need(why, facts.WORKS_ON_THE_MODEL), Need(f"{why}, and each client's own model is whole", (Change.KEEPS,))]
 
 
@@ -96,14 +86,7 @@ def sent_models(updates: Iterable[Update]) -> dict[str, State]:
 
 
 def another_start(module: LightningModule, init: float | Literal["random"], *address: object) -> State:
-    """Return the state of ``module`` initialised anew, or with noise on its parameters. Frozen entries stay.
-
-    Args:
-        module: A module, which does not change.
-        init: ``"random"``: ``reset_parameters()`` of every submodule that trains. A number: the noise's standard
-            deviation.
-        address: The address of the randomness.
-    """
+    """Return the state of ``module`` initialised anew, or with noise on its parameters. Frozen entries stay."""
     kinds, old = entry_kinds(module), module_state(module)
     fresh = detached_copy(module)
     with isolated(*address), torch.no_grad():
@@ -119,11 +102,7 @@ def another_start(module: LightningModule, init: float | Literal["random"], *add
 
 
 def check_starts(callback: FederatedCallback, setup: Setup, init: float | Literal["random"]) -> None:
-    """Refuse modules that cannot be initialised anew; warn of models that start equal and so never separate.
-
-    Raises:
-        ValueError: If no submodule of the module has `reset_parameters()` and `init` is `"random"`.
-    """
+    """Refuse modules that cannot be initialised anew; warn of models that start equal and so never separate."""
     if init == 0:
         setup.warn(
             f"{callback.key}(init=0) starts all centres from one model: they never separate, all clients choose 0."
@@ -145,10 +124,6 @@ def combine(own: Mapping[str, Tensor], parts: Iterable[tuple[float, Mapping[str,
     """Return ``sum_j a_j w_j / sum_j a_j``, in float64.
 
     Integer entries are ``own``'s, and so are all entries where every weight is 0.
-
-    Args:
-        own: The model of the client that the mean is made for.
-        parts: Weights ``a_j`` and models ``w_j``.
 
     Example:
         >>> own = {"w": torch.tensor([1.0]), "steps": torch.tensor(3)}

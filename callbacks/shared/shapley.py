@@ -56,21 +56,6 @@ def shapley_values(
     counts alike as the leader, and a walk is cut off once it has come as close to `v` of all as `truncate_walk` (guided
     truncated sampling: Liu, Chen, Yu, Liu, Cui, "GTG-Shapley", ACM TIST 2022).
 
-    Args:
-        players: The players, m of them.
-        max_evaluations: Coalitions that may be asked for, besides the empty and the full one. Of sampling, at least
-            the walks that let every player lead once are finished.
-        truncate_round: Where all together are worth no more than this above nobody, every value is 0 and nothing is
-            sampled. 0: never.
-        truncate_walk: Distance from the worth of all at which a walk is cut off.
-        draw: Generator of the random orders; needed where coalitions are sampled.
-
-    Yields:
-        Lists of coalitions.
-
-    Returns:
-        The values.
-
     Example:
         >>> game = shapley_values(["a", "b"])
         >>> worth = {frozenset(): 0.0, frozenset("a"): 1.0, frozenset("b"): 2.0, frozenset("ab"): 4.0}
@@ -93,12 +78,7 @@ def shapley_values(
 
 
 def play(game: Game, worth: Callable[[Coalition], float]) -> Shapley:
-    """Answer a game from a function of coalitions, and return the values.
-
-    Args:
-        game: From :func:`shapley_values`.
-        worth: The worth of a coalition.
-    """
+    """Answer a game from a function of coalitions, and return the values."""
     try:
         asked = next(game)
         while True:

@@ -15,12 +15,6 @@ def staleness_weight(kind: StalenessName, staleness: float, a: float, b: float) 
     * ``"polynomial"``: ``(d + 1)^-a``
     * ``"hinge"``: 1 up to ``d = b``, then ``1 / (a (d - b) + 1)``
 
-    Args:
-        kind: Which of them.
-        staleness: ``d``.
-        a: How fast it falls.
-        b: Up to where the hinge is 1.
-
     Example:
         >>> from fedlightning.callbacks.shared.staleness import staleness_weight
         >>> staleness_weight("polynomial", 3, a=0.5, b=4), staleness_weight("hinge", 5, a=10, b=4)
@@ -34,11 +28,7 @@ def staleness_weight(kind: StalenessName, staleness: float, a: float, b: float) 
 
 
 def check_staleness(owner: str, kind: str, a: float, b: float, max_staleness: int | None) -> None:
-    """Refuse options that are out of range.
-
-    Raises:
-        ValueError: With a sentence.
-    """
+    """Refuse options that are out of range."""
     if kind not in STALENESS:
         raise ValueError(f"{owner} got staleness={kind!r}. Choose one of {list(STALENESS)}.")
     if a < 0 or b < 0:

@@ -25,12 +25,7 @@ def _model(server: Server) -> str:
 
 
 def memory(server: Server, key: str) -> dict[str, Any]:
-    """Return what a server optimizer has kept for the model whose updates are being combined; empty at first.
-
-    Args:
-        server: The server.
-        key: The callback's key.
-    """
+    """Return what a server optimizer has kept for the model whose updates are being combined; empty at first."""
     own: dict[str, Any] = server.state.get(key, {})
     if _model(server) == GLOBAL:
         return {name: value for name, value in own.items() if name != "models"}
@@ -42,11 +37,6 @@ def remember(server: Server, key: str, values: dict[str, Any]) -> None:
     """Keep what a server optimizer needs for the next step of the model whose updates are being combined.
 
     Models do not share moments: those of another architecture have other shapes under the same names.
-
-    Args:
-        server: The server.
-        key: The callback's key.
-        values: What :func:`memory` is to return.
 
     Example:
         >>> from types import SimpleNamespace
@@ -69,12 +59,6 @@ def remember(server: Server, key: str, values: dict[str, Any]) -> None:
 
 def step_to_mean(server: Server, old: State, reduced: State, server_lr: float) -> State:
     """Return ``w + server_lr (mean - w)`` on trainable parameters; every other entry is the clients' mean.
-
-    Args:
-        server: The server, which knows what is trainable.
-        old: The global entries ``w``.
-        reduced: The clients' mean, of the same names.
-        server_lr: Size of the step: 1 is the mean itself.
 
     Example:
         >>> import torch

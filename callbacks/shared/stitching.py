@@ -92,12 +92,7 @@ class Stitched(LightningModule):
 
 
 def stitch_sizes(blocks: Sequence[Block], whole: tuple[int, ...]) -> dict[int, tuple[int, int]]:
-    """Return rows and columns of the stitch before each block that needs one, by its place.
-
-    Args:
-        blocks: The blocks, in order.
-        whole: Shape of one sample of the input.
-    """
+    """Return rows and columns of the stitch before each block that needs one, by its place."""
     shapes = [whole, *(block.out for block in blocks)]
     return {
         place: (math.prod(block.into), math.prod(before))
@@ -107,24 +102,12 @@ def stitch_sizes(blocks: Sequence[Block], whole: tuple[int, ...]) -> dict[int, t
 
 
 def row_of(module: LightningModule, blocks: Sequence[Block], relu: bool = True) -> Stitched:
-    """Return a network as the row of its own blocks, which needs no stitches.
-
-    Args:
-        module: The network.
-        blocks: Its blocks.
-        relu: As for :class:`Stitched`.
-    """
+    """Return a network as the row of its own blocks, which needs no stitches."""
     return Stitched(blocks, blocks[0].whole, math.prod(blocks[-1].out), relu, module)
 
 
 def assembled(rows: Sequence[Stitched], places: Sequence[tuple[int, int]], *address: object) -> Stitched:
-    """Return a network of copies of some blocks, with new stitches, in the eyes of the first block's host.
-
-    Args:
-        rows: Networks as rows of their blocks.
-        places: By place, which network and which of its blocks.
-        address: Address of the randomness that initialises stitches.
-    """
+    """Return a network of copies of some blocks, with new stitches, in the eyes of the first block's host."""
     first, classes = rows[places[0][0]], math.prod(rows[0].parts[-1].out)
     with isolated(*address):
         blocks = [copy.deepcopy(rows[row].parts[depth]) for row, depth in places]
@@ -132,23 +115,12 @@ def assembled(rows: Sequence[Stitched], places: Sequence[tuple[int, int]], *addr
 
 
 def describe(blocks: Sequence[tuple[int, int]], net: Stitched) -> State:
-    """Return a stitched network as named tensors: which blocks of which architectures, and all that it has learned.
-
-    Args:
-        blocks: By place, the index of the architecture and the depth of the block in it.
-        net: The network.
-    """
+    """Return a stitched network as named tensors: which blocks of which architectures, and all that it has learned."""
     return {BLOCKS: torch.tensor(blocks), **{f"net.{name}": value.cpu() for name, value in net.state_dict().items()}}
 
 
 def rebuild(described: Mapping[str, Tensor], parts: Mapping[int, Sequence[Block]], relu: bool) -> Stitched:
-    """Return the network of a description, on the CPU.
-
-    Args:
-        described: The description.
-        parts: By index of the architecture, its blocks.
-        relu: As for :class:`Stitched`.
-    """
+    """Return the network of a description, on the CPU."""
     places = described[BLOCKS].tolist()
     state = {name.removeprefix("net."): value for name, value in described.items() if name != BLOCKS}
     classes = len(state["head.bias"]) if "head.bias" in state else 0

@@ -39,11 +39,6 @@ class MaskedMixin(Mixin):
 def scale_in_training(module: LightningModule, head: str, rate: float) -> None:
     """Put the scaler on every linear and convolutional layer but the head, in place.
 
-    Args:
-        module: The client's module.
-        head: Path of the head.
-        rate: The divisor.
-
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
         >>> module = BoringModel()
@@ -61,15 +56,6 @@ def scale_in_training(module: LightningModule, head: str, rate: float) -> None:
 
 def limit_labels(module: LightningModule, head: str, counts: Sequence[int]) -> Tensor | None:
     """Mask the head's outputs for classes without samples, in place.
-
-    Args:
-        module: The client's module.
-        head: Path of the head.
-        counts: Training samples of each class; classes beyond the last one have none.
-
-    Returns:
-        The classes that have samples, `(num_present,)`; `None` if the head has not one output for each class (a single
-        logit), which then stays as it is.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -92,15 +78,6 @@ def limit_labels(module: LightningModule, head: str, counts: Sequence[int]) -> T
 
 def narrow_to_labels(state: Mapping[str, Tensor], slices: Slices, head: str, labels: Tensor) -> tuple[State, Slices]:
     """Keep only the head's rows of some classes, in a state and in the indices that it holds.
-
-    Args:
-        state: Entries of a client's slice.
-        slices: The indices that it holds of the full entries.
-        head: Path of the head.
-        labels: The classes to keep, `(num_present,)`.
-
-    Returns:
-        The state and the slices with fewer rows of the head; other entries are as they were.
 
     Example:
         >>> state, slices = narrow_to_labels({"fc.bias": torch.tensor([5.0, 6.0])}, {}, "fc", torch.tensor([1]))

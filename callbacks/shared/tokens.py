@@ -52,11 +52,7 @@ class Ledger:
         return self.balances[client] >= price * (1 - 1e-9)  # what rounding takes away does not count
 
     def pay(self, client: str, cluster: str, price: float) -> None:
-        """Move the price of one round from a client to a cluster's pool (Eq. 4, 5).
-
-        Raises:
-            ValueError: If the client cannot pay.
-        """
+        """Move the price of one round from a client to a cluster's pool (Eq. 4, 5)."""
         if not self.can_pay(client, price):
             raise ValueError(f"Client '{client}' has {self.balances[client]} tokens and cannot pay {price}.")
         paid = min(price, self.balances[client])  # what rounding took away is not made up
@@ -76,10 +72,6 @@ class Ledger:
         """Return a share of the pool to those who paid for this round and answered, in equal parts (Eq. 7).
 
         The equation as printed takes the tokens from every client; the text of the paper, and conservation, say this.
-
-        Args:
-            cluster: The cluster.
-            share: `theta`, in [0, 1].
         """
         payers = [entry for entry in self.entries if entry["cluster"] == cluster and not entry["refunded"]]
         if not payers:
@@ -91,12 +83,7 @@ class Ledger:
         self.pools[cluster] -= each * len(payers)
 
     def reward(self, cluster: str, ranks: Mapping[str, float]) -> None:
-        """Pay out the pool by the providers' ranks: rank 1 (worst) one part, rank P as many as P (Eq. 8).
-
-        Args:
-            cluster: The cluster.
-            ranks: By provider; they add up to P (P + 1) / 2.
-        """
+        """Pay out the pool by the providers' ranks: rank 1 (worst) one part, rank P as many as P (Eq. 8)."""
         parts = sum(ranks.values())
         if not parts:
             return
@@ -120,12 +107,6 @@ def refund_share(accuracy: float, best: float, eta: float, gamma: float) -> floa
 
     It lies in [0, eta]: eta where the cluster's model has not improved, 0 where it has by `gamma` or more.
 
-    Args:
-        accuracy: Of the cluster's new model.
-        best: Of its best model so far.
-        eta: Largest share that is returned.
-        gamma: Relative improvement from which nothing is returned.
-
     Example:
         >>> [round(refund_share(accuracy, 0.5, 0.5, 0.1), 9) for accuracy in (0.40, 0.50, 0.525, 0.55, 0.60)]
         [0.5, 0.5, 0.25, 0.0, 0.0]
@@ -141,10 +122,6 @@ def contribution_ranks(
 
     Clients that are equal in both share the mean rank, so that ranks always add up to P (P + 1) / 2. Rounding separates
     nobody: contributions are compared as in :func:`levels`.
-
-    Args:
-        contributions: By provider.
-        taken_part: Rounds in which each took part.
 
     Example:
         >>> contribution_ranks({"a": 0.2, "b": 0.1, "c": 0.2}, {"a": 1, "b": 9, "c": 2})
@@ -163,9 +140,6 @@ def levels(contributions: Mapping[str, float]) -> dict[str, int]:
 
     Equal clients get Shapley values that differ in the last digit, since the terms of their sums come in another order.
 
-    Args:
-        contributions: By client.
-
     Example:
         >>> levels({"a": 0.3, "b": 0.1, "c": 0.1 + 0.2})
         {'a': 1, 'b': 0, 'c': 1}
@@ -180,12 +154,7 @@ def levels(contributions: Mapping[str, float]) -> dict[str, int]:
 
 
 def write_ledger(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
-    """Write the entries of all rounds as a table, in one go.
-
-    Args:
-        path: The file.
-        entries: With the keys :data:`COLUMNS`.
-    """
+    """Write the entries of all rounds as a table, in one go."""
     beside = path.with_name(path.name + ".tmp")
     with beside.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, restval="")

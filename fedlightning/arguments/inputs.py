@@ -24,11 +24,7 @@ from fedlightning.visit.description import Description
 
 
 def check_model(model: Any) -> LightningModule:
-    """Return a LightningModule instance, or refuse. One of `pytorch_lightning` is made one of `lightning.pytorch`.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Return a LightningModule instance, or refuse. One of `pytorch_lightning` is made one of `lightning.pytorch`."""
     adapt(model)
     if isinstance(model, LightningModule):
         for module in map(model.model, model.models) if isinstance(model, ClientModels) else [model]:
@@ -44,11 +40,7 @@ def check_model(model: Any) -> LightningModule:
 
 
 def assigned_models(model: LightningModule, data: Description) -> dict[str, str]:
-    """Return the name of each client's model, held-out ones too; nothing where all have the same.
-
-    Raises:
-        ConfigurationError: If a client has none.
-    """
+    """Return the name of each client's model, held-out ones too; nothing where all have the same."""
     if not isinstance(model, ClientModels):
         return {}
     try:
@@ -58,15 +50,7 @@ def assigned_models(model: LightningModule, data: Description) -> dict[str, str]
 
 
 def check_prediction_data(found: Any, client: str | None) -> None:
-    """Refuse to predict on what holds no batches.
-
-    Args:
-        found: What is to be predicted on; `None` if there are no test data.
-        client: The client whose test data were asked for, if any.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse to predict on what holds no batches."""
     way = "Pass a DataLoader: predict(DataLoader(dataset, batch_size=64), client='a')."
     if found is None:
         whose = "The federation has" if client is None else f"Client '{client}' has"
@@ -88,11 +72,7 @@ def federated_data(
     val: Mapping[str, Any] | None,
     test: Mapping[str, Any] | None,
 ) -> FederatedDataModule:
-    """Return the data of a fit, from a federated data module or from loaders by client.
-
-    Raises:
-        ConfigurationError: If there is none, or one that does not know clients.
-    """
+    """Return the data of a fit, from a federated data module or from loaders by client."""
     adapt(datamodule, getattr(datamodule, "datamodule", None))
     if datamodule is not None and train is not None:
         raise ConfigurationError("fit() got a datamodule and train_dataloaders. Pass one of them.")
@@ -121,11 +101,7 @@ def federated_data(
 
 
 def _check_loaders(owner: str, loaders: Any) -> None:
-    """Refuse what is no mapping of clients to loaders, and what no client can iterate again and again.
-
-    Raises:
-        ConfigurationError: Naming the client.
-    """
+    """Refuse what is no mapping of clients to loaders, and what no client can iterate again and again."""
     if loaders is not None and not isinstance(loaders, Mapping):
         raise ConfigurationError(
             f"{owner} is a {type(loaders).__name__}. Pass one loader per client, by name: "
@@ -144,11 +120,7 @@ def _check_loaders(owner: str, loaders: Any) -> None:
 
 
 def _check_ids(owner: str, ids: Iterable[Any]) -> None:
-    """Refuse ids that are two clients with one name, and the name of the pooled client.
-
-    Raises:
-        ConfigurationError: Naming the id.
-    """
+    """Refuse ids that are two clients with one name, and the name of the pooled client."""
     seen: dict[str, Any] = {}
     for client in ids:
         name = str(client)
@@ -189,25 +161,12 @@ def _is_text(name: str) -> bool:
 
 
 def check_clients(data: Description) -> None:
-    """Refuse data whose clients cannot be told apart.
-
-    Raises:
-        ConfigurationError: Naming the client.
-    """
+    """Refuse data whose clients cannot be told apart."""
     _check_ids(data.module, data.client_ids)
 
 
 def held_out_clients(given: Any, data: Description) -> list[str]:
-    """Return the clients that are kept out of training.
-
-    Args:
-        given: The argument `held_out`, checked by :func:`fedlightning.arguments.values.check_held_out`.
-        data: The data, all clients. A share or a number is drawn with their `seed`, if they have one: who is held out is a
-            property of the data, as who holds which samples is, so that it is the same for every seed of a training.
-
-    Raises:
-        ConfigurationError: For an id that is no client, or where nobody would train.
-    """
+    """Return the clients that are kept out of training."""
     clients = in_order(data.client_ids)
     if isinstance(given, list | tuple):
         chosen = in_order({str(client) for client in given})
@@ -228,12 +187,6 @@ def held_out_clients(given: Any, data: Description) -> list[str]:
 
 
 def evaluated_clients(given: int | float | None, clients: list[str], seed: int) -> list[str]:
-    """Return the clients that are scored: all, or those that are drawn.
-
-    Args:
-        given: The argument `evaluate_clients`, checked.
-        clients: All clients that train, in order.
-        seed: That of the data, as for `held_out`: the draw is the same for every method and every seed of a training.
-    """
+    """Return the clients that are scored: all, or those that are drawn."""
     drawn = clients if given is None else draw_clients(clients, given, seed, "evaluated")
     return clients if len(drawn) == len(clients) else drawn  # all of them is the same as no choice

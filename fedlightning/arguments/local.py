@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
 
 def check_callbacks(given: Mapping[str, Any]) -> None:
-    """Refuse what is no callback, and callbacks that have no place inside clients; see also :func:`check_logs`.
-
-    Raises:
-        ConfigurationError: Naming the callback.
-    """
+    """Refuse what is no callback, and callbacks that have no place inside clients; see also :func:`check_logs`."""
     items = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
     if isinstance(items, str | Mapping | type) or not isinstance(items, Iterable):
         raise ConfigurationError(
@@ -54,11 +50,7 @@ def check_callbacks(given: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(callback: FederatedCallback) -> None:
-    """Refuse NaN among a callback's arguments, and infinity where it does not say that it can be.
-
-    Raises:
-        ConfigurationError: Naming the argument.
-    """
+    """Refuse NaN among a callback's arguments, and infinity where it does not say that it can be."""
     for name, value in callback.hyperparameters().items():
         for number in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(number, float) or math.isfinite(number):
@@ -68,11 +60,7 @@ def _check_numbers(callback: FederatedCallback) -> None:
 
 
 def check_keeping(callbacks: Iterable[Callback], optimizer_state: str) -> None:
-    """Refuse averages of weights that would go on from visit to visit: they bring a client's old weights back.
-
-    Raises:
-        ConfigurationError: Naming the callback.
-    """
+    """Refuse averages of weights that would go on from visit to visit: they bring a client's old weights back."""
     for item in callbacks:
         if optimizer_state == "keep" and isinstance(item, StochasticWeightAveraging | WeightAveraging):
             raise ConfigurationError(
@@ -93,11 +81,7 @@ def ordinary_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
 
 
 def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
-    """Refuse logs of clients that have nowhere to go; warn of callbacks that only log, without logs.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse logs of clients that have nowhere to go; warn of callbacks that only log, without logs."""
     asked = given["log_clients"]
     if not isinstance(asked, bool | list | tuple):
         raise ConfigurationError(f"log_clients={asked!r} must be true, false or a list of clients.")
@@ -116,11 +100,7 @@ def check_logs(given: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
 
 
 def logged_clients(asked: bool | Iterable[str | int], data: Description) -> bool | list[str]:
-    """Return `log_clients` with the clients by name.
-
-    Raises:
-        ConfigurationError: If there is no such client.
-    """
+    """Return `log_clients` with the clients by name."""
     if isinstance(asked, bool):
         return asked
     names = [str(client) for client in asked]

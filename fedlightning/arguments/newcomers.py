@@ -22,15 +22,6 @@ def assigned_newcomers(server: Server, own: Description, data: Description, new:
     """Return the blueprint of a federation with new clients: the rule gives each its architecture, others keep theirs.
 
     The new clients come after the others; one whose planted group has trained gets what that group has.
-
-    Args:
-        server: The federation's server.
-        own: Its data.
-        data: Data of the new clients; the federation's own if they were held out, which have theirs already.
-        new: Ids of the new clients.
-
-    Raises:
-        ConfigurationError: If models are assigned by name, and a new client has none.
     """
     blueprint = server.blueprint
     template, assigned = blueprint.template, dict(blueprint.assigned)
@@ -55,11 +46,7 @@ def assigned_newcomers(server: Server, own: Description, data: Description, new:
 
 
 def new_clients_data(newcomers: Any) -> FederatedDataModule:
-    """Return the data of new clients, set up.
-
-    Raises:
-        ConfigurationError: If it does not know clients.
-    """
+    """Return the data of new clients, set up."""
     data = federated_data(newcomers, None, None, None)
     with quiet():
         data.prepare_data()
@@ -69,17 +56,7 @@ def new_clients_data(newcomers: Any) -> FederatedDataModule:
 
 
 def new_clients(data: Description, own: bool, server: Server, named: Sequence[str | int] | None) -> list[str]:
-    """Return the clients that join a fitted federation.
-
-    Args:
-        data: The data that hold them.
-        own: Whether these are the federation's own data: then they are the held-out clients.
-        server: Knows who has trained.
-        named: Ids that the user named; `None`: all new ones.
-
-    Raises:
-        ConfigurationError: If there is none, or one that is named is not there or has trained.
-    """
+    """Return the clients that join a fitted federation."""
     there = list(server.held_out) if own else in_order(data.client_ids)
     new = [client for client in there if client not in server.clients]
     if named is None:
@@ -112,11 +89,7 @@ def new_clients(data: Description, own: bool, server: Server, named: Sequence[st
 
 
 def check_new_clients(data: Description, clients: Sequence[str], epochs: int) -> None:
-    """Refuse new clients with whose data there is nothing to do.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse new clients with whose data there is nothing to do."""
     held = {split: any(data.num_samples(client, split) for client in clients) for split in ("train", "val", "test")}
     if held["val"] or held["test"] or (epochs and held["train"]):
         return

@@ -33,11 +33,7 @@ STAGES = ("G", "L1", "L2")
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that contradict each other or are out of range.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse arguments that contradict each other or are out of range."""
     adapt(given["callbacks"], given["logger"])
     check_place(given["name"], given["version"])
     if given["local_epochs"] is not None and given["local_steps"] is not None:
@@ -116,11 +112,7 @@ def check(given: Mapping[str, Any]) -> None:
 
 
 def check_held_out(held_out: Any) -> None:
-    """Refuse what names no clients.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse what names no clients."""
     rule = "a share in [0, 1) (a float), a number of clients (an int), or a list of clients' ids"
     if held_out is None:
         return
@@ -138,11 +130,7 @@ def check_held_out(held_out: Any) -> None:
 
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
-    """Refuse names, folders and switches that are of another kind.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse names, folders and switches that are of another kind."""
     if not isinstance(given["seed"], int) or isinstance(given["seed"], bool):
         raise ConfigurationError(f"seed={given['seed']!r} must be a whole number.")
     if not isinstance(given["default_root_dir"], str | Path):
@@ -161,11 +149,7 @@ LONGEST = 255
 
 
 def check_place(name: Any, version: Any) -> None:
-    """Refuse a name or version that would put the run anywhere but below `default_root_dir`.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse a name or version that would put the run anywhere but below `default_root_dir`."""
     if not isinstance(name, str) or not all(is_file_name(part) for part in name.split("/")):
         raise ConfigurationError(
             f"name={name!r} must be the name of a folder below default_root_dir, such as 'fedprox' or 'study/fedprox'. To "
@@ -184,11 +168,7 @@ def check_place(name: Any, version: Any) -> None:
 
 
 def loop_of(loop: Any) -> Loop:
-    """Return the loop of one run, a copy of its own.
-
-    Raises:
-        ConfigurationError: If it is none.
-    """
+    """Return the loop of one run, a copy of its own."""
     if isinstance(loop, Loop):
         return copy.deepcopy(loop)
     if loop != "synchronous":
@@ -200,11 +180,7 @@ def loop_of(loop: Any) -> Loop:
 
 
 def check_engine(given: Mapping[str, Any]) -> None:
-    """Refuse options of another engine, and what worker processes cannot do.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse options of another engine, and what worker processes cannot do."""
     workers, devices, strategy = given["workers"], given["devices"], given["strategy"]
     stack = given["clients_per_stack"]
     if stack is not None and (not isinstance(stack, int) or isinstance(stack, bool) or stack < 1):
@@ -254,11 +230,7 @@ def check_engine(given: Mapping[str, Any]) -> None:
 
 
 def check_failures(given: Mapping[str, Any]) -> None:
-    """Refuse options about failing clients that are out of range, or mean nothing.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse options about failing clients that are out of range, or mean nothing."""
     retries, least, timeout = given["client_retries"], given["min_clients"], given["client_timeout"]
     if retries is not None and (isinstance(retries, bool) or not isinstance(retries, int) or retries < 1):
         raise ConfigurationError(f"client_retries={retries!r} must be a whole number of at least 1, or None.")
@@ -295,11 +267,7 @@ def failure_policy(given: Mapping[str, Any]) -> FailurePolicy:
 
 
 def parse_time(value: str | timedelta | Mapping[str, int] | None) -> timedelta | None:
-    """Return `max_time`, given in any of Lightning's three forms.
-
-    Raises:
-        ConfigurationError: For what is no time, or none that passes.
-    """
+    """Return `max_time`, given in any of Lightning's three forms."""
     if value is None:
         return None
     if isinstance(value, timedelta):
@@ -326,11 +294,7 @@ def _not_negative(time: timedelta, given: Any) -> timedelta:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder in which Lightning would find a checkpoint of a requeued job and load it into every client.
-
-    Raises:
-        ConfigurationError: Naming the file.
-    """
+    """Refuse a folder in which Lightning would find a checkpoint of a requeued job and load it into every client."""
     found = sorted(folder.glob("hpc_ckpt_*.ckpt"))
     if found:
         raise ConfigurationError(

@@ -129,12 +129,7 @@ class Blueprint:
         return made
 
     def build(self, owner: str, architecture: str | None = None) -> LightningModule:
-        """Build a fresh copy of the template, wrapped by every callback. Equal owners get equal bits.
-
-        Args:
-            owner: A client's id, or `"server"`.
-            architecture: Name of the architecture. `None`: the owner's.
-        """
+        """Build a fresh copy of the template, wrapped by every callback. Equal owners get equal bits."""
         made = self._making(self.architecture_of(owner) if architecture is None else architecture)
         with isolated(self.settings.seed, "build") if made.is_wrapped else nullcontext():
             module: LightningModule = detached(made.copier.copy())
@@ -172,14 +167,6 @@ class Blueprint:
         return detached(self._making(self.architecture_of(owner)).copier.copy(entries))
 
     def plain_entries(self, merged: State, owner: str) -> State | None:
-        """Return all entries of an owner's module that holds `merged`, not copied.
-
-        Args:
-            merged: What the client keeps and what it was sent.
-            owner: The client's id, or `"server"`.
-
-        Returns:
-            The entries, or `None` if a callback takes part in building the module: then it must be built.
-        """
+        """Return all entries of an owner's module that holds `merged`, not copied."""
         made = self._making(self.architecture_of(owner))
         return made.entries | merged if made.is_plain and made.copier.holds(merged) else None

@@ -74,11 +74,7 @@ class Copier:
         return self._recipe is not None and len(self._places) == len(self._tensors)
 
     def copy(self, state: Mapping[str, torch.Tensor] | None = None) -> Any:
-        """Return a new deep copy.
-
-        Args:
-            state: Entries of the copy that replace the module's own (see :meth:`holds`).
-        """
+        """Return a new deep copy."""
         if self._recipe is None:
             return copy.deepcopy(self.module)
         kept = self._kept.copy()

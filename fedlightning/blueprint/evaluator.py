@@ -18,12 +18,7 @@ DROPPED = ("strategy", "devices", "num_nodes", "sync_batchnorm", "profiler", "ma
 
 
 def make_evaluator(arguments: Mapping[str, Any], losses: StepLosses) -> Trainer:
-    """Make a quiet Trainer that evaluates on one device.
-
-    Args:
-        arguments: The run's Trainer arguments.
-        losses: Callback that collects what evaluation steps return.
-    """
+    """Make a quiet Trainer that evaluates on one device."""
     kept = {key: copy.deepcopy(value) for key, value in arguments.items() if key not in DROPPED}
     with quiet():
         return Trainer(

@@ -11,14 +11,7 @@ from fedlightning.errors import ConfigurationError
 
 
 def check_module(model: LightningModule) -> None:
-    """Refuse a module that cannot be copied, or whose parameters are not there yet.
-
-    Args:
-        model: The user's module.
-
-    Raises:
-        ConfigurationError: Naming what to change.
-    """
+    """Refuse a module that cannot be copied, or whose parameters are not there yet."""
     name = type(model).__name__
     parameters = dict(model.named_parameters())
     for path, entry in (parameters | dict(model.named_buffers())).items():

@@ -17,11 +17,7 @@ from fedlightning.errors import ConfigurationError
 
 
 def optimizers_of(module: LightningModule) -> list[Optimizer]:
-    """The optimizers a module configures; empty where it needs a running trainer to tell.
-
-    Raises:
-        ConfigurationError: if there is none.
-    """
+    """The optimizers a module configures; empty where it needs a running trainer to tell."""
     try:
         configured = _configured(module)
     except RuntimeError:

@@ -52,14 +52,7 @@ FORWARDED = (
 
 
 def check_forwarded(given: Mapping[str, Any]) -> None:
-    """Refuse values of Lightning's arguments that cannot work, also those that it takes without a word.
-
-    Args:
-        given: The trainer's arguments.
-
-    Raises:
-        ConfigurationError: Naming the argument.
-    """
+    """Refuse values of Lightning's arguments that cannot work, also those that it takes without a word."""
     for name, least in (
         ("accumulate_grad_batches", 1),
         ("num_nodes", 1),
@@ -109,14 +102,7 @@ def in_cluster(plugins: Any = None) -> bool:
 
 
 def check_devices(arguments: Mapping[str, Any]) -> None:
-    """Refuse devices, a strategy or plugins that this machine does not have, by making the Trainer that a client would have.
-
-    Args:
-        arguments: What the clients' Trainers are made with.
-
-    Raises:
-        ConfigurationError: With Lightning's reason.
-    """
+    """Refuse devices, a strategy or plugins that this machine does not have, by making the Trainer that a client would have."""
     named = ("accelerator", "devices", "strategy", "num_nodes", "precision", "plugins", "profiler")
     if all(arguments.get(name) in (None, "auto", 1, "cpu") for name in named):
         return

@@ -21,14 +21,6 @@ def warm_started(module: LightningModule, path: str | Path | None) -> LightningM
 
     Only tensors and plain values are read from the file (`weights_only=True`): loading it runs no code.
 
-    Args:
-        module: The module that a federation is to begin with.
-        path: A checkpoint of Lightning or of this package, or a file with a `state_dict`.
-
-    Raises:
-        ConfigurationError: If there is no such file, it holds no state of this module, or something that is no tensor or
-            plain value. The sentence names the entries.
-
     Example:
         >>> from fedlightning.models import Classifier, TinyNet
         >>> warm_started(Classifier(TinyNet(), num_classes=1), "none.ckpt")
@@ -58,14 +50,7 @@ def warm_started(module: LightningModule, path: str | Path | None) -> LightningM
 
 
 def read_state(path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint or of a file with a `state_dict`, on the CPU.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ConfigurationError: If it is no file, or holds no tensors by name, or objects that would have to run code.
-    """
+    """Return the tensors of a checkpoint or of a file with a `state_dict`, on the CPU."""
     if not Path(path).is_file():
         raise ConfigurationError(f"init_from={str(path)!r} is not a file. Give the path of a checkpoint.")
     try:

@@ -81,9 +81,6 @@ def rows() -> tuple[Algorithm, ...]:
 def list_algorithms(filter: str = "*") -> list[str]:
     """Return the names of algorithms.
 
-    Args:
-        filter: A pattern of names (`"fed*"`, in any case) or a family (`"personal"`). Default: all.
-
     Example:
         >>> list_algorithms("fedav*")
         ['FedAvg', 'FedAvgM']
@@ -94,12 +91,6 @@ def list_algorithms(filter: str = "*") -> list[str]:
 
 def find(name: str) -> Algorithm:
     """Return the row of an algorithm.
-
-    Args:
-        name: Its name; upper and lower case, `-` and `_` make no difference.
-
-    Raises:
-        ValueError: If there is none of that name; the sentence says which are close.
 
     Example:
         >>> find("player-fl").class_path
@@ -118,13 +109,6 @@ def find(name: str) -> Algorithm:
 
 def create(name: str, **options: Any) -> FederatedCallback:
     """Return a new instance of an algorithm, ready for `FederatedTrainer(callbacks=[...])`.
-
-    Args:
-        name: Its name, as in :func:`find`.
-        **options: Arguments of its class.
-
-    Raises:
-        ValueError: If the name or an option is unknown.
 
     Example:
         >>> create("FedProx", mu=0.25).mu

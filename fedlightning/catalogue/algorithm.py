@@ -99,13 +99,7 @@ class Algorithm:
         object.__setattr__(self, "class_path", self.class_path or f"{CALLBACKS}.{self.name}")
 
     def variant(self, name: str, sentence: str, **changes: str) -> Algorithm:
-        """Return the row of an algorithm that differs from this one in a few things only.
-
-        Args:
-            name: Its name, from which `module` and `class_path` follow anew unless they are among the changes.
-            sentence: What it does.
-            **changes: Other attributes that differ.
-        """
+        """Return the row of an algorithm that differs from this one in a few things only."""
         return replace(self, name=name, sentence=sentence, **{"module": "", "class_path": "", **changes})
 
     @property

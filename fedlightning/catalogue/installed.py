@@ -35,9 +35,6 @@ def installed_rows(taken: Iterable[str]) -> list[Algorithm]:
     """Return the rows of other packages, in the order of the packages' names.
 
     An entry that cannot be loaded is left out with a warning, and so is one whose name is taken.
-
-    Args:
-        taken: Names of this repository's algorithms.
     """
     owners = dict.fromkeys(map(plain, taken), "fedlightning")
     found = []

@@ -14,11 +14,7 @@ Direction = Literal["down", "up"]
 
 
 def rate(where: str, name: str, value: Any) -> float | None:
-    """Return bytes per second, checked; `None`: bytes take no time.
-
-    Raises:
-        ConfigurationError: If it is no positive number.
-    """
+    """Return bytes per second, checked; `None`: bytes take no time."""
     return None if value is None else number(where, name, value, above=True)
 
 

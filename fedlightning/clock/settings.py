@@ -48,19 +48,7 @@ def normal(*parts: object) -> float:
 
 
 def number(where: str, name: str, value: Any, *, least: float = 0.0, above: bool = False, most: float = 1e15) -> float:
-    """Return an argument as a number, checked.
-
-    Args:
-        where: The class, for the message.
-        name: The argument.
-        value: Its value.
-        least: The smallest value.
-        above: Whether it must be larger than that.
-        most: The largest value.
-
-    Raises:
-        ConfigurationError: If it is no finite number of the range.
-    """
+    """Return an argument as a number, checked."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < least or (above and value == least) or value > most:
         rule = f"above {least:g}" if above else f"of at least {least:g}"
@@ -70,11 +58,7 @@ def number(where: str, name: str, value: Any, *, least: float = 0.0, above: bool
 
 
 def table(where: str, name: str, value: Any, *, above: bool = False) -> dict[str, float]:
-    """Return a table of numbers by client, checked. Clients may be numbers in a file.
-
-    Raises:
-        ConfigurationError: If it is no table, or holds something else than such numbers.
-    """
+    """Return a table of numbers by client, checked. Clients may be numbers in a file."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -87,11 +71,7 @@ def table(where: str, name: str, value: Any, *, above: bool = False) -> dict[str
 def shares_of(
     where: str, classes: Any, needed: tuple[str, ...], optional: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
-    """Return device classes, checked: each has a share and the numbers of the model.
-
-    Raises:
-        ConfigurationError: If a class lacks a number, has an unknown one, or no class has a share.
-    """
+    """Return device classes, checked: each has a share and the numbers of the model."""
     example = (needed or optional)[0]
     if not isinstance(classes, Mapping) or not classes:
         raise ConfigurationError(
@@ -115,11 +95,7 @@ def shares_of(
 
 
 def table_of_classes(where: str, clients: Any, classes: Mapping[str, Any]) -> dict[str, str]:
-    """Return a table of clients' device classes, checked.
-
-    Raises:
-        ConfigurationError: If it names a class that there is not.
-    """
+    """Return a table of clients' device classes, checked."""
     if clients is not None and not isinstance(clients, Mapping):
         raise ConfigurationError(f"{where} got clients={clients!r}. Give a table of classes by client.")
     found = {str(client): str(kind) for client, kind in (clients or {}).items()}
@@ -132,14 +108,7 @@ def table_of_classes(where: str, clients: Any, classes: Mapping[str, Any]) -> di
 
 
 def class_of(seed: int, client: str, classes: Mapping[str, Mapping[str, Any]], given: Mapping[str, str]) -> str:
-    """Return a client's device class: the given one, or one drawn by the shares. Speed and link draw the same one.
-
-    Args:
-        seed: The clock's seed.
-        client: The client's id.
-        classes: The classes with their shares.
-        given: Classes by client.
-    """
+    """Return a client's device class: the given one, or one drawn by the shares. Speed and link draw the same one."""
     if client in given:
         return given[client]
     place = uniform(seed, "device", client) * sum(entry["share"] for entry in classes.values())

@@ -17,14 +17,7 @@ from fedlightning.config.errors import InputError
 
 
 def algorithms(words: Sequence[str]) -> int:
-    """List the algorithms, or explain those that are named, and return the exit code.
-
-    Args:
-        words: Words after `algorithms` on the command line: names, patterns or families. None lists all algorithms.
-
-    Raises:
-        InputError: If there is no such algorithm.
-    """
+    """List the algorithms, or explain those that are named, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="fedlightning algorithms",
         description="List the algorithms, or explain one: what is sent, what is kept, and its options.",

@@ -94,15 +94,7 @@ def parser() -> Parser:
 
 
 def compare(words: Sequence[str], main: Main) -> int:
-    """Carry out the command and return its exit code.
-
-    Args:
-        words: Words after `compare` on the command line.
-        main: Command line that makes a run.
-
-    Raises:
-        InputError: If the options or configurations are not valid.
-    """
+    """Carry out the command and return its exit code."""
     options, passed = parser().parse(words)
     seeds, jobs = parse_seeds(options.seeds), check_jobs(options.jobs)
     ray = ray_options(options.runner, options.ray_address, options.ray_cpus)
@@ -167,11 +159,7 @@ def compare(words: Sequence[str], main: Main) -> int:
 def metric_watcher(
     metric: str, study: StudyFile, plan: Plan, seeds: Sequence[int], tasks: Sequence[Task]
 ) -> FirstResult:
-    """Return a watcher that stops all runs if the first one that succeeds does not have the metric.
-
-    Raises:
-        InputError: If a finished run does not have it, and there are more runs to make.
-    """
+    """Return a watcher that stops all runs if the first one that succeeds does not have the metric."""
     watcher = FirstResult(lambda folder: check_metric(folder, metric))
     again = {task.folder for task in tasks}
     folders = [study.folder / run["folder"] for run in study.states([m.name for m in plan.methods], seeds)["done"]]

@@ -25,11 +25,7 @@ complete -o filenames -o bashdefault -F _fedlightning fedlightning
 
 
 def completion(words: Sequence[str]) -> int:
-    """Print the completion script of a shell, and return the exit code.
-
-    Args:
-        words: Words after `completion` on the command line.
-    """
+    """Print the completion script of a shell, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="fedlightning completion",
         description='Print a completion script. To use it: eval "$(fedlightning completion bash)", best in ~/.bashrc.',

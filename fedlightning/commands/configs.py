@@ -26,14 +26,7 @@ def names() -> dict[str, Path]:
 
 
 def configs(words: Sequence[str]) -> int:
-    """Carry out the command and return its exit code.
-
-    Args:
-        words: Words after `configs` on the command line.
-
-    Raises:
-        InputError: If there is no configuration of a name, or a file is there already.
-    """
+    """Carry out the command and return its exit code."""
     parser = ArgumentParser(
         "fedlightning configs",
         description=DESCRIPTION,

@@ -14,11 +14,7 @@ from fedlightning.run.logs import BEGINNING
 
 
 def find_run(path: str) -> Path:
-    """Return the folder of a run: `path` itself, or the newest version in it.
-
-    Raises:
-        InputError: If there is no run.
-    """
+    """Return the folder of a run: `path` itself, or the newest version in it."""
     folder = Path(path).resolve()
     if (folder / "config.yaml").exists():
         return folder
@@ -30,11 +26,7 @@ def find_run(path: str) -> Path:
 
 
 def with_run_config(command: str, words: list[str]) -> list[str]:
-    """Return the words of a command with the `config.yaml` of its run in front, so that other words override it.
-
-    Raises:
-        InputError: If a command that needs a run has none.
-    """
+    """Return the words of a command with the `config.yaml` of its run in front, so that other words override it."""
     if any(word in ("-h", "--help") for word in words):
         return words
     option = (
@@ -77,11 +69,7 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
 
 
 def refuse_taken(home: Path, who: str) -> None:
-    """Refuse a folder that another process works with.
-
-    Raises:
-        InputError: Naming that process.
-    """
+    """Refuse a folder that another process works with."""
     holder = holder_of(home)
     if holder is not None:
         raise InputError(

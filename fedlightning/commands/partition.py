@@ -25,12 +25,7 @@ class PartitionCommand(FederatedCLI):
         super().instantiate_classes()
 
     def partition(self, out: str = "partition", split: Literal["train", "val", "test"] = "train") -> None:
-        """Show the samples of each client: a table, a picture and a CSV file.
-
-        Args:
-            out: Folder for partition.csv (all splits) and partition.png (the split shown).
-            split: Samples to show.
-        """
+        """Show the samples of each client: a table, a picture and a CSV file."""
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules import describe, plot_partition
         from fedlightning.datamodules.public import public_in_words
@@ -66,12 +61,7 @@ class PartitionCommand(FederatedCLI):
 
 
 def partition_table(report: Any, width: int) -> Table:
-    """Return a table with clients as rows and samples, distance to all labels and (if they fit) classes as columns.
-
-    Args:
-        report: A :class:`~fedlightning.datamodules.report.PartitionReport`.
-        width: Columns of the terminal.
-    """
+    """Return a table with clients as rows and samples, distance to all labels and (if they fit) classes as columns."""
     cells = max(len(str(report.counts.max())), *(len(name) for name in report.classes)) + 2
     fits = 30 + cells * len(report.classes) <= max(width, 80) and len(report.classes) > 1
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0) if fits else (0, 1))

@@ -44,14 +44,7 @@ def parser() -> Parser:
 
 
 def report(words: Sequence[str]) -> int:
-    """Carry out the command and return its exit code.
-
-    Args:
-        words: Words after `report` on the command line.
-
-    Raises:
-        InputError: If the options are not valid.
-    """
+    """Carry out the command and return its exit code."""
     from fedlightning.study.report.build import build_report
     from fedlightning.study.runs import STUDY_FILE, load_study, read_study_file
     from fedlightning.study.tables import tables_of
@@ -78,15 +71,7 @@ def report(words: Sequence[str]) -> int:
 
 
 def write_report(out: Path, runs: Sequence[Path], metric: str | None, checkpoint: str, screen: Console) -> None:
-    """Print the overview and write the report. Errors are printed but not raised, since the runs are done.
-
-    Args:
-        out: Folder to write to.
-        runs: Folders of runs and of `compare`.
-        metric: Metric to compare; `None` takes one that all runs have.
-        checkpoint: Models to compare.
-        screen: Terminal to print to.
-    """
+    """Print the overview and write the report. Errors are printed but not raised, since the runs are done."""
     try:
         show_overview(runs, metric, checkpoint, screen)
         from fedlightning.study.report.build import build_report
@@ -111,13 +96,6 @@ def write_report_aside(out: Path, runs: Sequence[Path], metric: str | None, chec
     """Do as :func:`write_report` in a process forked from one that has imported what figures and statistics need.
 
     This process, which has watched the runs, would import it all (seconds, and hundreds of MB) for one page.
-
-    Args:
-        out: Folder to write to.
-        runs: Folders of runs and of `compare`.
-        metric: Metric to compare; `None` takes one that all runs have.
-        checkpoint: Models to compare.
-        screen: Terminal to print to.
     """
     try:
         text = call(_written, out, runs, metric, checkpoint, screen.width, screen.color_system)
@@ -136,14 +114,7 @@ def _written(out: Path, runs: Sequence[Path], metric: str | None, checkpoint: st
 
 
 def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, screen: Console) -> None:
-    """Print one line a method, and the problems of the runs.
-
-    Args:
-        runs: Folders of runs and of `compare`.
-        metric: Metric to compare; `None` takes one that all runs have.
-        checkpoint: Models to compare.
-        screen: Terminal to print to.
-    """
+    """Print one line a method, and the problems of the runs."""
     from fedlightning.study.columns import GLOBAL, POOLED
     from fedlightning.study.runs import load_study
     from fedlightning.study.study import Study
@@ -182,12 +153,7 @@ def show_overview(runs: Sequence[Path], metric: str | None, checkpoint: str, scr
 
 
 def show_unseen(lines: Sequence[Mapping[str, Any]], screen: Console) -> None:
-    """Print the scores of clients that took no part in training, if there are any.
-
-    Args:
-        lines: Lines of :func:`fedlightning.study.unseen.unseen`.
-        screen: Terminal to print to.
-    """
+    """Print the scores of clients that took no part in training, if there are any."""
     if not lines:
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

@@ -23,12 +23,7 @@ from fedlightning.trainer import FederatedTrainer
 
 
 def run(command: str, words: Sequence[str]) -> int:
-    """Parse and carry out one command.
-
-    Args:
-        command: Name of the command, which is a method of its class.
-        words: Words that follow it on the command line.
-    """
+    """Parse and carry out one command."""
     dry = {"--dry-run": "--dry_run=true", "--dry_run": "--dry_run=true", "--dry-run=json": "--dry_run=json"}
     words = with_run_config(command, [dry.get(word, word) for word in words])
     cli = cli_class(command)(command, words)
@@ -58,17 +53,6 @@ class Commands(FederatedCLI):
 
         The files of the run go to <default_root_dir>/<name>/version_N (by default runs/federation/version_0):
         config.yaml, metrics.csv, summary.json and checkpoints.
-
-        Args:
-            resume: Resume an interrupted run: "last" (the run of this name that was saved last), "auto" (resume if there
-                is a saved run, else start: one command for a job that may be requeued), or the folder of a run, whose
-                config.yaml is then read unless --config is given.
-            test_after_fit: Score all models on test data at the end, if there are any.
-            allow_config_change: Resume although the configuration has changed; summary.json lists the changes.
-            allow_new_clients: Resume although the data have clients that the run did not train, or held_out no longer holds
-                some out: they take part from the next round on; summary.json lists them.
-            dry_run: Train nothing: check everything, try one batch of every step, and print what the run would do. Also
-                --dry-run and --dry-run=json.
         """
         if dry_run:
             self._rehearse(as_json=dry_run == "json")
@@ -110,21 +94,11 @@ class Commands(FederatedCLI):
             screen.print(f"\nRun: {shown(self.trainer.run.path)}", soft_wrap=True, highlight=False)
 
     def validate(self, run: str, checkpoint: str = "all") -> None:
-        """Score a finished or interrupted run on validation data.
-
-        Args:
-            run: Folder of the run, or the folder with its versions (then the newest one).
-            checkpoint: Models to score: "latest", "best_local", "best_global" or "all".
-        """
+        """Score a finished or interrupted run on validation data."""
         self._evaluate(run, checkpoint, "val")
 
     def test(self, run: str, checkpoint: str = "all") -> None:
-        """Score a finished or interrupted run on test data. The scores go to its metrics.csv and summary.json.
-
-        Args:
-            run: Folder of the run, or the folder with its versions (then the newest one).
-            checkpoint: Models to score: "latest", "best_local", "best_global" or "all".
-        """
+        """Score a finished or interrupted run on test data. The scores go to its metrics.csv and summary.json."""
         self._evaluate(run, checkpoint, "test")
 
     def predict(
@@ -134,15 +108,7 @@ class Commands(FederatedCLI):
         checkpoint: str = "latest",
         out: str = "predictions.pt",
     ) -> None:
-        """Write the predictions of a client's model on its test data, or of the global model on all clients' test data.
-
-        Args:
-            run: Folder of the run, or the folder with its versions (then the newest one).
-            client: Client whose model predicts; default: the global model.
-            checkpoint: Model to use: "latest", "best_local" or "best_global".
-            out: File to write, for torch.load: the outputs of predict_step for all batches, concatenated if they are
-                tensors.
-        """
+        """Write the predictions of a client's model on its test data, or of the global model on all clients' test data."""
         import torch
 
         self.trainer.restore(self.model, self.datamodule, find_run(run))
@@ -167,13 +133,6 @@ class Commands(FederatedCLI):
         """Let new clients join a finished or interrupted run: score them, fine-tune each on its own data, score them again.
 
         Nothing of the run changes. Its folder gets onboarding.csv, onboarding.json and checkpoints/newcomers.
-
-        Args:
-            run: Folder of the run, or the folder with its versions (then the newest one).
-            newcomers: YAML file whose `data` section has the new clients, under names that the run's clients do not have;
-                default: the clients that held_out kept out of training.
-            clients: Names of the new clients, as [a, b]; default: all that are new.
-            epochs: Epochs of fine-tuning of each; 0: score them only.
         """
         folder = find_run(run)
         data = None

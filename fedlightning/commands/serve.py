@@ -66,21 +66,6 @@ class Serve(Commands):
         It starts Flower's SuperLink, waits for the sites and trains with them. Data, personal models and records stay
         there. A data section of the configuration is not looked at, but for a PublicDataModule: the public data that some
         methods need, which every site has too. trainer.client_timeout has to be set.
-
-        Args:
-            sites: Number of sites to wait for before the run begins.
-            host: Address to listen on: 0.0.0.0 for all of this machine.
-            port: Port to listen on.
-            folder: Folder for what Flower keeps.
-            certificates: The server's folder that `fedlightning certificates` has made.
-            insecure: No TLS and no authentication, for a machine of your own only.
-            export: Where the clients' models are when the run ends: at their "sites", or at the "server", if every site
-                allows it by the same option.
-            resume: Resume an interrupted run: "last", "auto", or the folder of a run.
-            allow_config_change: Resume although the configuration has changed, at the sites too.
-            allow_new_clients: Resume although there are more sites or clients than before, which join the run.
-            allow_other_code: Let sites take part whose model or callbacks have other code than here, if they are started
-                with the same option.
         """
         if sites < 1:
             raise InputError(f"sites={sites} must be at least 1.")

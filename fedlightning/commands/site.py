@@ -50,20 +50,6 @@ class AtSite(FederatedCLI):
         with this site's own data section; the server's must be the same but for that, and is refused otherwise. A data module
         that knows no clients is one client, which is called as the site is. Models and records of the clients lie in a folder
         here: start the site with the same folder again after it was stopped.
-
-        Args:
-            superlink: Address of the server, host:port.
-            name: Name of this site, for people.
-            clients: Those of the data's clients that are here, as [a, b]; default: all.
-            folder: Folder for records and models.
-            certificates: The site's folder that `fedlightning certificates` has made; default: certificates/NAME.
-            insecure: No TLS and no authentication, for a server on a machine of your own only.
-            export: Whether the clients' models stay at the "sites", or the "server" is given them when a run ends, if it
-                asks for them.
-            send_texts: Whether the server is sent the texts of errors here, and what modules log besides numbers. Else it is
-                told the kind of an error and a reference: the text lies under that in errors.log in the folder.
-            allow_other_code: Take part although model or callbacks have other code here than at the server, if that is
-                started with the same option.
         """
         from fedlightning.arguments import federated_data
         from fedlightning.datamodules.held_out import without
@@ -115,12 +101,7 @@ class AtSite(FederatedCLI):
 
 
 def one_client(data: Any, name: str) -> Any:
-    """Return a plain data module as that of one client, which is called as the site is; any other as it is.
-
-    Args:
-        data: The data module.
-        name: The site's name.
-    """
+    """Return a plain data module as that of one client, which is called as the site is; any other as it is."""
     if not isinstance(data, LightningDataModule) or isinstance(data, FederatedDataModule):
         return data
     print(stamped(f"{type(data).__name__} knows no clients: all of its data are those of client '{name}'."), flush=True)
@@ -129,14 +110,7 @@ def one_client(data: Any, name: str) -> Any:
 
 
 def take_part(site: Site, home: Path, server: str, own: Path | None) -> None:
-    """Take part for ever: a SuperNode ends where the SuperLink does not know it yet, or no more.
-
-    Args:
-        site: The site.
-        home: Folder for what Flower keeps.
-        server: Address of the SuperLink.
-        own: The site's certificates and keys; `None`: without.
-    """
+    """Take part for ever: a SuperNode ends where the SuperLink does not know it yet, or no more."""
     diary, authority = site.diary, None if own is None else own / files.CA
     assert diary is not None
     log = programs.Log(home / "supernode.log")

@@ -55,14 +55,7 @@ def parser() -> Parser:
 
 
 def sites(words: Sequence[str]) -> int:
-    """Carry out the command and return its exit code.
-
-    Args:
-        words: Words after `sites` on the command line.
-
-    Raises:
-        InputError: If the folder is that of no server and of no site.
-    """
+    """Carry out the command and return its exit code."""
     options = parser().parse_args(list(words))
     folder: Path = options.folder.resolve()
     holder = holder_of(folder)

@@ -60,19 +60,11 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> Any:
-        """Raise the error of a word that cannot be parsed.
-
-        Raises:
-            InputError: Always.
-        """
+        """Raise the error of a word that cannot be parsed."""
         raise InputError(f"{message}. See {self.prog} --help.")
 
     def parse(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the options of the command, and the options to pass on to every run.
-
-        Raises:
-            InputError: If an option is neither.
-        """
+        """Return the options of the command, and the options to pass on to every run."""
         own, passed = split_words(words)
         options, unknown = self.parse_known_args(own)
         if unknown:
@@ -99,11 +91,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(keys, dest="_", metavar="", help="options of every run")
 
     def add_runs(self, seeds: str) -> None:
-        """Add the options about runs that both commands have.
-
-        Args:
-            seeds: Default of `--seeds`.
-        """
+        """Add the options about runs that both commands have."""
         group = self.add_argument_group("runs")
         group.add_argument(
             "--seeds", default=seeds, help=f"number of seeds (5 is 0,1,2,3,4), or the seeds (0,3,7); default: {seeds}"
@@ -163,9 +151,6 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def parse_seeds(text: str) -> list[int]:
     """Parse the value of `--seeds`.
 
-    Raises:
-        InputError: If it is neither a number of seeds nor a list of seeds.
-
     Example:
         >>> parse_seeds("3"), parse_seeds("0,3,7")
         ([0, 1, 2], [0, 3, 7])
@@ -181,22 +166,14 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def check_jobs(jobs: int) -> int:
-    """Return `jobs` if it is at least 1.
-
-    Raises:
-        InputError: If it is below 1.
-    """
+    """Return `jobs` if it is at least 1."""
     if jobs < 1:
         raise InputError(f"--jobs is {jobs}: give the number of runs to make at a time, 1 or more.")
     return jobs
 
 
 def gpus_to_share(count: int) -> list[str]:
-    """Return values for the `CUDA_VISIBLE_DEVICES` of runs: the GPUs that are visible here.
-
-    Args:
-        count: Number of GPUs.
-    """
+    """Return values for the `CUDA_VISIBLE_DEVICES` of runs: the GPUs that are visible here."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return (visible or [str(index) for index in range(count)])[:count]
 
@@ -211,21 +188,7 @@ def make_runs(
     watchers: Sequence[Watcher] = (),
     ray: RayOptions | None = None,
 ) -> bool:
-    """Make the runs and keep `study.json` up to date.
-
-    Args:
-        study: States of the runs.
-        tasks: Runs to be made.
-        jobs: Number of runs at a time.
-        gpus: Values for `CUDA_VISIBLE_DEVICES`; empty without GPUs.
-        screen: Terminal for the progress.
-        main: Command line that makes a run.
-        watchers: Objects that are told about the progress after `study.json` is written. What they raise stops all runs.
-        ray: What Ray is to be, to make the runs with it. `None`: they are processes of this machine.
-
-    Returns:
-        True if it went through, False after Ctrl-C (or SIGTERM, SIGHUP, SLURM's SIGUSR1), when all runs have been stopped.
-    """
+    """Make the runs and keep `study.json` up to date."""
     known: dict[str, list[float]] = {}
     for run in study.data["runs"]:
         if run["state"] == "done":

@@ -64,15 +64,7 @@ def parser() -> Parser:
 
 
 def sweep(words: Sequence[str], main: Main) -> int:
-    """Carry out the command and return its exit code.
-
-    Args:
-        words: Words after `sweep` on the command line.
-        main: Command line that makes a run.
-
-    Raises:
-        InputError: If the options are not valid.
-    """
+    """Carry out the command and return its exit code."""
     options, passed = parser().parse(words)
     if not options.config:
         raise InputError("--config is missing: a sweep varies options of a configuration.")

@@ -58,12 +58,7 @@ class Maker:
 
 @contextmanager
 def only_for(made: Any, given: dict[str, Any]) -> Iterator[None]:
-    """Within the block, `save_hyperparameters` of one object takes the values given, that of others their own.
-
-    Args:
-        made: The object.
-        given: Its hyper-parameters.
-    """
+    """Within the block, `save_hyperparameters` of one object takes the values given, that of others their own."""
     original = HyperparametersMixin.save_hyperparameters
 
     def save(self: Any, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
@@ -85,11 +80,6 @@ def only_for(made: Any, given: dict[str, Any]) -> Iterator[None]:
 
 def describes(section: Mapping[str, Any], class_type: type, arguments: Mapping[str, Any]) -> bool:
     """Return True if a section of a configuration is that of an object with these arguments.
-
-    Args:
-        section: Plain values, with `class_path` and `init_args`.
-        class_type: Class of the object.
-        arguments: Its arguments, with the objects inside it already made.
 
     Example:
         >>> from fedlightning.compat.hyperparameters import describes

@@ -39,9 +39,6 @@ def use_lightning_for_pytorch_lightning() -> None:
     Call it first, before code that imports `pytorch_lightning`. A second call has no effect. Worker processes and the
     children of this process do the same.
 
-    Raises:
-        RuntimeError: If `pytorch_lightning` has been imported before.
-
     Example:
         >>> import fedlightning.compat
         >>> fedlightning.compat.use_lightning_for_pytorch_lightning()  # doctest: +SKIP
@@ -61,11 +58,7 @@ def use_lightning_for_pytorch_lightning() -> None:
 
 
 def use_lightning_if_possible(*, asked: bool = True) -> None:
-    """Do as :func:`use_lightning_for_pytorch_lightning`, unless `pytorch_lightning` is imported already.
-
-    Args:
-        asked: `False`: only if the parent process does so, too.
-    """
+    """Do as :func:`use_lightning_for_pytorch_lightning`, unless `pytorch_lightning` is imported already."""
     if not _is_imported() and (asked or os.environ.get(SWITCH) == "1"):
         use_lightning_for_pytorch_lightning()
 
@@ -118,12 +111,6 @@ def adapt(*objects: Any) -> None:
     Of an object whose class is `pytorch_lightning`'s own, the class is replaced. A class that a user derived from one of
     them gets the present one as a base in front of it, so that `isinstance` holds for both packages;
     `pytorch_lightning.Trainer` refuses it then. Other objects stay as they are.
-
-    Args:
-        objects: Any objects; lists and tuples stand for what is in them.
-
-    Raises:
-        ValueError: If the packages have different versions or a class cannot be changed; the sentence says what to do.
     """
     if not _is_imported():
         return

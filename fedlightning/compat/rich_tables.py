@@ -10,12 +10,7 @@ _WIDEST = 10_000
 
 
 def print_whole(console: Console, table: Table) -> None:
-    """Print a table with nothing cut off: on a terminal that is too narrow its lines go on in the next ones.
-
-    Args:
-        console: Console to print to.
-        table: The table. Text in columns that may wrap is wrapped between words.
-    """
+    """Print a table with nothing cut off: on a terminal that is too narrow its lines go on in the next ones."""
     width, room = console.width, console.options.update(max_width=_WIDEST)
     shortest = longest = 0
     for column in table.columns:

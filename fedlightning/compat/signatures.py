@@ -10,11 +10,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 
 def takes_index(step: Callable[..., Any]) -> bool:
-    """Return True if a `training_step`, `validation_step` or `test_step` wants the batch's index beside the batch.
-
-    Args:
-        step: The method, bound or not.
-    """
+    """Return True if a `training_step`, `validation_step` or `test_step` wants the batch's index beside the batch."""
     return bool(is_param_in_hook_signature(step, "batch_idx", min_args=2))
 
 

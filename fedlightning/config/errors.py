@@ -73,12 +73,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def constructor_sentence(error: BaseException, config: Mapping[str, Any]) -> str:
-    """Return the sentence for an error that a constructor raised, with the place of its class in the configuration.
-
-    Args:
-        error: The error.
-        config: Sections `trainer`, `model` and `data`, as plain mappings.
-    """
+    """Return the sentence for an error that a constructor raised, with the place of its class in the configuration."""
     places = [
         (path, name)
         for section in ("trainer", "model", "data")

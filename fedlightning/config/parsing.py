@@ -150,11 +150,7 @@ class FederatedCLI(LightningCLI):
 
     # -- the objects -----------------------------------------------------------------------------------------------
     def before_instantiate_classes(self) -> None:
-        """Set the seed, so that the same configuration gives the same first weights.
-
-        Raises:
-            InputError: If the seed is out of range.
-        """
+        """Set the seed, so that the same configuration gives the same first weights."""
         if not 0 <= self.config.trainer.seed < 2**32:
             raise InputError(f"trainer.seed={self.config.trainer.seed} must be a whole number from 0 to 4294967295.")
         seed_everything(self.config.trainer.seed, workers=False, verbose=False)
@@ -170,12 +166,7 @@ class FederatedCLI(LightningCLI):
         self.parser.add_instantiator(Maker(partial(section, "data")), LightningDataModule)
 
     def instantiate_classes(self) -> None:
-        """Make the objects.
-
-        Raises:
-            InputError: If a constructor refuses a value or fails, with the place in the configuration. What a user's own
-                constructor raises stays as it is, unless it is a ValueError.
-        """
+        """Make the objects."""
         try:
             super().instantiate_classes()
         except Exception as error:

@@ -27,12 +27,6 @@ WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 def refuse_form(text: str) -> None:
     """Refuse a YAML document that is nested too deeply, or has a key twice, of which one would be lost.
 
-    Args:
-        text: The document.
-
-    Raises:
-        YAMLError: If it is one, or is no YAML.
-
     Example:
         >>> refuse_form("trainer: {seed: 1, seed: 2}")
         Traceback (most recent call last):
@@ -67,12 +61,6 @@ def refuse_form(text: str) -> None:
 def refuse_expansion(value: Any) -> None:
     """Refuse a YAML document that its aliases make huge or endless ("billion laughs"), without writing it out.
 
-    Args:
-        value: What was read; equal aliases are one object.
-
-    Raises:
-        YAMLError: If it holds more than :data:`MOST_VALUES` values, or itself.
-
     Example:
         >>> refuse_expansion({"a": [1, 2]})
         >>> lol = ["lol"]
@@ -105,13 +93,6 @@ def check_values(config: Mapping[str, Any], trainer: type) -> None:
     """Refuse `null` for an argument that needs a value, and NaN or infinity where an argument is a number.
 
     The types in signatures let both pass: jsonargparse takes `null` for any argument, and NaN is a float.
-
-    Args:
-        config: Sections `trainer`, `model` and `data`, as plain mappings.
-        trainer: Class of the section `trainer`.
-
-    Raises:
-        InputError: Naming the key's full path.
     """
     for section in ("trainer", "model", "data"):
         for path, owner, key, value in _arguments(

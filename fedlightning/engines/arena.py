@@ -136,17 +136,7 @@ class Broadcast(Generic[Shared]):
 
 
 def pack(value: Any, arena: Memory, broadcast: Broadcast[Any] | None = None, packer: type[Any] | None = None) -> bytes:
-    """Lay the tensors and arrays of `value` out in `arena`, over its former content, and pickle the rest.
-
-    Args:
-        value: Any tree that can be pickled. A tensor that occurs several times is one tensor again afterwards.
-        arena: Written from the start. It must be read by :func:`unpack` before it is written again.
-        broadcast: Memory for tensors that are sent to several receivers.
-        packer: Class of the pickler, :class:`Packing` before another one; default: :mod:`pickle`'s own.
-
-    Returns:
-        The header that :func:`unpack` needs.
-    """
+    """Lay the tensors and arrays of `value` out in `arena`, over its former content, and pickle the rest."""
     arena.clear()
     file = io.BytesIO()
     slots: list[Slot] = []
@@ -156,14 +146,7 @@ def pack(value: Any, arena: Memory, broadcast: Broadcast[Any] | None = None, pac
 
 
 def unpack(header: bytes, arena: Memory, broadcast: Memory | None = None, copy: bool = True) -> Any:
-    """Return the value that :func:`pack` was given.
-
-    Args:
-        header: The result of :func:`pack`.
-        arena: The memory it wrote to.
-        broadcast: The memory of the broadcast that it wrote to.
-        copy: `False` leaves tensors and arrays in the arena, which must not be written any more then.
-    """
+    """Return the value that :func:`pack` was given."""
     payload, slots = pickle.loads(header)
     views = [arena.view(slot) for slot in slots]
     buffers = [bytearray(view) if copy else view for view in views]

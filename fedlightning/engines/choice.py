@@ -15,13 +15,7 @@ CLIENTS = 4
 
 
 def choose(runner: LocalRunner, participants: int, synchronous: bool = True) -> tuple[str, str]:
-    """Return the name of an engine, and why in a line.
-
-    Args:
-        runner: The client side, with the data here.
-        participants: Clients of a round.
-        synchronous: Whether a round visits its clients together.
-    """
+    """Return the name of an engine, and why in a line."""
     alone = "engine='auto' takes 'sequential': {}."
     if not synchronous:
         return "sequential", alone.format("the loop visits clients one by one")

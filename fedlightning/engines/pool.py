@@ -70,12 +70,7 @@ class Worker:
             self.connection.send_bytes(setup.header)
 
     def give(self, task: Task[Any], record: ClientRecord) -> None:
-        """Send a task and the record of its client. The worker must be idle.
-
-        Raises:
-            OSError: If the worker is gone.
-            UnpicklableError: If the task cannot be sent.
-        """
+        """Send a task and the record of its client. The worker must be idle."""
         try:
             header = pack((task, record), self.inbox, self.broadcast)
         except Exception as error:
@@ -83,12 +78,7 @@ class Worker:
         self.connection.send_bytes(header)
 
     def take(self) -> worker.Reply | None:
-        """Return the worker's reply; `None` if it only reports that it is ready. Its warnings are issued again here.
-
-        Raises:
-            EOFError: If the worker is gone.
-            OSError: If the worker is gone.
-        """
+        """Return the worker's reply; `None` if it only reports that it is ready. Its warnings are issued again here."""
         header = self.connection.recv_bytes()
         if header == worker.READY:
             self.ready = True
@@ -195,12 +185,7 @@ def one_thread() -> Iterator[None]:
 
 
 def own_gpu(index: int, devices: Any) -> dict[str, str]:
-    """Return the environment in which a worker sees one of this machine's GPUs, if `devices="auto"` shares them out.
-
-    Args:
-        index: Number of the worker.
-        devices: The Trainer argument.
-    """
+    """Return the environment in which a worker sees one of this machine's GPUs, if `devices="auto"` shares them out."""
     count = torch.cuda.device_count() if devices == "auto" else 1
     if count < 2:
         return {}

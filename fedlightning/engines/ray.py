@@ -67,11 +67,7 @@ class Parts:
         return None if self.folder is None or not self.folder.is_dir() else NamedTemporaryFile(dir=self.folder)
 
     def source(self, elsewhere: bool) -> Source:
-        """Return where an actor finds them.
-
-        Args:
-            elsewhere: Whether it cannot reach this process's files.
-        """
+        """Return where an actor finds them."""
         arena = self.setup.arena
         if not elsewhere:
             found = os.fstat(arena.descriptor)
@@ -120,11 +116,7 @@ class RayWorker:
         self.pending = self.kept.handle.take_over.remote(*given).future()
 
     def give(self, task: Task[Any], record: ClientRecord) -> None:
-        """Send a task and the record of its client. The worker must be idle.
-
-        Raises:
-            UnpicklableError: If the task cannot be sent.
-        """
+        """Send a task and the record of its client. The worker must be idle."""
         try:
             message = packed((task, record), self.broadcast)
         except Exception as error:
@@ -132,11 +124,7 @@ class RayWorker:
         self.pending = self.kept.handle.work.remote(message, self.broadcast.arena.put()).future()
 
     def take(self) -> Reply | None:
-        """Return the worker's reply; `None` while it starts. Its warnings are issued again here.
-
-        Raises:
-            EOFError: If the worker, or the machine that it was on, is gone.
-        """
+        """Return the worker's reply; `None` while it starts. Its warnings are issued again here."""
         import ray
 
         assert self.pending is not None
@@ -206,11 +194,7 @@ class RayEngine(WorkersEngine):
         return RayEngine(runner, ClientStore(), self._given, self.options)
 
     def check(self) -> None:
-        """Refuse a machine without Ray.
-
-        Raises:
-            ConfigurationError: With the command that installs it.
-        """
+        """Refuse a machine without Ray."""
         if not ray_cluster.installed():
             raise ConfigurationError(ray_cluster.MISSING)
 

@@ -66,14 +66,7 @@ def installed() -> bool:
 
 
 def load(options: RayOptions) -> None:
-    """Import Ray, quietly.
-
-    Args:
-        options: Say whether it will be a Ray of our own.
-
-    Raises:
-        ConfigurationError: If it is not installed.
-    """
+    """Import Ray, quietly."""
     global _guarded
     if not installed():
         raise ConfigurationError(MISSING)
@@ -89,16 +82,7 @@ def load(options: RayOptions) -> None:
 
 
 def connect(options: RayOptions, workers: int) -> None:
-    """Start Ray, or connect to the cluster of the options, unless the program is connected already.
-
-    Args:
-        options: Address and arguments.
-        workers: Number of workers that a Ray of our own must have room for.
-
-    Raises:
-        ConfigurationError: If Ray is not installed, there is no such cluster, the program is connected to another one, or a
-            Ray of our own does not start.
-    """
+    """Start Ray, or connect to the cluster of the options, unless the program is connected already."""
     global _own
     load(options)
     if sys.modules["ray"].is_initialized():
@@ -134,11 +118,7 @@ def connect(options: RayOptions, workers: int) -> None:
 
 
 def _knock(address: str, seconds: float = 10.0) -> None:
-    """Refuse an address where nobody listens: `ray.init` would go on trying for minutes.
-
-    Raises:
-        ConfigurationError: If nobody does. An address that is no host and port (`auto`) is Ray's to find.
-    """
+    """Refuse an address where nobody listens: `ray.init` would go on trying for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return
@@ -175,16 +155,7 @@ def room() -> tuple[float, float]:
 
 
 def needs_of(options: RayOptions, workers: int | None, on_gpu: bool) -> tuple[float, float]:
-    """Return the CPUs and GPUs of one worker.
-
-    Args:
-        options: What the user says.
-        workers: Number of workers; `None`: as many as there is room for.
-        on_gpu: Whether clients train on GPUs.
-
-    Raises:
-        ConfigurationError: If there is no room for any worker.
-    """
+    """Return the CPUs and GPUs of one worker."""
     cpus, gpus = room()
     share = options.num_gpus
     if share is None:
@@ -218,13 +189,7 @@ def workers_in(needs: tuple[float, float]) -> int:
 
 # -- actors ------------------------------------------------------------------------------------------------------------
 def lease(needs: tuple[float, float], mark: object, owner: object) -> Kept:
-    """Return an actor: one that waits, if possible one that holds the engine's parts, or else a new one.
-
-    Args:
-        needs: CPUs and GPUs to be set aside for it.
-        mark: Mark of the parts that the engine works with.
-        owner: Token of the engine.
-    """
+    """Return an actor: one that waits, if possible one that holds the engine's parts, or else a new one."""
     import ray
 
     from fedlightning.engines.ray_worker import Actor

@@ -42,15 +42,7 @@ _sweeper: subprocess.Popen[bytes] | None = None
 
 
 def start(arguments: Mapping[str, Any], guarded: bool) -> None:
-    """Start a Ray of our own; on a machine that is busy, more than once.
-
-    Args:
-        arguments: Of `ray.init`.
-        guarded: Whether it wants our token.
-
-    Raises:
-        ConfigurationError: If it does not start.
-    """
+    """Start a Ray of our own; on a machine that is busy, more than once."""
     _watch()
     for number in range(1, TRIES + 1):
         try:
@@ -97,13 +89,6 @@ def in_a_thread(arguments: Mapping[str, Any], variables: Mapping[str, str] | Non
 
     The thread stays because the kernel ends what it has started when it ends. Beneath Python's handler Ray installs another
     one of its own, which ends the process by SIGABRT; so Python's is put in its place again.
-
-    Args:
-        arguments: Of `ray.init`.
-        variables: The environment of what it starts, beside our own.
-
-    Raises:
-        TimeoutError: If it takes too long.
     """
     done: Future[None] = Future()
 

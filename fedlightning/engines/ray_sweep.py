@@ -13,11 +13,7 @@ from pathlib import Path
 
 
 def sweep(mark: bytes) -> bool:
-    """Kill every process that was started with a mark in its environment; return whether there was any.
-
-    Args:
-        mark: The mark.
-    """
+    """Kill every process that was started with a mark in its environment; return whether there was any."""
     found = False
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -30,12 +26,7 @@ def sweep(mark: bytes) -> bool:
 
 
 def wait_and_sweep(mark: bytes, seconds: float = 60.0) -> None:
-    """Wait for the end of the parent, then sweep until nothing has been found three times.
-
-    Args:
-        mark: The mark.
-        seconds: How long it is looked for something, at most.
-    """
+    """Wait for the end of the parent, then sweep until nothing has been found three times."""
     parent, quiet = os.getppid(), 0
     while os.getppid() == parent and not select.select([sys.stdin], [], [], 1.0)[0]:
         continue

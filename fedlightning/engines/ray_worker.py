@@ -144,23 +144,13 @@ class Received:
 
 
 def packed(value: Any, broadcast: Broadcast[Pieces] | None = None) -> Message:
-    """Lay a value out for Ray.
-
-    Args:
-        value: Any tree that can be pickled.
-        broadcast: Memory for tensors that are sent to several workers.
-    """
+    """Lay a value out for Ray."""
     buffer = Buffer()
     return pack(value, buffer, broadcast, packer()), buffer.content()
 
 
 def unpacked(message: Message, broadcast: Memory | None = None) -> Any:
-    """Return the value that :func:`packed` was given; nothing of it lies in Ray's memory.
-
-    Args:
-        message: The result of :func:`packed`.
-        broadcast: The pieces, as received.
-    """
+    """Return the value that :func:`packed` was given; nothing of it lies in Ray's memory."""
     header, content = message
     return unpack(header, Buffer(content.data), broadcast)
 
@@ -225,18 +215,7 @@ class Actor:
     def take_over(
         self, source: Source, environment: Mapping[str, str], folder: str, path: Sequence[str], marker: str | None
     ) -> Message | None:
-        """Take a federation's parts over, in the place of another one's.
-
-        Args:
-            source: Where they are.
-            environment: Variables to set.
-            folder: The working folder of the driver, which is this process's, too, where it is there.
-            path: Where the driver looks for modules.
-            marker: A file in the run's folder, for a worker on another machine.
-
-        Returns:
-            READY, or a reply with an error; `None` if the parts cannot be reached from here.
-        """
+        """Take a federation's parts over, in the place of another one's."""
         self._runner = None
         os.environ.update(environment)
         with suppress(OSError):
@@ -259,12 +238,7 @@ class Actor:
         return READY, None
 
     def work(self, task: Message, pieces: Sequence[tuple[int, Any]]) -> Message:
-        """Carry out a task and return the reply.
-
-        Args:
-            task: The task and the record of its client.
-            pieces: Offset and reference of what several workers are sent.
-        """
+        """Carry out a task and return the reply."""
         import ray
 
         assert self._runner is not None
@@ -281,11 +255,7 @@ class Actor:
 
 
 def environment_for(same_machine: bool) -> dict[str, str]:
-    """Return the variables of this process that a worker is given.
-
-    Args:
-        same_machine: Whether the worker is on this machine.
-    """
+    """Return the variables of this process that a worker is given."""
     return {
         name: value
         for name, value in os.environ.items()

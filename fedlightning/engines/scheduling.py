@@ -43,20 +43,10 @@ class Hand(Protocol):
     ready: bool
 
     def give(self, task: Task[Any], record: ClientRecord) -> None:
-        """Send a task and the record of its client. The worker must be idle.
-
-        Raises:
-            OSError: If the worker is gone.
-            UnpicklableError: If the task cannot be sent.
-        """
+        """Send a task and the record of its client. The worker must be idle."""
 
     def take(self) -> Reply | None:
-        """Return the worker's reply; `None` if it only reports that it is ready. Its warnings are issued again here.
-
-        Raises:
-            EOFError: If the worker is gone.
-            OSError: If the worker is gone.
-        """
+        """Return the worker's reply; `None` if it only reports that it is ready. Its warnings are issued again here."""
 
     def has_answered(self) -> bool:
         """Return whether :meth:`take` would not wait."""
@@ -145,12 +135,7 @@ class WorkersEngine(Engine):
         """Return the reason of a client that is given up because so many workers ended at work on it."""
 
     def map(self, tasks: Iterable[Task[Answer]]) -> Iterator[Answer]:
-        """Yield the answers of tasks in their order; see :meth:`fedlightning.federation.engine.Engine.map`.
-
-        Raises:
-            UnpicklableError: If the federation cannot be sent to another process.
-            RuntimeError: If workers die while they start, or if this call is continued after another one.
-        """
+        """Yield the answers of tasks in their order; see :meth:`fedlightning.federation.engine.Engine.map`."""
         self._forget()
         self._start()
         self._turn += 1

@@ -98,11 +98,7 @@ class VectorizedEngine(Engine):
         self._training = StackedTraining(runner, self.watchdog.watching)
 
     def check(self) -> None:
-        """Refuse a federation that cannot be stacked.
-
-        Raises:
-            ValueError: If it cannot be stacked, with the reason.
-        """
+        """Refuse a federation that cannot be stacked."""
         self._found = examine(self.runner)
 
     def beside(self, runner: LocalRunner) -> VectorizedEngine:
@@ -146,10 +142,6 @@ class VectorizedEngine(Engine):
 
         Where one is to be tried again all are, and the results of the last try count: then they are what they would have
         been without the failure, for how a sum is rounded depends on who is in the stack.
-
-        Args:
-            tasks: The tasks.
-            do: Carries them out; yields answers and new records.
         """
         attempts = {place: self.attempts.of(task) for place, task in enumerate(tasks)}
         settled: dict[int, tuple[Any, ClientRecord | None]] = {}

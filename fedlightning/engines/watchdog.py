@@ -52,15 +52,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, clients: Sequence[str], allowance: int = 1) -> Iterator[None]:
-        """Within the block, this thread is at work on these clients. Blocks may be nested: the innermost one names them.
-
-        Args:
-            clients: Their ids.
-            allowance: Number of clients whose time they have together.
-
-        Raises:
-            ClientTimeoutError: If they took too long.
-        """
+        """Within the block, this thread is at work on these clients. Blocks may be nested: the innermost one names them."""
         timeout = self._attempts().policy.timeout
         if timeout is None:
             yield

@@ -91,12 +91,7 @@ def parts_of(runner: LocalRunner) -> dict[str, Any]:
 
 
 def work(connection: Connection, environment: Mapping[str, str]) -> None:
-    """Run a worker: the target of its process.
-
-    Args:
-        connection: Pipe to the main process, which sends four arenas, then headers of (task, record).
-        environment: Variables of the main process, and of this worker alone (the GPU it sees).
-    """
+    """Run a worker: the target of its process."""
     ignore_stop_requests()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(environment)
@@ -135,12 +130,7 @@ def collect_warnings() -> list[Caught]:
 
 
 def take_over(switches: Switches, parts: Mapping[str, Any]) -> LocalRunner:
-    """Return the client side of a federation in this process.
-
-    Args:
-        switches: The main process's settings.
-        parts: See :func:`parts_of`.
-    """
+    """Return the client side of a federation in this process."""
     switches.apply()
     with warnings.catch_warnings():  # the main process has said it
         warnings.simplefilter("ignore")
@@ -156,15 +146,7 @@ def answered(
     outbox: Memory,
     packer: type[Any] | None = None,
 ) -> bytes:
-    """Carry out a task and lay its reply out in `outbox`; return the header that belongs to it.
-
-    Args:
-        runner: The client side.
-        given: Reads the task and the client's record.
-        caught: Warnings, which go with the reply; emptied.
-        outbox: Memory for the reply.
-        packer: Class of the pickler; see :func:`fedlightning.engines.arena.pack`.
-    """
+    """Carry out a task and lay its reply out in `outbox`; return the header that belongs to it."""
     reply = _do(runner, given)
     try:
         return pack(Reply(reply.answer, reply.record, reply.error, tuple(caught)), outbox, packer=packer)

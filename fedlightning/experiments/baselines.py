@@ -29,14 +29,6 @@ def algorithms_of(config: Config) -> set[str]:
 def missing_baselines(configs: Sequence[Config], requested: Sequence[str] = AUTO) -> list[str]:
     """Return the requested baselines that are not among the configurations.
 
-    Args:
-        configs: Complete configurations of the methods.
-        requested: Names of algorithms. Of the default ones only Local stands beside clients whose models differ: the others
-            make one model of all.
-
-    Raises:
-        ValueError: If an algorithm is not in the catalogue.
-
     Example:
         >>> mixed = {"model": {"class_path": "fedlightning.models.ClientModels"}, "trainer": {}}
         >>> missing_baselines([mixed]), missing_baselines([{"trainer": {}}])

@@ -49,16 +49,7 @@ def context() -> Any:
 
 # -- a function --------------------------------------------------------------------------------------------------------
 def call(function: Callable[..., T], *arguments: Any) -> T:
-    """Call `function` in a child process and return its result.
-
-    Args:
-        function: A function that can be imported.
-        arguments: Its arguments, which must be picklable.
-
-    Raises:
-        InputError: If the input is bad, with the sentence of the child.
-        ChildCrash: If anything else went wrong; the traceback is on stderr.
-    """
+    """Call `function` in a child process and return its result."""
     ctx = context()
     ours, theirs = ctx.Pipe(duplex=False)
     process = ctx.Process(target=_answer, args=(theirs, function, arguments))

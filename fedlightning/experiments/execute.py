@@ -102,19 +102,7 @@ def execute(
     main: Main,
     start: Callable[[Task, int], Running] | None = None,
 ) -> None:
-    """Make every run, `jobs` at a time. A run that fails does not stop the others.
-
-    Args:
-        tasks: Runs in the order in which they start.
-        jobs: Number of runs at a time. With more than one, every run has one thread and one GPU, given in turn.
-        gpus: Values for `CUDA_VISIBLE_DEVICES`; empty without GPUs.
-        watchers: Objects that are told about the progress.
-        main: Command line that makes a run.
-        start: Starts a run, given the number of its place among `jobs`. `None`: a process of this machine.
-
-    Raises:
-        KeyboardInterrupt: After Ctrl-C. All runs are stopped and can be resumed.
-    """
+    """Make every run, `jobs` at a time. A run that fails does not stop the others."""
 
     def process(task: Task, slot: int) -> Running:
         gpu = gpus[slot % len(gpus)] if gpus and jobs > 1 else None

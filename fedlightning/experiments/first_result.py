@@ -40,15 +40,7 @@ class FirstResult:
 
 
 def check_metric(folder: Path, metric: str) -> None:
-    """Check that a finished run has test scores of `metric`, if it has any.
-
-    Args:
-        folder: Folder of the run.
-        metric: Name of the metric, with or without `test_`.
-
-    Raises:
-        InputError: If there are test scores, but none of this name. The sentence lists those there are.
-    """
+    """Check that a finished run has test scores of `metric`, if it has any."""
     from fedlightning.scoring.metrics import bare
     from fedlightning.study.measures import RunScores
     from fedlightning.study.runs import load_run
@@ -63,15 +55,7 @@ def check_metric(folder: Path, metric: str) -> None:
 
 
 def check_known(metric: str, known: Sequence[str]) -> None:
-    """Check a metric before the first run.
-
-    Args:
-        metric: Name of the metric, with or without `test_`.
-        known: Scores that the runs will have; empty if that is not known.
-
-    Raises:
-        InputError: If they will not have it.
-    """
+    """Check a metric before the first run."""
     from fedlightning.scoring.metrics import bare
 
     if known and bare(metric) not in known:

@@ -64,10 +64,6 @@ def without_place(config: Mapping[str, Any]) -> Config:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the differences between two configurations, in words.
 
-    Args:
-        old: The earlier configuration.
-        new: The present configuration.
-
     Example:
         >>> differences({"trainer": {"max_rounds": 3}}, {"trainer": {"max_rounds": 5}})
         ['trainer.max_rounds is 5, was 3']
@@ -113,14 +109,6 @@ def labels(names: Sequence[str | None], paths: Sequence[str], taken: Iterable[st
 
     Two files with one stem get the names of their folders, too, and numbers if that is not enough. Labels that differ
     only in case count as equal, because some file systems do not tell them apart.
-
-    Args:
-        names: Given names, `None` where there is none.
-        paths: Paths of the files.
-        taken: Labels that are in use already.
-
-    Raises:
-        ValueError: If one name is given twice.
 
     Example:
         >>> labels([None, None, "mine"], ["a/fedavg.yaml", "b/fedavg.yaml", "c.yaml"])

@@ -79,15 +79,7 @@ def make_plans(requests: Sequence[Request]) -> list[Plan]:
 
 
 def make_plan(request: Request, clients: dict[str, int] | None = None) -> Plan:
-    """Parse every configuration of a request and set up its data.
-
-    Args:
-        request: What was asked for.
-        clients: Known numbers of clients, by data configuration. New ones are added.
-
-    Raises:
-        InputError: If a configuration cannot work; the sentence names it.
-    """
+    """Parse every configuration of a request and set up its data."""
     import torch
 
     pairs = [split_label(word) for word in request.files]

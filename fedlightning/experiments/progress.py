@@ -52,11 +52,7 @@ class Estimate:
             self.finished.setdefault(task.name, []).append(seconds)
 
     def seconds(self, running: Mapping[Task, tuple[float, int]]) -> float | None:
-        """Return the seconds that are left, or `None` while nothing is known.
-
-        Args:
-            running: Running task -> seconds and finished rounds since its start.
-        """
+        """Return the seconds that are left, or `None` while nothing is known."""
         expected = {name: sum(values) / len(values) for name, values in self.finished.items() if values}
         for task, (spent, rounds) in running.items():
             if rounds:

@@ -30,16 +30,7 @@ _PATIENCE = 20.0  # seconds that a run has to end after Ctrl-C before Ray's work
 
 
 def ray_options(runner: str, address: str | None, cpus: float | None) -> RayOptions | None:
-    """Return what Ray is to be, or `None` if runs are processes of this command.
-
-    Args:
-        runner: `processes` or `ray`.
-        address: Address of a cluster; `None`: a Ray of the command's own.
-        cpus: CPUs that are set aside for each run; `None` for one.
-
-    Raises:
-        InputError: If Ray is not installed, or options of Ray are given without it.
-    """
+    """Return what Ray is to be, or `None` if runs are processes of this command."""
     if runner != "ray":
         for name, value in (("--ray-address", address), ("--ray-cpus", cpus)):
             if value is not None:
@@ -57,11 +48,7 @@ def ray_options(runner: str, address: str | None, cpus: float | None) -> RayOpti
 
 
 def refuse_ray_within(methods: Iterable[Method]) -> None:
-    """Refuse runs that start workers with Ray themselves: these would wait for the CPUs that the runs hold.
-
-    Raises:
-        InputError: With the name of the first such method.
-    """
+    """Refuse runs that start workers with Ray themselves: these would wait for the CPUs that the runs hold."""
     for method in methods:
         if method.config["trainer"].get("engine") == "ray":
             raise InputError(

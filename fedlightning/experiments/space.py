@@ -43,9 +43,6 @@ def split_values(text: str) -> list[str]:
 def parse_grid(words: Sequence[str]) -> dict[str, list[str]]:
     """Parse the words of `--grid`.
 
-    Raises:
-        InputError: If a word has another form, a key is given twice, or a value is missing.
-
     Example:
         >>> parse_grid(["trainer.callbacks.mu=0.1,1"])
         {'trainer.callbacks.mu': ['0.1', '1']}
@@ -95,9 +92,6 @@ class Range:
 
 def parse_search(words: Sequence[str]) -> list[Range]:
     """Parse the words of `--search`.
-
-    Raises:
-        InputError: If a word has another form, bounds are in the wrong order, or a logarithmic range starts at 0 or below.
 
     Example:
         >>> parse_search(["model.init_args.lr=log:1e-5:1e-1"])

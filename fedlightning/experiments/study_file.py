@@ -75,15 +75,6 @@ class StudyFile:
         """Return the runs that are still to be made, seed by seed. Nothing is written.
 
         Finished runs are left out, and so are failed ones unless `redo` includes them. Interrupted runs are resumed.
-
-        Args:
-            methods: Methods of the experiment.
-            seeds: Seeds of every method.
-            vary: Name of a method -> keys that are set to the seed.
-            redo: Runs to be made again.
-
-        Raises:
-            InputError: If a folder has a run of another configuration; the sentence says what differs.
         """
         tasks = []
         for seed in seeds:
@@ -145,13 +136,6 @@ class StudyFile:
         """Write the configurations and add the runs. Entries of other methods and seeds stay.
 
         The folder of a run that starts again from the beginning is removed.
-
-        Args:
-            methods: Methods of the experiment.
-            seeds: Seeds of every method.
-            vary: Name of a method -> keys that are set to the seed.
-            tasks: Runs to be made, from :meth:`plan`.
-            redo: Runs to be made again.
         """
         (self.folder / "configs").mkdir(parents=True, exist_ok=True)
         known = {method["name"]: method for method in self.data["methods"]}
@@ -212,11 +196,7 @@ class StudyFile:
 
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes.
-
-    Raises:
-        InputError: If another process works in the folder.
-    """
+    """Lock a folder against other processes."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:

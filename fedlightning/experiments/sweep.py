@@ -55,17 +55,6 @@ def objective(folder: Path, metric: str = "loss") -> float | None:
 
     The models are those that the run would deploy: each client's best on its own validation data if the run kept them,
     else the best global model, else the last model that each client received (stage L1).
-
-    Args:
-        folder: Folder of a run that was validated with all its checkpoints.
-        metric: Name of the metric, with or without `val_`.
-
-    Returns:
-        The score, or `None` if a client with validation samples has no finite score, since a diverged client must not
-        make a run look better.
-
-    Raises:
-        InputError: If the run has no such validation score.
     """
     from fedlightning.study.runs import load_run
 
@@ -143,10 +132,6 @@ def override(config: Config, keys: Sequence[str]) -> Config:
     """Return the part of a complete configuration that holds `keys`, as an override for the files it was made from.
 
     When files are stacked, lists replace each other, so a list (callbacks) is taken whole. A class is taken with its path.
-
-    Args:
-        config: Complete configuration.
-        keys: Keys of the options.
 
     Example:
         >>> config = {"model": {"class_path": "Mine", "init_args": {"lr": 0.1, "depth": 2}}, "trainer": {"seed": 0}}

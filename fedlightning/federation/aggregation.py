@@ -31,13 +31,7 @@ class Aggregation:
         self.updates: dict[str, list[Update]] = {}
 
     def fold(self, update: Update, base: Mapping[str, Tensor] | None = None) -> None:
-        """Take in one update, which has been checked. Its model entries are released unless the reducer needs them.
-
-        Args:
-            update: The update.
-            base: The entries that the client was sent, where the server's model has moved on since: the client's change
-                `w_i - base` is taken at the model as it is now. `None`: the model is the one that it was sent.
-        """
+        """Take in one update, which has been checked. Its model entries are released unless the reducer needs them."""
         server = self.server
         server.callbacks.event("on_update", server, update)
         if base is not None:
@@ -59,12 +53,7 @@ class Aggregation:
         return moved
 
     def finish(self, nobody: bool = False) -> None:
-        """Replace the server's models by the new ones.
-
-        Args:
-            nobody: Whether no client was visited in this round: callbacks with `on_reduced` see the global model as it is,
-                and if they leave it so, the server makes no step.
-        """
+        """Replace the server's models by the new ones."""
         server = self.server
         reduced = {model: self._mean(model, mean) for model, mean in self.means.items()}
         for model, updates in self.updates.items():

@@ -78,14 +78,7 @@ def describe(server: Server) -> dict[str, dict[str, Any]]:
 
 
 def refuse_mixed(server: Server) -> None:
-    """Refuse callbacks that are not written for several models at the server, or for clients' models that differ.
-
-    Args:
-        server: The server.
-
-    Raises:
-        ConfigurationError: Naming the callback.
-    """
+    """Refuse callbacks that are not written for several models at the server, or for clients' models that differ."""
     owner = server.callbacks.role("model_of")
     several = owner is not None and any(server.model_of(client) != GLOBAL for client in server.clients)
     for callback in server.callbacks if several and not server.is_mixed else ():
@@ -112,14 +105,7 @@ def _is_right(callback: FederatedCallback) -> bool:
 
 
 def refuse_uncommon(server: Server) -> None:
-    """Refuse entries that would travel and that not all models have. Callbacks' own checks come before, and know more.
-
-    Args:
-        server: The server.
-
-    Raises:
-        ConfigurationError: Naming the entry.
-    """
+    """Refuse entries that would travel and that not all models have. Callbacks' own checks come before, and know more."""
     if not server.is_mixed:
         return
     for client in (*server.clients, *server.held_out):
@@ -132,18 +118,7 @@ def refuse_uncommon(server: Server) -> None:
 
 
 def refuse_unlike(model: str, sent: Architecture, names: tuple[str, ...], client: str, own: Architecture) -> None:
-    """Refuse to send a client entries that its model does not have.
-
-    Args:
-        model: Key of the server's model.
-        sent: Its architecture.
-        names: Names of the entries.
-        client: The client's id.
-        own: The client's architecture.
-
-    Raises:
-        ConfigurationError: Naming the entry.
-    """
+    """Refuse to send a client entries that its model does not have."""
     name = None if own is sent else own.first_difference(sent, names)
     if name is not None:
         have = tuple(own.shapes[name]) if name in own.shapes else "missing"
@@ -160,15 +135,6 @@ def refuse_other_choice(server: Server, model: str, names: tuple[str, ...], clie
 
     A rule such as "all but the last layer" names other entries in a deeper network: a layer that is a client's own would
     travel, or one that should travel would stay.
-
-    Args:
-        server: The server.
-        model: Key of the server's model.
-        names: Names of its entries that travel.
-        client: The client's id.
-
-    Raises:
-        ConfigurationError: Naming the first such entry.
     """
     sent, own = server.architecture(model), server.architecture_of(client)
     chosen = server.shared_in(own.name)

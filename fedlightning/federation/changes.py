@@ -34,11 +34,7 @@ class Changes:
     joined: list[str] = field(default_factory=list)
 
     def told(self, next_round: int) -> list[str]:
-        """Return the lines for the summary, and warn of each kind.
-
-        Args:
-            next_round: The round from which on they hold, from 1.
-        """
+        """Return the lines for the summary, and warn of each kind."""
         lines = [f"from round {next_round}: {text}" for text in self.configuration]
         if self.configuration:
             warn(f"The run goes on with another configuration: {_some(self.configuration)}.")
@@ -58,24 +54,7 @@ def changes_since(
     allow_changes: bool = False,
     allow_new_clients: bool = False,
 ) -> Changes:
-    """Compare a run with its saved state.
-
-    Args:
-        saved: What was saved beside the server's state: `lasting`, `clients`, `held_out`.
-        server: The present server, of which the callbacks and the clients are compared.
-        fingerprint: Returns the present fingerprint.
-        place: The run's folder, for messages.
-        rounds_done: Finished rounds of the run.
-        allow_changes: Accept another configuration.
-        allow_new_clients: Accept clients that the run did not train before.
-
-    Returns:
-        What has changed, all of which is allowed.
-
-    Raises:
-        ValueError: If something has changed that is not allowed, or never is: a client is gone, or held out now; or if
-            clients join and no round is left.
-    """
+    """Compare a run with its saved state."""
     joined = joined_since(saved, server)
     if joined and not allow_new_clients:
         raise ValueError(
@@ -111,16 +90,7 @@ def changes_since(
 
 
 def keep_assigned(saved: Mapping[str, Any], blueprint: Blueprint, place: object) -> None:
-    """Let clients that have trained keep the architecture that they had; a rule may give it to others now.
-
-    Args:
-        saved: As in :func:`changes_since`.
-        blueprint: That of the present run; takes over the assignment.
-        place: The run's folder, for messages.
-
-    Raises:
-        ValueError: If clients are assigned by name, and one has another name than before.
-    """
+    """Let clients that have trained keep the architecture that they had; a rule may give it to others now."""
     had, now = saved.get("assigned", {}), blueprint.assigned
     by_name = isinstance(blueprint.template, ClientModels) and not isinstance(blueprint.template.assign, str)
     for client in had if by_name else ():
@@ -133,16 +103,7 @@ def keep_assigned(saved: Mapping[str, Any], blueprint: Blueprint, place: object)
 
 
 def check_scored(saved: Mapping[str, Any], server: Server, place: object) -> None:
-    """Refuse to score a run with clients that never trained among those that did, or the other way round.
-
-    Args:
-        saved: As in :func:`changes_since`.
-        server: The present server.
-        place: The run's folder, for messages.
-
-    Raises:
-        ValueError: Naming the clients.
-    """
+    """Refuse to score a run with clients that never trained among those that did, or the other way round."""
     trained = set(saved["clients"])
     strangers = [client for client in server.clients if client not in trained]
     if strangers:
@@ -159,30 +120,14 @@ def check_scored(saved: Mapping[str, Any], server: Server, place: object) -> Non
 
 
 def scored_before(saved: Mapping[str, Any], server: Server, seed: int) -> list[str]:
-    """Return the clients that a run has scored up to its saved state.
-
-    Args:
-        saved: As in :func:`changes_since`.
-        server: The present server.
-        seed: Seed of the data, which draws them.
-    """
+    """Return the clients that a run has scored up to its saved state."""
     clients: list[str] = list(saved["clients"])
     given = saved["lasting"].get("evaluate_clients")
     return clients if given is None else draw_clients(clients, given, seed, "evaluated")
 
 
 def check_rescored(before: Sequence[str], server: Server, place: object, go_on: bool) -> None:
-    """Refuse to compare scores of different clients across rounds, and warn where a run gets scores of others.
-
-    Args:
-        before: Clients that the run has scored.
-        server: The present server; nobody has joined it.
-        place: The run's folder, for messages.
-        go_on: The run will be trained further.
-
-    Raises:
-        ConfigurationError: If a callback goes by scores of all rounds.
-    """
+    """Refuse to compare scores of different clients across rounds, and warn where a run gets scores of others."""
     if list(before) == server.evaluated:
         return
     counts = f"{len(before)} of {len(server.clients)} clients", f"{len(server.evaluated)}"
@@ -201,15 +146,7 @@ def check_rescored(before: Sequence[str], server: Server, place: object, go_on: 
 
 
 def refuse_mixed_validation(before: Sequence[str], server: Server) -> None:
-    """Refuse validation of a run at clients that it has not scored in training: its curve would mix two sets of clients.
-
-    Args:
-        before: Clients that it has scored in training.
-        server: The present server.
-
-    Raises:
-        ConfigurationError: Naming both numbers.
-    """
+    """Refuse validation of a run at clients that it has not scored in training: its curve would mix two sets of clients."""
     if not set(server.evaluated) <= set(before):
         raise ConfigurationError(
             f"The run has validation scores of {len(before)} of {len(server.clients)} clients for every round, and validate "
@@ -219,16 +156,7 @@ def refuse_mixed_validation(before: Sequence[str], server: Server) -> None:
 
 
 def join_clients(server: Server, clients: Sequence[str]) -> None:
-    """Let every callback make room for clients that take part from now on.
-
-    Args:
-        server: The server, which knows them already. Nothing has trained since it was restored.
-        clients: Their ids.
-
-    Raises:
-        ConfigurationError: If a callback has state at the server and does not say what joining does to it.
-        ValueError: If a callback has no place for them.
-    """
+    """Let every callback make room for clients that take part from now on."""
     for callback in server.callbacks:
         join = callback.facts.newcomers.join
         if callable(join):
@@ -243,15 +171,7 @@ def join_clients(server: Server, clients: Sequence[str]) -> None:
 
 
 def joined_since(saved: Mapping[str, Any], server: Server) -> list[str]:
-    """Return the clients that take part now and did not when the state was saved.
-
-    Args:
-        saved: As in :func:`changes_since`.
-        server: The present server.
-
-    Raises:
-        ValueError: If clients join although one of those that the run has is gone, or held out now.
-    """
+    """Return the clients that take part now and did not when the state was saved."""
     clients: Sequence[str] = saved["clients"]
     had = set(clients)
     joined = [client for client in server.clients if client not in had]

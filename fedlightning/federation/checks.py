@@ -48,17 +48,6 @@ def check_callbacks(
     """Let every callback refuse what cannot work. Return the answers of the tasks in `beside`.
 
     Checks that need a batch from elsewhere are carried out together, and refuse and warn in the order of the callbacks.
-
-    Args:
-        server: The server.
-        engine: Knows the data, and has a check that needs a batch carried out where there is one.
-        evaluate_every: Rounds between evaluations.
-        loop: Name of the class of the loop.
-        absent: What about the loop keeps clients out of rounds; empty: nothing.
-        beside: Other tasks that are carried out with them, so that they need no exchange of their own.
-
-    Raises:
-        ValueError: With a callback's sentence.
     """
     blueprint, settings = server.blueprint, server.blueprint.settings
     asked, public = Questions(engine), Public(engine.public, blueprint)
@@ -120,11 +109,7 @@ def absent_by(server: Server) -> str:
 def _check_there(
     checks: Sequence[Check], engine: Engine, asked: Questions, beside: Sequence[Task[Any]]
 ) -> dict[Task[Any], Any]:
-    """Check callbacks here as far as no batch is needed, then the others where the batches are, all together.
-
-    Raises:
-        ValueError: With the sentence of the first that refuses.
-    """
+    """Check callbacks here as far as no batch is needed, then the others where the batches are, all together."""
     done: list[tuple[Setup, list[str], CheckThere | None]] = []  # what each has said, or the task that is to say it
     refused: ValueError | None = None
     missing = engine.no_public if engine.public()[0] is None else ""
@@ -210,11 +195,7 @@ class Questions:
         return self.batches[client]
 
     def first_batch(self) -> Any:
-        """Return a training batch of the first client that has one; `None` if nobody has.
-
-        Raises:
-            BatchElsewhere: If the data are elsewhere.
-        """
+        """Return a training batch of the first client that has one; `None` if nobody has."""
         if self._engine.data_here:
             return self._engine.runner.first_batch()
         if self.client is None:
@@ -245,11 +226,7 @@ class Public:
         self._source, self._blueprint = source, blueprint
 
     def there(self) -> bool:
-        """Return whether there are public data.
-
-        Raises:
-            ValueError: If they cannot be drawn from by index.
-        """
+        """Return whether there are public data."""
         loader, name = self._source()
         dataset: Any = None if loader is None else loader.dataset
         if isinstance(dataset, IterableDataset):

@@ -36,12 +36,7 @@ class Costs:
         self._clock = now
 
     def count(self, server: Server, has_clock: bool) -> None:
-        """Add the cost of the round just finished (or of the visits after the last one) to the history.
-
-        Args:
-            server: Has counted bytes and steps, and keeps the virtual time.
-            has_clock: Whether there is such a time.
-        """
+        """Add the cost of the round just finished (or of the visits after the last one) to the history."""
         totals = {
             "bytes_up": server.bytes_up,
             "bytes_down": server.bytes_down,
@@ -56,12 +51,7 @@ class Costs:
         self._counted = totals
 
     def forget_final_visits(self, server: Server, rounds_done: int) -> None:
-        """Take the visits after what was the last round out of the costs: a longer run does not make them there.
-
-        Args:
-            server: Has counted them, too.
-            rounds_done: Finished rounds.
-        """
+        """Take the visits after what was the last round out of the costs: a longer run does not make them there."""
         final = [entry for entry in self.history if entry["round"] > rounds_done]
         self.history = [entry for entry in self.history if entry["round"] <= rounds_done]
         for entry in final:

@@ -117,11 +117,7 @@ class Deploy:
         return packed(content)
 
     def module(self, runner: LocalRunner, record: ClientRecord) -> LightningModule:
-        """Return the module.
-
-        Raises:
-            ValueError: If the client has selected no such model.
-        """
+        """Return the module."""
         own = record.checkpoints.values()
         kept = next((entry for entry in own if entry["name"] == self.kept), None) if self.kept else None
         if self.kept and kept is None:
@@ -191,13 +187,7 @@ class Predict:
 
 
 def predictions(module: LightningModule, dataloaders: Any, arguments: Mapping[str, Any]) -> list[Any] | None:
-    """Predict with a module, quietly.
-
-    Args:
-        module: The module.
-        dataloaders: As Lightning takes them.
-        arguments: Arguments of the Trainer.
-    """
+    """Predict with a module, quietly."""
     with quiet():
         trainer = Trainer(
             devices=1,

@@ -25,17 +25,7 @@ from fedlightning.visit.failing import client_failure, in_words
 
 
 def deployed(server: Server, engine: Engine, client: str | None, checkpoint: str) -> LightningModule | Deploy:
-    """Return the model of the server that is to be used, or the task that makes that of a client.
-
-    Args:
-        server: The server.
-        engine: Knows what the client has selected.
-        client: The client's id; `None`: the global model.
-        checkpoint: `"latest"`, or the name of a checkpoint callback.
-
-    Raises:
-        ValueError: For an unknown client or checkpoint, or where the method has no global model.
-    """
+    """Return the model of the server that is to be used, or the task that makes that of a client."""
     if client is not None and client not in server.num_samples and client not in server.held_out:
         more = f" and {len(server.clients) - 20} more" if len(server.clients) > 20 else ""
         raise ValueError(f"There is no client '{client}'. The clients are {server.clients[:20]}{more}.")
@@ -78,17 +68,6 @@ def export(run: RunFolder, server: Server, engine: Engine) -> bool:
     cannot be made has no file, and is told as a client that could not be scored is. Where the clients' machines do
     not have the run's folder, each writes into one of its own, and `checkpoints/clients.json` says where; or
     (`engine.brings_models`) they are sent, and lie where they always do.
-
-    Args:
-        run: The run's folder.
-        server: Has the global models.
-        engine: Makes the clients' models.
-
-    Returns:
-        Whether a client failed, be it only at first.
-
-    Raises:
-        ClientFailedError: If one failure is to end the run.
     """
     told = len(server.failures)
     folder = run.path / "checkpoints"

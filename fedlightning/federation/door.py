@@ -30,13 +30,7 @@ MOST = 2**53
 
 
 def checked(server: Server, message: Message, update: Update) -> Update:
-    """Return an update as it may be folded in: itself, or one that says why it was left out.
-
-    Args:
-        server: Knows shapes, kinds and sample counts.
-        message: The message that the update answers.
-        update: The update, as the engine returned it.
-    """
+    """Return an update as it may be folded in: itself, or one that says why it was left out."""
     if update.error is not None:
         return update
     norms: dict[str, float] = {}
@@ -101,17 +95,7 @@ def _fault_of_scores(server: Server, update: Update) -> str | None:
 def fault_of_score(
     server: Server, client: str, data: str, split: str, metric: str, value: float, num_samples: int
 ) -> str | None:
-    """Return why a score cannot be one; `None` if it can. One that is not defined may be a NaN.
-
-    Args:
-        server: Knows what metrics can be, and how many samples there are.
-        client: The client that was scored.
-        data: On whose data.
-        split: Of which split.
-        metric: What was scored.
-        value: The score.
-        num_samples: How many samples it is said to be of.
-    """
+    """Return why a score cannot be one; `None` if it can. One that is not defined may be a NaN."""
     own = server.architecture() if client == EVERYBODY else server.architecture_of(client)
     if (range := outside(own.metric_bounds, metric, value)) is not None:
         return f"{metric} is {value:g}, and can only be in {range}"

@@ -149,11 +149,7 @@ class Engine(ABC):
 
     # -- the data ----------------------------------------------------------------------------------------------------
     def set_up(self, stage: str) -> None:
-        """Prepare the clients' data and set them up, where they are.
-
-        Args:
-            stage: `"fit"` or `"test"`, as Lightning calls it.
-        """
+        """Prepare the clients' data and set them up, where they are."""
         self.runner.set_up(stage)
 
     def leave_out(self, clients: Collection[str]) -> None:
@@ -161,12 +157,7 @@ class Engine(ABC):
         self.runner.leave_out(clients)
 
     def describe(self, leave_out: Collection[str] = (), parts: Collection[Part] = ()) -> Description:
-        """Describe the clients' data.
-
-        Args:
-            leave_out: Clients to leave out besides those that take no part already.
-            parts: What is wanted besides ids and sizes.
-        """
+        """Describe the clients' data."""
         return self.runner.describe(leave_out, parts)
 
     def public(self) -> tuple[Any, str]:
@@ -186,11 +177,7 @@ class Engine(ABC):
         """
 
     def beside(self, runner: LocalRunner) -> Engine:
-        """Return another engine of this kind, with an empty store.
-
-        Args:
-            runner: Its client side: another blueprint, or other data.
-        """
+        """Return another engine of this kind, with an empty store."""
         return type(self)(runner, ClientStore())
 
     def ask(self, task: Task[Answer]) -> Answer:
@@ -210,14 +197,7 @@ class Engine(ABC):
         door: Callable[[Message, Update], Update] = lambda message, update: update,
         round: int | None = None,
     ) -> Iterator[Update]:
-        """Visit clients and yield their updates in the order of the messages, so sums over them have one order.
-
-        Args:
-            messages: The messages.
-            evaluate: Evaluation of the trained models.
-            door: Checks an update on arrival: returns it, or one that says why it was refused.
-            round: The round in which this happens, if it is not that of the messages.
-        """
+        """Visit clients and yield their updates in the order of the messages, so sums over them have one order."""
         self.attempts.door = lambda task, answer: door(task.message, answer) if isinstance(task, Visit) else answer
         yield from self.map(Visit(message, evaluate.of(message.client), round) for message in messages)
 

@@ -55,13 +55,7 @@ class Explosions:
         return cls(dict(plain.get("usual", {})), list(plain.get("warnings", [])))
 
     def look(self, update: Update, model: State, trainable: Iterable[str]) -> None:
-        """Take in an update that has arrived, with the model that it started from.
-
-        Args:
-            update: The update.
-            model: The server's model.
-            trainable: Names of the parameters; buffers may grow as they like.
-        """
+        """Take in an update that has arrived, with the model that it started from."""
         pairs = {
             name: (update.state[name], model[name])
             for name in trainable
@@ -79,11 +73,7 @@ class Explosions:
                 self._entries[update.client] = max(pairs, key=lambda name: _sortable(_distance(*pairs[name])))
 
     def end_round(self, round: int) -> None:
-        """Warn of this round's explosions, once a client, and note what was usual in it.
-
-        Args:
-            round: The round, from 1.
-        """
+        """Warn of this round's explosions, once a client, and note what was usual in it."""
         warned = {entry["client"] for entry in self.warnings}
         for what in sorted(self._now, key=lambda what: what != UPDATE):  # which names the entry
             values = self._now[what]

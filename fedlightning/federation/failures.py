@@ -68,9 +68,6 @@ class FailurePolicy:
     def needed(self, visited: int) -> int:
         """Return the number of clients that must contribute where so many are visited: never more than these.
 
-        Args:
-            visited: Number of clients that the round visits.
-
         Example:
             >>> FailurePolicy(min_clients=0.5).needed(5), FailurePolicy(min_clients=3).needed(2)
             (3, 2)
@@ -80,11 +77,7 @@ class FailurePolicy:
         return ceil(Fraction(str(self.min_clients)) * visited)  # of the decimal number: 0.7 of 10 is 7
 
     def stop_at(self, client: str, reason: str, when: str) -> None:
-        """End the run where one failure is to end it.
-
-        Raises:
-            ClientFailedError: Naming the client.
-        """
+        """End the run where one failure is to end it."""
         if self.on_error == "stop":
             raise ClientFailedError(
                 f"{when}: {reason.rstrip('.')}. on_client_error='stop' ends the run at the first client that fails; the "
@@ -94,11 +87,6 @@ class FailurePolicy:
 
 def at_site(reason: str, client: str, site: str | None) -> str:
     """Return a reason that names the client's site too, where that is called otherwise than the client.
-
-    Args:
-        reason: A sentence that names the client.
-        client: The client's id.
-        site: Name of its site; `None`: it has none.
 
     Example:
         >>> at_site("client 'a' failed: KeyError: 'x'", "a", "cleveland")
@@ -110,12 +98,7 @@ def at_site(reason: str, client: str, site: str | None) -> str:
 
 
 def in_order(failures: Iterable[Mapping[str, Any]], clients: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Return failures by round and client, so that the order does not tell how fast which worker was.
-
-    Args:
-        failures: As in `server.failures`.
-        clients: All clients' ids, in order.
-    """
+    """Return failures by round and client, so that the order does not tell how fast which worker was."""
     place = {client: number for number, client in enumerate(clients)}
     return sorted(failures, key=lambda one: (one["round"], place.get(one["client"], len(place))))
 
@@ -230,12 +213,7 @@ class Attempt:
         return None if reason is None else (self.task.lost(reason), None)
 
     def settle(self, answer: Answer, record: Record) -> tuple[Answer, Record | None] | None:
-        """Check an answer that has arrived. Return it with the record to keep, or `None` if the task is to be tried again.
-
-        Args:
-            answer: The answer.
-            record: The client's new record, or `None` if it has not changed.
-        """
+        """Check an answer that has arrived. Return it with the record to keep, or `None` if the task is to be tried again."""
         arrived = self.owner.door(self.task, answer)
         failed = self.task.failure(arrived)
         if failed is not None:

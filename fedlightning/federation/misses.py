@@ -11,12 +11,7 @@ from fedlightning.scoring.rows import not_scored
 
 
 def tell_of_misses(server: Server, updates: list[Update], policy: FailurePolicy) -> None:
-    """Warn of clients that contributed nothing, or could not be evaluated, with the reason.
-
-    Raises:
-        ClientFailedError: If one failure is to end the run.
-        ScoringError: If no trained model could be scored.
-    """
+    """Warn of clients that contributed nothing, or could not be evaluated, with the reason."""
     for update in updates:
         if update.left_out:
             continue

@@ -40,20 +40,12 @@ class KeepsModels(TrainsAtServer):
         self._own = self.architectures[self._own.name]
 
     def architecture(self, model: str = GLOBAL) -> Architecture:
-        """Return the architecture of one of the server's models.
-
-        Args:
-            model: The model's key.
-        """
+        """Return the architecture of one of the server's models."""
         name = self.model_architectures.get(model)
         return self._own if name is None else self.architectures[name]
 
     def architecture_of(self, client: str) -> Architecture:
-        """Return the architecture of a client's model.
-
-        Args:
-            client: The client's id; the global model's for :data:`~fedlightning.hooks.POOLED`.
-        """
+        """Return the architecture of a client's model."""
         return self.architectures[self.blueprint.architecture_of(client)]
 
     @property
@@ -65,16 +57,7 @@ class KeepsModels(TrainsAtServer):
         return bool(names - {self._own.name})
 
     def add_model(self, key: str, architecture: str | None = None, state: State | None = None) -> None:
-        """Add a model, or replace one. It is saved with the run, and jobs may name it.
-
-        Args:
-            key: The model's key.
-            architecture: Name of its architecture. `None`: that of the global model.
-            state: Its entries, all of them. `None`: a model as the federation began.
-
-        Raises:
-            ValueError: If there is no such architecture, or `state` does not have its names and shapes.
-        """
+        """Add a model, or replace one. It is saved with the run, and jobs may name it."""
         name = self._own.name if architecture is None else architecture
         if name not in self.architectures:
             raise ValueError(
@@ -96,12 +79,7 @@ class KeepsModels(TrainsAtServer):
         return GLOBAL if owner is None else owner.model_of(cast("Server", self), client)
 
     def selected(self, name: str, client: str | None = None) -> dict[str, Any] | None:
-        """Return a model of the server that a checkpoint callback has selected, with its score; `None` if there is none.
-
-        Args:
-            name: Name of the checkpoint.
-            client: For whom, where a model is selected for each architecture. `None`: the global one.
-        """
+        """Return a model of the server that a checkpoint callback has selected, with its score; `None` if there is none."""
         model = GLOBAL if client is None else self.model_of(client)
         found = (kept for kept in self.checkpoints.values() if (kept["name"], kept.get("of", GLOBAL)) == (name, model))
         return next(found, None)
@@ -135,12 +113,7 @@ class KeepsModels(TrainsAtServer):
         return self.architecture(self.combining).trainable
 
     def module_with(self, state: State, model: str = GLOBAL) -> LightningModule:
-        """Build a module that holds `state`.
-
-        Args:
-            state: Entries.
-            model: Key of the model whose architecture it has.
-        """
+        """Build a module that holds `state`."""
         module = self.blueprint.build("server", self.architecture(model).name)
         load_state(module, state)
         return module
@@ -149,20 +122,11 @@ class KeepsModels(TrainsAtServer):
         """Return the names that travel this round: the callbacks' answers, intersected; every entry by default.
 
         An entry that is tied under several names travels only if all of its names do.
-
-        Args:
-            without: A callback that is not asked.
-            model: Key of the model that travels.
         """
         return self.shared_in(self.architecture(model).name, without)
 
     def shared_in(self, architecture: str, without: FederatedCallback | None = None) -> tuple[str, ...]:
-        """Return the names that travel of a model of an architecture, whether or not the server has one.
-
-        Args:
-            architecture: Its name.
-            without: A callback that is not asked.
-        """
+        """Return the names that travel of a model of an architecture, whether or not the server has one."""
         own = self.architectures[architecture]
         if not self._choosers and own.name in self._unchosen:
             return self._unchosen[own.name]
@@ -189,11 +153,7 @@ class KeepsModels(TrainsAtServer):
         return tuple(name for name in names if own.kinds[name] in ("trainable", "frozen"))
 
     def global_module(self, client: str | None = None) -> LightningModule | None:
-        """Return the model of stage G; by default there is one exactly when every entry of the model travels.
-
-        Args:
-            client: For whom. `None`: for all; of clients with models of several architectures each has its own.
-        """
+        """Return the model of stage G; by default there is one exactly when every entry of the model travels."""
         owner = self.callbacks.answering(ServerModels, "global_module")
         if owner is not None:
             return owner.global_module(cast("Server", self), client)
@@ -207,12 +167,7 @@ class KeepsModels(TrainsAtServer):
         return self.module_with(self.models[model], model)
 
     def global_with(self, state: State, model: str = GLOBAL) -> LightningModule:
-        """Build the model of stage G with other entries, such as those of a selected checkpoint.
-
-        Args:
-            state: Entries of the model of stage G, which may be another module than the clients'.
-            model: Key of the model that they are of.
-        """
+        """Build the model of stage G with other entries, such as those of a selected checkpoint."""
         has_own = model == GLOBAL and self.callbacks.role("global_module") is not None
         module = self.global_module(None) if has_own else None
         if module is None:

@@ -44,15 +44,7 @@ class Norms:
     _now: dict[str, dict[tuple[str, int], float]] = field(default_factory=dict)  # of this round, by client and visit
 
     def limit(self, what: str, kind: str, sent: Callable[[], float], norm: float) -> tuple[float, float] | None:
-        """Return the largest norm that is accepted and what is usual, where `norm` is beyond it; `None` if it is accepted.
-
-        Args:
-            what: What is measured.
-            kind: One of :data:`POWERS`.
-            sent: Gives the norm of what the update answers. A change as large as that is never refused (a client may have a
-                model of its own), so that nothing depends on rounds in which next to nothing moved, as in a warm-up.
-            norm: The norm.
-        """
+        """Return the largest norm that is accepted and what is usual, where `norm` is beyond it; `None` if it is accepted."""
         if self.factor is None:
             return None
         first, later = (self.factor**power for power in POWERS[kind])
@@ -65,13 +57,7 @@ class Norms:
         return None if norm <= most else (most, usual if before else reference)
 
     def note(self, client: str, visit: int, found: Mapping[str, float]) -> None:
-        """Take in an update that was accepted. One that comes again, as when a visit is tried again, counts once.
-
-        Args:
-            client: The client.
-            visit: Number of the visit.
-            found: Its norms, by what was measured.
-        """
+        """Take in an update that was accepted. One that comes again, as when a visit is tried again, counts once."""
         for what, norm in found.items():
             if 0.0 < norm < math.inf:
                 self._now.setdefault(what, {})[client, visit] = float(f"{norm:.6g}")  # the same in every engine
@@ -131,11 +117,7 @@ def norm_of_sent(values: Iterable[Tensor]) -> float:
 
 
 def numbers_in(value: Any) -> list[Tensor]:
-    """Return the tensors in an extra, numbers as tensors too.
-
-    Raises:
-        ValueError: If there is something else in it.
-    """
+    """Return the tensors in an extra, numbers as tensors too."""
     if isinstance(value, Mapping):
         return [tensor for part in value.values() for tensor in numbers_in(part)]
     if isinstance(value, int | float):

@@ -70,12 +70,7 @@ def placing_callback(server: Server) -> FederatedCallback | None:
 
 
 def blueprint_of_visits(blueprint: Blueprint, epochs: int) -> Blueprint:
-    """Return the blueprint of new clients: the federation's, with `epochs` of training and optimizers that begin anew.
-
-    Args:
-        blueprint: The federation's.
-        epochs: Epochs of a visit.
-    """
+    """Return the blueprint of new clients: the federation's, with `epochs` of training and optimizers that begin anew."""
     settings = replace(
         blueprint.settings, local_epochs=epochs, local_steps=None, optimizer_state="reset", log_clients=False
     )
@@ -84,11 +79,7 @@ def blueprint_of_visits(blueprint: Blueprint, epochs: int) -> Blueprint:
 
 
 def blueprint_of_placing(blueprint: Blueprint) -> Blueprint:
-    """Return the blueprint of the visits by which new clients find their place: a round's, with nothing to go on from.
-
-    Args:
-        blueprint: The federation's.
-    """
+    """Return the blueprint of the visits by which new clients find their place: a round's, with nothing to go on from."""
     settings = replace(blueprint.settings, optimizer_state="reset", log_clients=False)
     return Blueprint(blueprint.template, blueprint.callbacks, settings, blueprint.assigned)
 
@@ -239,9 +230,6 @@ class Onboarding:
 
         Nothing of the earlier one is removed before all models are there, and the summary comes last: where it is missing,
         an onboarding was cut off while it replaced files.
-
-        Args:
-            folder: The run's folder.
         """
         models = folder / "checkpoints" / MODELS
         fresh = models.with_name(f"{MODELS}.tmp")

@@ -12,15 +12,7 @@ from fedlightning.datamodules.own_generators import kept
 
 
 def spread(loader: Any, whole: bool = True) -> DataLoader[Any] | None:
-    """Return a loader of the same batches' shape over the same dataset, without a random order or a state of its own.
-
-    Args:
-        loader: A loader; it is not iterated.
-        whole: All its batches, or one.
-
-    Returns:
-        A loader, or `None` for an iterable dataset or batches that only the loader itself can make.
-    """
+    """Return a loader of the same batches' shape over the same dataset, without a random order or a state of its own."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
         return None
     samples, size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]

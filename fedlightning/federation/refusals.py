@@ -19,16 +19,7 @@ FAR = 100
 
 
 def refuse_participation(server: Server, needed: int | float) -> None:
-    """Refuse rounds that nobody, or two, could plan or finish.
-
-    Args:
-        server: The server.
-        needed: Number or share of a round's clients that must contribute.
-
-    Raises:
-        ConfigurationError: If two say who takes part, or how updates are combined, or too few take part.
-        ValueError: If nobody has a training sample.
-    """
+    """Refuse rounds that nobody, or two, could plan or finish."""
     visited = len(server.participants())
     chooser = server.callbacks.role("participants")
     if chooser is not None and server.participation != 1.0:
@@ -52,16 +43,7 @@ def refuse_participation(server: Server, needed: int | float) -> None:
 
 
 def refuse_scores_of_some(server: Server, engine: Engine, splits: Iterable[str]) -> None:
-    """Refuse `evaluate_clients` where every client's scores are needed, or where those that it drew have none.
-
-    Args:
-        server: Knows who was drawn.
-        engine: Knows what they hold.
-        splits: Splits on which clients' models are scored.
-
-    Raises:
-        ConfigurationError: Naming the callback, or the split.
-    """
+    """Refuse `evaluate_clients` where every client's scores are needed, or where those that it drew have none."""
     if server.evaluated is server.clients:
         return
     for callback in server.callbacks:
@@ -85,15 +67,7 @@ def refuse_scores_of_some(server: Server, engine: Engine, splits: Iterable[str])
 
 
 def refuse_data_elsewhere(left_out: Sequence[str], kept: Sequence[str]) -> None:
-    """Warn of scores on data that are not in one place; refuse a run that would have no others.
-
-    Args:
-        left_out: Data that were asked for, and that nobody has together.
-        kept: Data that models are scored on all the same.
-
-    Raises:
-        ConfigurationError: If none are kept.
-    """
+    """Warn of scores on data that are not in one place; refuse a run that would have no others."""
     if not left_out:
         return
     words = " and ".join(WORDS[data] for data in left_out)
@@ -106,17 +80,7 @@ def refuse_data_elsewhere(left_out: Sequence[str], kept: Sequence[str]) -> None:
 
 
 def refuse_loop(loop: Loop, server: Server, store: ClientStore, evaluate_seconds: float | None) -> None:
-    """Refuse a loop that cannot run these callbacks, or not here.
-
-    Args:
-        loop: The loop.
-        server: Knows the callbacks.
-        store: The clients' records.
-        evaluate_seconds: Virtual seconds between evaluations; `None`: they are counted in rounds.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse a loop that cannot run these callbacks, or not here."""
     if evaluate_seconds is not None and loop.clock is None:
         raise ConfigurationError(
             f"evaluate_seconds={evaluate_seconds} counts virtual seconds, and the loop {loop!r} has no clock. "
@@ -132,12 +96,7 @@ def refuse_loop(loop: Loop, server: Server, store: ClientStore, evaluate_seconds
 
 
 def tell_of_sizes(sizes: Mapping[str, int], sites: Mapping[str, str]) -> None:
-    """Say where a client that is elsewhere claims many more samples than all others: nobody here can check that.
-
-    Args:
-        sizes: Training samples of each client, as they were told; from now on they stay.
-        sites: Name of each client's site.
-    """
+    """Say where a client that is elsewhere claims many more samples than all others: nobody here can check that."""
     client = max(sizes, key=lambda name: sizes[name], default="")
     others = sorted(size for name, size in sizes.items() if name != client and size)
     if len(others) > 1 and sizes[client] > FAR * (usual := others[len(others) // 2]):

@@ -64,12 +64,7 @@ class StopAfterOne(Callback):
 
 
 def first_tries(engine: Engine, splits: Sequence[str]) -> list[TryStep]:
-    """Return the tries that :func:`check_steps` is sure to need, where they cost an exchange each: none if the data are here.
-
-    Args:
-        engine: Knows the clients.
-        splits: Splits that the run will score on.
-    """
+    """Return the tries that :func:`check_steps` is sure to need, where they cost an exchange each: none if the data are here."""
     blueprint, found = engine.runner.blueprint, []
     if engine.data_here:
         return []
@@ -87,14 +82,6 @@ def check_steps(engine: Engine, splits: Sequence[str], known: Mapping[Task[Any],
     """Run one batch of `training_step`, and of the evaluation steps of `splits`, on copies, where the data are.
 
     A step is refused only if it fails for every client that is tried: one client's data may be bad.
-
-    Args:
-        engine: Carries out the tries.
-        splits: Splits that the run will score on: `"val"`, `"test"`.
-        known: Answers of tries that were carried out already.
-
-    Raises:
-        ConfigurationError: With the error and its place in the user's code.
     """
     blueprint, tries = engine.runner.blueprint, Tries(engine, known)
     with isolated(blueprint.settings.seed, "sanity"), quiet(), warnings.catch_warnings():

@@ -82,17 +82,7 @@ class TrainsAtServer:
         batch_size: int | None = None,
         shuffle: bool = False,
     ) -> DataLoader[Any]:
-        """Return a loader of public samples, for :meth:`fit` or :meth:`outputs`.
-
-        Args:
-            ids: Positions of the samples in the public data, int64; batches come in their order. `None`: all.
-            targets: A row for each of `ids`. A batch is then the pair `(batch, target_rows)`.
-            batch_size: Samples of a batch. `None`: that of the public data.
-            shuffle: Draw an order by address; every epoch of a fit draws its own.
-
-        Raises:
-            ValueError: If there are no public data, they are iterable, or `ids` and `targets` do not fit them.
-        """
+        """Return a loader of public samples, for :meth:`fit` or :meth:`outputs`."""
         loader = public_loader(
             *self.public_source(), ids, targets=targets, batch_size=batch_size, shuffle=shuffle, reader="server"
         )
@@ -100,18 +90,7 @@ class TrainsAtServer:
         return loader
 
     def public_ids(self, count: int, purpose: str = "public") -> Tensor:
-        """Return the positions of a random subset of the public samples, addressed by (seed, round, server, purpose).
-
-        Args:
-            count: Size of the subset; all samples if there are not more.
-            purpose: Name of the draw.
-
-        Returns:
-            Ascending positions, int64.
-
-        Raises:
-            ValueError: If `count` is below 1, or there are no public data.
-        """
+        """Return the positions of a random subset of the public samples, addressed by (seed, round, server, purpose)."""
         if count < 1:
             raise ValueError(f"server.public_ids(count={count}): use 1 or more.")
         size = len(addressable(*self.public_source()).dataset)  # type: ignore[arg-type]
@@ -121,16 +100,7 @@ class TrainsAtServer:
         return torch.randperm(size, generator=draw)[:count].sort().values
 
     def outputs(self, module: ModuleT, loader: Iterable[Any], forward: Callable[[ModuleT, Any], Tensor]) -> Tensor:
-        """Return what a function of module and batch gives over a loader, in eval mode, without gradients or a trace.
-
-        Args:
-            module: The module.
-            loader: Batches, such as :meth:`public` gives. Each is moved to the run's device.
-            forward: Returns rows for a batch, on the device and in the precision of the run.
-
-        Returns:
-            All rows, in fp32 at least, on the CPU.
-        """
+        """Return what a function of module and batch gives over a loader, in eval mode, without gradients or a trace."""
         seed = (self.blueprint.settings.seed, self.round, "server", "outputs")
         return outputs(module, loader, forward, self.device, self.precision, *seed)
 
@@ -152,28 +122,6 @@ class TrainsAtServer:
         """Train a module in place, on the run's device and precision, and leave it on the CPU in its former mode.
 
         Randomness is addressed by (seed, round, server, purpose); the global generators stay as they are.
-
-        Args:
-            module: The module. What needs no gradient stays as it is.
-            loader: Batches, begun again as often as needed.
-            loss: Function of module and batch (on the device) that returns the loss to minimise.
-            steps: Optimizer steps; 0 changes nothing. Or
-            epochs: passes over the loader.
-            optimizer: Makes the optimizer of the trainable parameters. Default: Adam with learning rate 1e-3.
-            scheduler: Makes a scheduler of the optimizer, which steps after every optimizer step.
-            gradient_clip_val: Largest norm of the gradient.
-            validate: Gives the module's score in eval mode, where more is better. The best module is kept: the one at the
-                start, or one of those after every tenth of `patience` (without it, of the steps).
-            patience: End after so many steps without a better score. `None`: take all steps.
-            purpose: Name in the address; fits of one round need different ones.
-
-        Returns:
-            The loss of the last step; NaN without a step.
-
-        Raises:
-            ValueError: If the amount of work is missing or negative, there is no batch, nothing trains, or the loss is no
-                single number.
-            FloatingPointError: If a loss is not finite.
         """
         work = _work(steps, epochs, loader)
         if patience is not None and (patience < 1 or validate is None):
@@ -235,11 +183,7 @@ class TrainsAtServer:
 
 
 def _work(steps: int | None, epochs: int | None, loader: Any) -> int:
-    """Return the optimizer steps of a fit.
-
-    Raises:
-        ValueError: If the amount is missing, given twice or negative, or there is no batch.
-    """
+    """Return the optimizer steps of a fit."""
     given = {name: value for name, value in (("steps", steps), ("epochs", epochs)) if value is not None}
     if len(given) != 1 or min(given.values()) < 0:
         raise ValueError(f"server.fit got {given or 'neither steps nor epochs'}; give one of them, 0 or more.")

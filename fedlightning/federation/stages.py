@@ -40,11 +40,6 @@ def update_rows(
 
     They go under the model that the client was sent: `"personal"` for the global one and for the client's own, else its key,
     so that a client that trains several models in a round has a row for each.
-
-    Args:
-        updates: The updates.
-        model_of: Gives the key of the model that a client is sent in ordinary visits.
-        round: The round in which they came, from 0. `None`: each one's own.
     """
     rows = []
     trained: Counter[tuple[str, str]] = Counter()
@@ -102,15 +97,7 @@ def score_global(
 def rows_of_global(
     engine: Engine, module: LightningModule, ids: Sequence[str], evaluate: Evaluate, scored: ScoredModel
 ) -> list[Row]:
-    """Return the scores of one model of the server on the data of some clients and on the union, and the gaps.
-
-    Args:
-        engine: Carries it out.
-        module: The model.
-        ids: Ids of the clients.
-        evaluate: Splits and data.
-        scored: What the rows have in common.
-    """
+    """Return the scores of one model of the server on the data of some clients and on the union, and the gaps."""
     tasks, model = [], ServerModel(module, engine.runner.blueprint)
     if "local" in evaluate.data:
         timed = engine.attempts.policy.timeout is not None  # the time is each client's own
@@ -130,12 +117,7 @@ def rows_of_global(
 
 
 def _without_gaps(server: Server, engine: Engine, found: Iterable[Row]) -> list[Row]:
-    """Tell of models that could not be scored, and return the scores of the others.
-
-    Raises:
-        ClientFailedError: If one failure is to end the run.
-        ScoringError: If none could be scored.
-    """
+    """Tell of models that could not be scored, and return the scores of the others."""
     rows = [_possible(server, row) for row in found]
     gaps = [row for row in rows if isinstance(row, Gap)]
     for gap in gaps:
@@ -165,15 +147,7 @@ def _shares(clients: Sequence[str], width: int) -> list[tuple[str, ...]]:
 
 
 def stage_l1(server: Server, engine: Engine, evaluate: Evaluate, known: Sequence[Row] = ()) -> list[Row]:
-    """Score stage L1 of every client that is evaluated.
-
-    Args:
-        server: Sends each client what it would send next.
-        engine: Carries it out; of the clients' records, only their `checkpoints` may change.
-        evaluate: Splits and data.
-        known: Stage G's rows of this round; a client that holds exactly the global model takes its local scores from
-            there.
-    """
+    """Score stage L1 of every client that is evaluated."""
     # else stage G scored each client's cluster's model, or that of its architecture
     one_for_all = server.callbacks.role("global_module") is None and not server.is_mixed
     shared = module_state(server.module_with(server.model)) if known and not server.is_mixed else None

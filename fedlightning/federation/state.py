@@ -43,16 +43,7 @@ def save_state(
     extra: dict[str, Any],
     in_flight: dict[str, Any] | None = None,
 ) -> None:
-    """Write the state after `rounds_done` rounds.
-
-    Args:
-        folder: `checkpoints/last`.
-        server: The server.
-        store: The clients' records; only those that have changed are written.
-        rounds_done: Finished rounds.
-        extra: Plain values to keep with the state.
-        in_flight: What the loop keeps from round to round.
-    """
+    """Write the state after `rounds_done` rounds."""
     persistence.save(
         folder,
         rounds_done,
@@ -68,22 +59,7 @@ def save_state(
 def restore_state(
     folder: Path, server: Server, store: ClientStore, go_on: bool = False
 ) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Put back what :func:`save_state` wrote.
-
-    Args:
-        folder: `checkpoints/last`.
-        server: Takes the server's state.
-        store: Takes the clients' records.
-        go_on: The run will be trained further.
-
-    Returns:
-        Finished rounds, the extra values, and what the loop kept.
-
-    Raises:
-        FileNotFoundError: If there is no complete state in `folder`.
-        DamagedStateError: If every state in it is damaged.
-        ValueError: If the state belongs to other clients or another model; the sentence says which.
-    """
+    """Put back what :func:`save_state` wrote."""
     saved = persistence.load(folder, server.max_rounds if go_on else 0)
     found = saved.server()
     _check(saved, "the server's state", found, SERVER_TYPES)
@@ -134,26 +110,14 @@ def restore_state(
 
 
 def check_extra(folder: Path, extra: dict[str, Any]) -> None:
-    """Refuse a state without the values that lie beside the server's state.
-
-    Args:
-        folder: `checkpoints/last`.
-        extra: The values that it has.
-
-    Raises:
-        DamagedStateError: Naming what is missing.
-    """
+    """Refuse a state without the values that lie beside the server's state."""
     missing = [name for name in EXTRA if name not in extra]
     if missing:
         raise DamagedStateError(f"The state in {folder} is damaged: its manifest has no '{missing[0]}'.")
 
 
 def _check(saved: persistence.SavedState, what: str, found: dict[str, Any], types: dict[str, Any]) -> None:
-    """Refuse a part of a state that has other entries than it should.
-
-    Raises:
-        DamagedStateError: Naming the entry.
-    """
+    """Refuse a part of a state that has other entries than it should."""
     for name in [*types, *found]:
         kind = types.get(name)
         if kind is None or name not in found or not _fits(name, found[name], kind):

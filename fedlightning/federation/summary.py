@@ -24,17 +24,7 @@ def summary_of(
     arguments: Mapping[str, Any],
     history: Sequence[Mapping[str, float]] = (),
 ) -> dict[str, Any]:
-    """Return the contents of `summary.json`.
-
-    Args:
-        server: The server.
-        engine: Has the data and knows which local loop trained.
-        results: Summarised scores.
-        rounds: Finished rounds.
-        seconds: Time spent.
-        arguments: The trainer's arguments.
-        history: What each round cost.
-    """
+    """Return the contents of `summary.json`."""
     config = {key: value for key, value in arguments.items() if key not in ("default_root_dir", "version")}
     callbacks = {callback.key: callback.hyperparameters() for callback in server.callbacks}
     listed = listed_clients(server, engine)
@@ -66,10 +56,6 @@ def summary_of(
 def by_site(sites: Mapping[str, str], clients: Sequence[str]) -> dict[str, list[str]]:
     """Return the clients of each site, both in the order of the clients.
 
-    Args:
-        sites: Name of each client's site.
-        clients: Clients in their order.
-
     Example:
         >>> by_site({"b": "x", "a": "y", "c": "y"}, ["a", "b", "c"])
         {'y': ['a', 'c'], 'x': ['b']}
@@ -86,12 +72,7 @@ LISTED = 10_000
 
 
 def evaluation_of(server: Server, in_training: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return how many clients are scored, of how many; if not all, with a short hash of who.
-
-    Args:
-        server: The server.
-        in_training: Clients that were scored in the rounds, where those are others than are scored now.
-    """
+    """Return how many clients are scored, of how many; if not all, with a short hash of who."""
     found = _scored(server.evaluated, server.clients)
     if in_training is None or list(in_training) == server.evaluated:
         return found
@@ -114,12 +95,7 @@ def listed_clients(server: Server, engine: Engine) -> list[str]:
 
 
 def describe_data(data: Description, clients: Sequence[str] | None = None) -> dict[str, Any]:
-    """Describe who holds what; two runs are on the same split where `splits` agree.
-
-    Args:
-        data: What is known of the data.
-        clients: Clients that are listed; default: all.
-    """
+    """Describe who holds what; two runs are on the same split where `splits` agree."""
     return {
         "module": data.module,
         "partition": data.partition_name,

@@ -16,13 +16,7 @@ validation data with which they choose something."""
 
 
 def note_work(server: Server, update: Update, after_last_round: bool = False) -> None:
-    """Add what a client has done beside its federated steps.
-
-    Args:
-        server: Keeps the sums.
-        update: The client's answer.
-        after_last_round: Whether the visit came after the last round, so that its steps are fine-tuning.
-    """
+    """Add what a client has done beside its federated steps."""
     steps = "fine_tuning_steps" if after_last_round else "own_steps"
     for name, count in ((steps, update.own_steps), ("selections", update.selections)):
         if count:
@@ -49,12 +43,7 @@ def weighting_of(callbacks: CallbackList) -> str:
 def optimizer_state_of(
     callbacks: Sequence[Any], given: Literal["reset", "keep"] | None = None
 ) -> Literal["reset", "keep"]:
-    """Return what becomes of optimizers between visits: as the user says, else as an algorithm wishes, else `"reset"`.
-
-    Args:
-        callbacks: The callbacks of the run.
-        given: The trainer's argument.
-    """
+    """Return what becomes of optimizers between visits: as the user says, else as an algorithm wishes, else `"reset"`."""
     wishes: list[Literal["reset", "keep"]] = [
         wish for callback in callbacks if (wish := getattr(callback, "optimizer_state", None)) is not None
     ]
@@ -68,19 +57,7 @@ def _any_memory(found: Iterable[bool | None]) -> bool | None:
 
 
 def terms_of(server: Server, kept: Sequence[str], validations: int) -> dict[str, Any]:
-    """Return the terms of a run, for `summary.json`.
-
-    Args:
-        server: The server.
-        kept: Names of the checkpoints that were selected on validation data.
-        validations: Rounds in which models were scored on validation data.
-
-    Returns:
-        `optimizer_state`; `optimizer_memory`, whether that matters (momentum, moments or a schedule; `None` where it
-        cannot be told); `weighting`, `None` where nothing is averaged; `local_steps`, `own_steps` and
-        `fine_tuning_steps` of all clients; `selection`, by checkpoint the candidates that it was chosen from; and
-        `selections`, passes over validation data with which clients chose something in their visits.
-    """
+    """Return the terms of a run, for `summary.json`."""
     return {
         "optimizer_state": server.blueprint.settings.optimizer_state,
         "optimizer_memory": _any_memory(have_memory(own.module) for own in server.architectures.values()),

@@ -26,12 +26,7 @@ from fedlightning.visit.requests import Evaluate
 
 
 def refusal(server: Server, joining: bool = False) -> str | None:
-    """Return in a sentence why a method has no model for a client that has not trained; `None` if it has one.
-
-    Args:
-        server: The server, with the callbacks of the run.
-        joining: The client is onboarded, so that it may make the visits by which a method finds its place.
-    """
+    """Return in a sentence why a method has no model for a client that has not trained; `None` if it has one."""
     for callback in server.callbacks:
         newcomers = callback.facts.newcomers
         if newcomers.no_model and not (joining and newcomers.place):
@@ -57,11 +52,7 @@ class Unseen:
         self._told = False
 
     def check(self) -> None:
-        """Say before round 1 if the method has no model for them; refuse clients that could never be scored.
-
-        Raises:
-            ConfigurationError: If none of the clients has validation or test data.
-        """
+        """Say before round 1 if the method has no model for them; refuse clients that could never be scored."""
         held_out, data = self.server.held_out, self.engine.runner.described
         if not held_out:
             return
@@ -88,10 +79,6 @@ class Unseen:
         """Score what they would use now, on their own data.
 
         A client that could not be scored is noted among the failures and left out; it never ends the run.
-
-        Args:
-            splits: `"val"`, `"test"`.
-            stages: Those of `"G"` and `"L1"` that are wanted.
         """
         if not self.server.held_out or not splits or self.refusal is not None:
             return []
@@ -102,12 +89,7 @@ class Unseen:
         return rows
 
     def checkpoint_rows(self, splits: Sequence[str], checkpoint: str) -> list[Row]:
-        """Score the global models that callbacks selected.
-
-        Args:
-            splits: `"val"`, `"test"`.
-            checkpoint: Name of a checkpoint callback, or `"all"`.
-        """
+        """Score the global models that callbacks selected."""
         server = self.server
         rows = []
         for kept in server.checkpoints.values() if server.held_out and self.refusal is None else ():

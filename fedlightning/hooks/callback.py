@@ -94,11 +94,7 @@ class FederatedCallback(Callback):
         return Facts()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let arguments be checked by their annotations; refuse a method of a family on a class that is not of it.
-
-        Raises:
-            TypeError: Naming the class to derive from.
-        """
+        """Let arguments be checked by their annotations; refuse a method of a family on a class that is not of it."""
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = checked(cls.__init__)  # type: ignore[method-assign]

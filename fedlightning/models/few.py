@@ -22,10 +22,6 @@ BINS = 15
 def scores_of_few(logits: Tensor, target: Tensor) -> dict[str, float]:
     """Return all scores that `ClassificationMetrics` always gives, the loss aside; formulas there.
 
-    Args:
-        logits: Finite logits in float64 on the CPU, shape `(samples, num_classes)`; at least one and at most `FEW` samples.
-        target: Labels, shape `(samples,)`.
-
     Example:
         >>> import torch
         >>> from fedlightning.models.few import scores_of_few
@@ -44,11 +40,6 @@ def scores_of_few(logits: Tensor, target: Tensor) -> dict[str, float]:
 
 def counted_scores(predicted: Any, labels: Any, num_classes: int) -> dict[str, float]:
     """Return accuracy, balanced accuracy and both macro F1 scores.
-
-    Args:
-        predicted: Predicted classes.
-        labels: True classes.
-        num_classes: Number of classes.
 
     Example:
         >>> import numpy as np
@@ -75,13 +66,7 @@ def _counted(predicted: Any, labels: Any, num_classes: int) -> tuple[dict[str, f
 
 
 def areas(ranked: Any, labels: Any, in_target: Any) -> Any:
-    """Return the areas under the ROC curve of the classes that have one; all numbers but the quotient are exact.
-
-    Args:
-        ranked: Finite scores of each sample for each class, or for class 1 of two.
-        labels: True classes.
-        in_target: Number of samples of each class.
-    """
+    """Return the areas under the ROC curve of the classes that have one; all numbers but the quotient are exact."""
     own_columns = labels if ranked.shape[1] > 1 else np.zeros_like(labels)
     scores = ranked[:, own_columns]  # a sample is ranked in the column of its own class only
     samples = len(labels)
@@ -96,13 +81,7 @@ def areas(ranked: Any, labels: Any, in_target: Any) -> Any:
 
 
 def calibration_gap(chances: Any, labels: Any, bins: int = BINS) -> float:
-    """Return the expected calibration error (L1), rounded as torchmetrics' is.
-
-    Args:
-        chances: Probabilities of each sample's classes.
-        labels: True classes.
-        bins: Number of bins.
-    """
+    """Return the expected calibration error (L1), rounded as torchmetrics' is."""
     confidence = np.maximum.reduce(chances, 1).astype(np.float32)
     place = _edges(bins).searchsorted(confidence, "right") - 1
     count = np.bincount(place, minlength=bins + 1).astype(np.float32)

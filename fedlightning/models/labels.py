@@ -11,13 +11,6 @@ def check_labels(y: Tensor, num_classes: int) -> None:
 
     Nothing is checked where values cannot be read (`torch.func.vmap`).
 
-    Args:
-        y: Labels of any shape.
-        num_classes: Number of classes.
-
-    Raises:
-        ValueError: If a label is not. The message gives the label, the number of classes and the way out.
-
     Example:
         >>> import torch
         >>> from fedlightning.models.labels import check_labels

@@ -128,11 +128,6 @@ def _joined(states: list[Tensor] | Tensor) -> Tensor:
 def confusion_scores(predicted: Tensor, target: Tensor, num_classes: int) -> dict[str, Tensor]:
     """Return accuracy, balanced accuracy and both macro F1 scores, in float64; formulas in `ClassificationMetrics`.
 
-    Args:
-        predicted: Predicted classes, shape `(samples,)`.
-        target: Labels, shape `(samples,)`.
-        num_classes: Number of classes.
-
     Example:
         >>> import torch
         >>> from fedlightning.models.metrics import confusion_scores
@@ -155,13 +150,6 @@ def auroc(logits: Tensor, target: Tensor) -> Tensor:
     of class 1, with the difference of the two logits as score. More classes: the mean over the classes that have both
     positives and negatives, with softmax probabilities as scores.
 
-    Args:
-        logits: Logits, shape `(samples, num_classes)`.
-        target: Labels, shape `(samples,)`.
-
-    Returns:
-        A float64 scalar. NaN if no class has both positives and negatives, or if a score is NaN.
-
     Example:
         >>> import torch
         >>> from fedlightning.models.metrics import auroc
@@ -180,14 +168,6 @@ def calibration_error(logits: Tensor, target: Tensor, bins: int = 15) -> Tensor:
 
     over bins :math:`b` of equal width of the largest softmax probability, with :math:`n_b` of the :math:`N` samples
     each.
-
-    Args:
-        logits: Logits, shape `(samples, num_classes)`.
-        target: Labels, shape `(samples,)`.
-        bins: Number of bins.
-
-    Returns:
-        A scalar. NaN if a logit is NaN.
 
     Example:
         >>> import torch
@@ -208,13 +188,6 @@ def cohen_kappa(logits: Tensor, target: Tensor) -> Tensor:
     with :math:`p_o` the accuracy, and :math:`p_e` the accuracy by chance: the sum over classes of the share of the class
     among the labels times that among the predictions.
 
-    Args:
-        logits: Logits, shape `(samples, num_classes)`.
-        target: Labels, shape `(samples,)`.
-
-    Returns:
-        A scalar. NaN if :math:`p_e = 1`: labels and predictions are all of one class.
-
     Example:
         >>> import torch
         >>> from fedlightning.models.metrics import cohen_kappa
@@ -234,13 +207,6 @@ def average_precision(logits: Tensor, target: Tensor) -> Tensor:
 
     with precision and recall at every threshold. Two classes: that of class 1, by the difference of the logits. More
     classes: the mean over the classes with both positives and negatives, by softmax probabilities; as for `auroc`.
-
-    Args:
-        logits: Logits, shape `(samples, num_classes)`.
-        target: Labels, shape `(samples,)`.
-
-    Returns:
-        A scalar. NaN if no class has both positives and negatives, or if a score is NaN.
 
     Example:
         >>> import torch

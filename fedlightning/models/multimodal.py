@@ -182,9 +182,6 @@ class MultimodalNet(nn.Module):
 def present_rows(values: Tensor) -> Tensor:
     """Return which samples have a modality, bool `(batch,)`: those whose values are not all NaN.
 
-    Args:
-        values: Inputs of one modality, `(batch, ...)`.
-
     Example:
         >>> import torch
         >>> from fedlightning.models.multimodal import present_rows

@@ -205,13 +205,6 @@ class CifarCNN(nn.Module):
 def norm_layer(kind: Norm, channels: int) -> nn.Module:
     """Return BatchNorm, GroupNorm or nothing, for feature maps `(batch, channels, height, width)`.
 
-    Args:
-        kind: `"none"`, `"batch"`, or `"group"` (8 groups, or the greatest common divisor of 8 and `channels`).
-        channels: Number of channels.
-
-    Raises:
-        ValueError: If `kind` is none of the three.
-
     Example:
         >>> from fedlightning.models.networks import norm_layer
         >>> norm_layer("group", 12).num_groups

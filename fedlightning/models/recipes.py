@@ -24,9 +24,6 @@ def module_recipe(module: nn.Module) -> dict[str, Any] | None:
     It is not known if the class cannot be imported by name, or if `module.init_args` is missing, does not name the
     arguments of the constructor (a subclass with another constructor inherits it) or holds more than plain values.
 
-    Args:
-        module: Any module.
-
     Example:
         >>> from fedlightning.models import MLP
         >>> from fedlightning.models.recipes import module_recipe
@@ -49,9 +46,6 @@ def callable_recipe(factory: Any) -> dict[str, Any] | None:
     It is known for a class, or a `functools.partial` of one with plain keywords. Lambdas and local functions cannot be
     written down.
 
-    Args:
-        factory: Makes an optimizer from parameters, or a scheduler from an optimizer.
-
     Example:
         >>> import functools
         >>> import torch
@@ -73,9 +67,6 @@ def plain_factory(factory: Any) -> Any:
 
     The first form holds a reference to the parser of the command line and can be neither pickled nor copied cheaply.
 
-    Args:
-        factory: An optimizer or scheduler factory, or `None`.
-
     Example:
         >>> import torch
         >>> from fedlightning.models.recipes import plain_factory
@@ -93,12 +84,6 @@ def plain_factory(factory: Any) -> Any:
 def unrecorded_net(name: str) -> nn.Module:
     """Raise an error that says what to do; checkpoints name this function for a network whose recipe is not known.
 
-    Args:
-        name: Import path of the network's class.
-
-    Raises:
-        TypeError: Always.
-
     Example:
         >>> from fedlightning.models.recipes import unrecorded_net
         >>> unrecorded_net("mine.Net")
@@ -115,9 +100,6 @@ def unrecorded_net(name: str) -> nn.Module:
 
 def net_recipe(net: nn.Module) -> dict[str, Any]:
     """Return the recipe of `net`. If it is not known, the recipe calls `unrecorded_net` on loading.
-
-    Args:
-        net: Any module.
 
     Example:
         >>> from torch import nn

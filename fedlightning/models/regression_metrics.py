@@ -84,10 +84,6 @@ class RegressionMetrics(Metric):
 def r2(prediction: Tensor, target: Tensor) -> Tensor:
     """Return the coefficient of determination, NaN where it is not defined.
 
-    Args:
-        prediction: Predictions, shape `(samples,)`.
-        target: Targets, shape `(samples,)`.
-
     Example:
         >>> import torch
         >>> from fedlightning.models.regression_metrics import r2
@@ -102,10 +98,6 @@ def r2(prediction: Tensor, target: Tensor) -> Tensor:
 
 def pearson(prediction: Tensor, target: Tensor) -> Tensor:
     """Return Pearson's correlation, NaN where it is not defined.
-
-    Args:
-        prediction: Predictions, shape `(samples,)`.
-        target: Targets, shape `(samples,)`.
 
     Example:
         >>> import torch

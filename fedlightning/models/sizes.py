@@ -10,13 +10,6 @@ from torch import nn
 def check_sizes(net: nn.Module, **sizes: Any) -> None:
     """Refuse sizes of layers that are not whole numbers of at least 1.
 
-    Args:
-        net: The network, for the sentence.
-        sizes: Sizes by argument, or lists of them; `None` is left out.
-
-    Raises:
-        ValueError: Naming the argument.
-
     Example:
         >>> from torch import nn
         >>> check_sizes(nn.Identity(), hidden=[16, -3])

@@ -108,17 +108,7 @@ class Exporter:
         return self._known[architecture]
 
     def save(self, path: Path, module: LightningModule, extra: dict[str, Any], architecture: str = "") -> None:
-        """Save a module.
-
-        Args:
-            path: The file, replaced atomically.
-            module: The module, detached from any trainer.
-            extra: Plain values to keep under `"fedlightning"`.
-            architecture: Name of the architecture of which it is.
-
-        Raises:
-            UnwritableError: If the file cannot be written.
-        """
+        """Save a module."""
         kind, known = self._of(architecture)
         own = {"class": f"{kind.__module__}:{kind.__qualname__}", **extra}
         shapes = {name: value.shape for name, value in module_state(module).items()}
@@ -163,12 +153,7 @@ class Exporter:
 
 
 def describe(own: dict[str, Any], module: LightningModule) -> None:
-    """Write a module of ours down as a plain tree, which opens without trust: nothing is called with what a file says.
-
-    Args:
-        own: The entry `"fedlightning"` of a checkpoint.
-        module: The module whose weights the checkpoint holds.
-    """
+    """Write a module of ours down as a plain tree, which opens without trust: nothing is called with what a file says."""
     if is_ours(module):
         with suppress(NotPlainError):
             own["module"] = to_tree(module, "it")

@@ -34,11 +34,7 @@ class Collisions:
         self._same: dict[int, int] = {}
 
     def add(self, key: Hashable) -> None:
-        """Count a key, before it is put into the container.
-
-        Raises:
-            ValueError: If too many have its hash.
-        """
+        """Count a key, before it is put into the container."""
         mark = hash(key)
         self._same[mark] = self._same.get(mark, 0) + 1
         if self._same[mark] > MOST:
@@ -46,11 +42,7 @@ class Collisions:
 
 
 def checked_keys(keys: Iterable[Hashable]) -> None:
-    """Refuse keys of which too many have one hash.
-
-    Raises:
-        ValueError: If there are such.
-    """
+    """Refuse keys of which too many have one hash."""
     collisions = Collisions()
     for key in keys:
         if type(key) is not str:
@@ -62,9 +54,6 @@ def slow_keys(path: Path) -> str | None:
 
     The keys of a dict do that where many large integers share a hash, and where a tuple holds another twice, which does so
     too, and so on: its hash is computed anew each time. A pickle that breaks off is refused: torch would read what is before.
-
-    Args:
-        path: The file. One that is no archive or packed is not looked at: its reader refuses it.
     """
     found = 0
     try:

@@ -37,12 +37,6 @@ class UnreadableError(ValueError):
 def writing(path: Path) -> Iterator[None]:
     """Say in a sentence what keeps a file or folder from being written.
 
-    Args:
-        path: The file or folder that is written inside the `with` block.
-
-    Raises:
-        UnwritableError: For any OSError in the block.
-
     Example:
         >>> with writing(Path("runs/a/metrics.csv")):
         ...     raise OSError(errno.ENOSPC, "No space left on device")
@@ -73,15 +67,7 @@ def is_writer() -> bool:
 
 
 def write_atomically(path: Path, value: Any) -> None:
-    """Write a value with `torch.save` so that the file is complete on the disk, or not there.
-
-    Args:
-        path: The file.
-        value: A plain tree (:func:`fedlightning.run.plain.encode`).
-
-    Raises:
-        UnwritableError: If it cannot be written.
-    """
+    """Write a value with `torch.save` so that the file is complete on the disk, or not there."""
     with _replacing(path) as temporary:
         save_tensors(value, temporary, lasting=True)
 
@@ -90,14 +76,6 @@ def save_tensors(value: Any, path: Path, lasting: bool = False) -> None:
     """Write a value with `torch.save`; what the disk refuses is an OSError, as for any other file.
 
     `torch.save` turns the error of a full disk into a RuntimeError about positions in an archive.
-
-    Args:
-        value: What it is to hold.
-        path: The file.
-        lasting: Wait until it is on the disk.
-
-    Raises:
-        OSError: If it cannot be written.
     """
     import torch
 
@@ -143,17 +121,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text_atomically(path: Path, text: str, lasting: bool = True) -> None:
-    """Write a text file so that it is the old one or the new one.
-
-    Args:
-        path: The file.
-        text: What it is to hold.
-        lasting: Wait until it is on the disk. Without, whoever reads it still sees the old one or the new one, but after
-            a loss of power it may be empty: for what is of use only while its writer runs, and is written often.
-
-    Raises:
-        UnwritableError: If it cannot be written.
-    """
+    """Write a text file so that it is the old one or the new one."""
     with _replacing(path) as temporary, temporary.open("w") as file:
         file.write(text)
         if lasting:
@@ -167,11 +135,6 @@ def readable_json(value: Any, levels: int = 3, default: Callable[[Any], Any] | N
     """Return JSON with the entries of the outer levels on lines of their own, and each of the inner ones on one line.
 
     A thousand clients are a thousand lines, and the inner ones are written by `json`'s C code, twenty times as fast.
-
-    Args:
-        value: Dictionaries, lists and plain values.
-        levels: Levels that are spread over lines.
-        default: As for `json.dumps`.
 
     Example:
         >>> from fedlightning.run.files import readable_json
@@ -200,11 +163,7 @@ def _lines(value: Any, levels: int, end: str, default: Callable[[Any], Any] | No
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return what a JSON or YAML file of a run holds.
-
-    Raises:
-        UnreadableError: If it is damaged; the sentence says where.
-    """
+    """Return what a JSON or YAML file of a run holds."""
     way_out = "Put it back from a copy, or make the run again."
     try:
         text = path.read_text()
@@ -246,11 +205,7 @@ SEAL_LENGTH = len(SEAL) + 64
 
 
 def seal(path: Path) -> None:
-    """Append a checksum to a file that `torch.save` wrote: the comment of the archive, which other readers pass over.
-
-    Args:
-        path: The file.
-    """
+    """Append a checksum to a file that `torch.save` wrote: the comment of the archive, which other readers pass over."""
     with path.open("r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(SEAL_LENGTH.to_bytes(2, "little"))
@@ -260,11 +215,7 @@ def seal(path: Path) -> None:
 
 
 def check_seal(path: Path) -> None:
-    """Compare a file with its checksum, or, where it has none, the entries of the archive with theirs.
-
-    Raises:
-        UnreadableError: If they differ.
-    """
+    """Compare a file with its checksum, or, where it has none, the entries of the archive with theirs."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(-min(size, SEAL_LENGTH), os.SEEK_END)
@@ -284,14 +235,7 @@ def check_seal(path: Path) -> None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Read what :func:`write_atomically` wrote.
-
-    Args:
-        path: The file.
-
-    Raises:
-        UnreadableError: If it is no such file: cut off, changed, packed, or made of things that are not plain.
-    """
+    """Read what :func:`write_atomically` wrote."""
     import torch
 
     size = path.stat().st_size
@@ -310,11 +254,7 @@ def read_tensors(path: Path) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        UnreadableError: If it is none.
-    """
+    """Read a JSON file."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

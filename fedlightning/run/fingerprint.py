@@ -67,14 +67,6 @@ def fingerprint(
     It covers the trainer's arguments, the callbacks and their options, the module's class, hyper-parameters, plain
     attributes (dropout rates, label smoothing) and frozen parameters, its optimizers and schedulers and their options, who
     trains on what, and every client's batches. It cannot see code: the body of a loss or of a step.
-
-    Args:
-        arguments: The trainer's arguments.
-        callbacks: The federated callbacks.
-        ordinary: The Lightning callbacks.
-        model: The user's module.
-        data: What is known of the data: `splits`, `loaders` and `public content` among it.
-        held_out: Clients that take no part in training.
     """
     found: dict[str, Any] = {name: arguments[name] for name in ARGUMENTS}
     if arguments.get("evaluate_clients") is not None:
@@ -111,11 +103,7 @@ def fingerprint(
 
 
 def of_blueprint(blueprint: Blueprint) -> dict[str, Any]:
-    """Return what of a blueprint changes what its clients do: callbacks and their options, the module and its optimizers.
-
-    Args:
-        blueprint: What clients are built from.
-    """
+    """Return what of a blueprint changes what its clients do: callbacks and their options, the module and its optimizers."""
     callbacks, ordinary = list(blueprint.callbacks), blueprint.settings.callbacks
     found: dict[str, Any] = {"callbacks": [one.key for one in callbacks] + [type(one).__name__ for one in ordinary]}
     for callback in callbacks:
@@ -223,10 +211,6 @@ def _optimizers(model: LightningModule) -> list[Optimizer]:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what differs between two fingerprints in plain form, a sentence each.
-
-    Args:
-        before: The saved one.
-        now: The present one.
 
     Example:
         >>> differences({"optimizer.lr": 0.1}, {"optimizer.lr": 0.2, "model.p": 0.5})

@@ -176,13 +176,7 @@ def has_state(run: Path) -> bool:
 
 
 def find_resumable(root: str | Path, name: str, version: str | None) -> Path | None:
-    """Return the run to go on with, or `None` if there is nothing to go on from: one command for a requeued job.
-
-    Args:
-        root: Where runs lie.
-        name: The experiment's name.
-        version: The run's folder, where it is fixed; else the run of that name that wrote its state last.
-    """
+    """Return the run to go on with, or `None` if there is nothing to go on from: one command for a requeued job."""
     if version is not None:
         path = Path(root) / name / version
         return path if has_state(path) else None
@@ -196,10 +190,6 @@ def killed_version(root: str | Path, name: str) -> str | None:
     """Return the newest `version_N` whose run was killed before it had saved a state, to start again there; `None`: none.
 
     Its lock still lies there, and nobody holds it: a run that ends, be it with an error, takes its lock away.
-
-    Args:
-        root: Where runs lie.
-        name: The experiment's name.
     """
     places = (Path(root) / name).glob(f"version_*/{LOCK}") if is_writer() else ()
     found = {int(place.parent.name[8:]): place.parent for place in places if place.parent.name[8:].isdigit()}
@@ -211,11 +201,7 @@ def killed_version(root: str | Path, name: str) -> str | None:
 
 
 def find_last(root: str | Path, name: str) -> Path:
-    """Return the run that wrote its state last.
-
-    Raises:
-        FileNotFoundError: If no run of that name can be resumed.
-    """
+    """Return the run that wrote its state last."""
     manifests = list((Path(root) / name).glob("*/checkpoints/last/manifest*.json"))  # the newest may be lost
     if not manifests:
         raise FileNotFoundError(

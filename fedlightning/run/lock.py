@@ -140,9 +140,6 @@ def holder_of(folder: Path) -> dict[str, Any] | None:
 
     Of a holder on another machine it is known only that it has not let the lock go: it may have been killed.
 
-    Args:
-        folder: The folder.
-
     Example:
         >>> with RunLock(Path("run")):
         ...     holder_of(Path("run"))["pid"] == os.getpid()

@@ -55,17 +55,7 @@ class Logs:
         return [store.mark() for store in self._stores]
 
     def reopen(self, marks: list[Mark], rows: Iterable[Row], rounds: int, differs: bool = False) -> None:
-        """Go on from a saved state.
-
-        Args:
-            marks: What :meth:`mark` returned when it was saved.
-            rows: The scores of the run so far, round after round.
-            rounds: Rounds that have scores, visits after the last one included.
-            differs: The next rounds will not be those that the loggers may have seen already.
-
-        Raises:
-            ConfigurationError: If a logger cannot open what it wrote before.
-        """
+        """Go on from a saved state."""
         if not self.loggers:
             return
         for store, mark in self._matched(marks):
@@ -116,11 +106,7 @@ class Logs:
             (self.folder / "checkpoints" / BEGINNING).unlink(missing_ok=True)
 
     def close(self, status: str) -> None:
-        """End the loggers.
-
-        Args:
-            status: `"success"` or `"failed"`, as Lightning's Trainer says it.
-        """
+        """End the loggers."""
         for logger in self.loggers:
             logger.finalize(status)
 

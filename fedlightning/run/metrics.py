@@ -57,11 +57,7 @@ class MetricsFile:
         return {"bytes": self._size, "sha256": self._sum.hexdigest()}
 
     def check(self, mark: dict[str, Any]) -> None:
-        """Compare what a saved state knows with what is there.
-
-        Raises:
-            DamagedMetricsError: If the file is shorter, or other than it was.
-        """
+        """Compare what a saved state knows with what is there."""
         what = self.fault(mark)
         if what is not None:
             raise DamagedMetricsError(

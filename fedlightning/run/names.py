@@ -24,9 +24,6 @@ class UntrustedError(ValueError):
 def path_of(thing: Any) -> str:
     """Return the import path of a class or function.
 
-    Raises:
-        ValueError: If it cannot be imported by that path.
-
     Example:
         >>> import torch
         >>> path_of(torch.nn.Linear)
@@ -51,15 +48,6 @@ def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
 
     Without trust it is a class whose objects are restored by setting attributes, or, where the file's module calls it, a
     function or class that only computes: :mod:`fedlightning.run.restoring` lists them. All else needs `trust`.
-
-    Args:
-        path: As :func:`path_of` returns it.
-        trust: What the user trusts.
-        called: Whether it is to be called, rather than the class of an object.
-
-    Raises:
-        UntrustedError: If it needs trust.
-        ValueError: If there is no such thing.
     """
     module, name = _parts(path)
     found = _found(module, name, imported=is_trusted(module, trust) or within(module, IMPORTED))
@@ -80,16 +68,7 @@ def look_up(path: Any, trust: Trust = False, called: bool = False) -> Any:
 
 
 def plain_kind(path: Any, kind: type) -> Any:
-    """Return the enum or named tuple that a file names, which is imported already or ours.
-
-    Args:
-        path: As :func:`path_of` returns it.
-        kind: What it has to be a subclass of.
-
-    Raises:
-        UntrustedError: If its module is not imported.
-        ValueError: If it is none.
-    """
+    """Return the enum or named tuple that a file names, which is imported already or ours."""
     module, name = _parts(path)
     found = _found(module, name, imported=within(module, IMPORTED))
     if not (isinstance(found, type) and issubclass(found, kind)):
@@ -146,9 +125,6 @@ def refuse_untrusted_names(checkpoint: Mapping[str, Any], trust: Trust) -> None:
 
     Lightning's instantiator takes a text for a class or function wherever a parameter is one, so every text in such
     hyper-parameters that is the path of something importable is looked at.
-
-    Raises:
-        UntrustedError: Naming it.
     """
     if checkpoint.get(LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE) is not None:
         raise UntrustedError("its hyper-parameters are of a type of their own, which is called when they are read")

@@ -25,13 +25,6 @@ from fedlightning.wrappers.mixing import Mixin, mixins_of, remade, user_class
 def to_tree(module: nn.Module, owner: str) -> Any:
     """Return a module as a plain tree.
 
-    Args:
-        module: The module.
-        owner: Its name for the message.
-
-    Raises:
-        NotPlainError: If it holds what cannot be written down: a lambda, a local class, an open file.
-
     Example:
         >>> from torch import nn
         >>> net = from_tree(to_tree(nn.Sequential(nn.Linear(2, 1), nn.ReLU()), "net"))
@@ -44,16 +37,7 @@ def to_tree(module: nn.Module, owner: str) -> Any:
 
 
 def from_tree(tree: Any, trust: Trust = False) -> Any:
-    """Return the module that :func:`to_tree` was given.
-
-    Args:
-        tree: The tree.
-        trust: What else the tree may name; see :func:`fedlightning.run.names.look_up`.
-
-    Raises:
-        UntrustedError: If it names what is not trusted.
-        NotPlainError: If it is no such tree.
-    """
+    """Return the module that :func:`to_tree` was given."""
     decoder = _ObjectDecoder(trust)
     made = decoder.value_of(tree)
     decoder.check_given()  # again: a dict that was empty may have been filled, as it is in two places
@@ -109,11 +93,7 @@ class _ObjectDecoder(Decoder):
         self._given: list[tuple[type, dict[Any, Any]]] = []
 
     def check_given(self) -> None:
-        """Refuse attributes that no object of a class that is not trusted may have.
-
-        Raises:
-            NotPlainError: If there are such.
-        """
+        """Refuse attributes that no object of a class that is not trusted may have."""
         for cls, attributes in self._given:
             self._check(cls, attributes)
 

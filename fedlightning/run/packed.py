@@ -13,9 +13,6 @@ KIND = "fedlightning:native"
 def packed(value: Any) -> Any:
     """Return a checkpoint's content in which dtypes, devices, shapes, sets and complex numbers are made of plain values.
 
-    Args:
-        value: What `torch.load(weights_only=True)` gives.
-
     Example:
         >>> packed({"a": torch.float16, "b": [torch.Size([2, 3])]})
         {'a': {'fedlightning:native': 'dtype', 'of': 'float16'}, 'b': [{'fedlightning:native': 'Size', 'of': [2, 3]}]}
@@ -40,11 +37,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """Return what :func:`packed` was given.
-
-    Raises:
-        ValueError: If a value stands for nothing.
-    """
+    """Return what :func:`packed` was given."""
     if isinstance(value, dict):
         if KIND in value:
             return _native(value)

@@ -63,21 +63,7 @@ def save(
     template: Callable[[], State],
     extra: dict[str, Any],
 ) -> None:
-    """Write the state after `rounds_done` rounds.
-
-    Args:
-        folder: `checkpoints/last`; made if need be.
-        rounds_done: Finished rounds.
-        server: The server's state as a tree of tensors and values that can be made plain.
-        changed: Clients whose records have changed since the last save.
-        record_of: Gives the fields of a client's record.
-        template: Gives the state of the user's module, which clients that were never visited start with.
-        extra: Plain values to keep in the manifest (what the run was started with, seconds spent ...).
-
-    Raises:
-        NotPlainError: If the server or a client keeps what cannot be saved; names it.
-        UnwritableError: If a file cannot be written. The state that was there is untouched.
-    """
+    """Write the state after `rounds_done` rounds."""
     with writing(folder):
         _save(folder, rounds_done, server, changed, record_of, template, extra)
 
@@ -86,13 +72,6 @@ def set_aside(folder: Path, lasting: Mapping[str, Any]) -> dict[str, Any]:
     """Return values that are in every state of a run, as extra values for :func:`save`; write the long ones to files.
 
     A manifest is written after every round, and the ids of a hundred thousand clients need not be.
-
-    Args:
-        folder: `checkpoints/last`; made if need be.
-        lasting: Plain values, lists or dictionaries by name.
-
-    Raises:
-        UnwritableError: If a file cannot be written.
     """
     found = {name: value for name, value in lasting.items() if len(value) <= LONG}
     elsewhere = {}
@@ -238,16 +217,6 @@ def load(folder: Path, max_rounds: int = 0) -> SavedState:
     """Read the newest undamaged state in a folder.
 
     A newest state that is damaged is set aside with a warning, and the one before it is read.
-
-    Args:
-        folder: `checkpoints/last`.
-        max_rounds: Rounds that the run is to have. If these are more than it has, what it did because it was over (visits
-            after the last round, a last round that waited for all jobs in flight) is no part of it: see :func:`_not_over`.
-
-    Raises:
-        FileNotFoundError: If there is no state in `folder`.
-        DamagedStateError: If every state in it is damaged.
-        ValueError: If the run was over, and cannot go on as if it had not been.
     """
     newest = _newest(folder)
     return _not_over(newest) if max_rounds > newest.rounds_done and _is_over(newest) else newest
@@ -266,9 +235,6 @@ def _not_over(newest: SavedState) -> SavedState:
     """Return the state before what a run did because it was over, to go on from there: see :func:`go_back`.
 
     Where it is lost, a run goes on from its end, with a warning: what clients keep was changed by the visits after that.
-
-    Raises:
-        ValueError: If the last round waited for all jobs in flight, and the state before it is lost.
     """
     folder, kept = newest.folder, newest.rounds_done
     try:
@@ -300,11 +266,7 @@ def _not_over(newest: SavedState) -> SavedState:
 
 
 def go_back(folder: Path) -> None:
-    """Make the state before what a run did because it was over its newest one, once nothing refuses to go on from it.
-
-    Args:
-        folder: `checkpoints/last`.
-    """
+    """Make the state before what a run did because it was over its newest one, once nothing refuses to go on from it."""
     if is_writer():
         with writing(folder):
             (folder / BEFORE).replace(folder / MANIFEST)  # the names of the others' files are free to be written again

@@ -43,14 +43,6 @@ class _Refusal(Exception):
 def encode(value: Any, owner: str, encoder: type[Encoder] | None = None) -> Any:
     """Return `value` as a tree that `torch.load(weights_only=True)` opens.
 
-    Args:
-        value: Tensors, numbers, texts, None, arrays, paths, dates, enums, generators, and containers of them.
-        owner: Whose value it is, for the message.
-        encoder: How objects are written; default: they are refused.
-
-    Raises:
-        NotPlainError: Naming the owner, the entry and the way out.
-
     Example:
         >>> import numpy as np
         >>> tree = encode({"best": np.float32(0.5), "scores": [1, 2.5]}, "the server")
@@ -75,11 +67,7 @@ def encode(value: Any, owner: str, encoder: type[Encoder] | None = None) -> Any:
 
 
 def decode(tree: Any) -> Any:
-    """Return what :func:`encode` was given.
-
-    Raises:
-        NotPlainError: If `tree` is not what `encode` returns.
-    """
+    """Return what :func:`encode` was given."""
     return Decoder().value_of(tree)
 
 
@@ -87,9 +75,6 @@ def native(value: Any) -> Any:
     """Return `value` as `torch.load(weights_only=True)` and everybody else opens it, without tags of ours.
 
     Numbers of numpy become Python's, paths texts, and other mappings dicts: for files that Lightning reads too.
-
-    Raises:
-        NotPlainError: If that is not possible.
 
     Example:
         >>> from pathlib import Path
@@ -203,11 +188,7 @@ class Decoder:
         self._done: dict[int, Any] = {}
 
     def value_of(self, tree: Any) -> Any:
-        """Return the value of a whole tree.
-
-        Raises:
-            NotPlainError: If it is no such tree.
-        """
+        """Return the value of a whole tree."""
         try:
             return self.value(tree)
         except (NotPlainError, UntrustedError):

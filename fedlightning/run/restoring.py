@@ -116,12 +116,7 @@ def forbidden(cls: type) -> str | None:
 
 
 def pure(found: Any, home: str) -> bool:
-    """Return True if what a file's module calls does nothing but compute: an activation, a class of layers or optimizers.
-
-    Args:
-        found: The function or class.
-        home: The module that defines it.
-    """
+    """Return True if what a file's module calls does nothing but compute: an activation, a class of layers or optimizers."""
     if isinstance(found, type):
         layer = issubclass(found, nn.Module) and within(home, MAKERS) and forbidden(found) is None
         return layer or (issubclass(found, Optimizer | LRScheduler) and within(home, ("torch.optim",)))
@@ -135,10 +130,6 @@ def constructed(found: Any, home: str) -> bool:
     """Return True if hyper-parameters may say with what something is called: what is pure, and our own networks.
 
     `TimmNet` is not among them, since it downloads what its arguments name.
-
-    Args:
-        found: The function or class.
-        home: The module that defines it.
     """
     ours = within(home, (f"{OURS}.models",)) and home != f"{OURS}.models.timm_bridge"
     network = isinstance(found, type) and issubclass(found, nn.Module)

@@ -55,12 +55,7 @@ NUMBERS = {"round": int, "began": float, "computed": float, "arrived": float, "v
 
 
 def note_trips(folder: Path, trips: Sequence[Trip]) -> None:
-    """Add a round to the timeline. Rows of this round and later ones, left by a run that was resumed, go.
-
-    Args:
-        folder: The run's folder.
-        trips: The jobs that came back in one round.
-    """
+    """Add a round to the timeline. Rows of this round and later ones, left by a run that was resumed, go."""
     if not trips:
         return
     add_round(folder / FILE, COLUMNS, trips[0].round, [astuple(trip) for trip in trips])
@@ -77,12 +72,7 @@ def read_trips(folder: Path) -> list[dict[str, Any]]:
 
 
 def draw_timeline(folder: Path, rounds: Mapping[int, float]) -> None:
-    """Draw a run's timeline to `figures/timeline.png`, if it has one.
-
-    Args:
-        folder: The run's folder.
-        rounds: By round, the time at which the server's model made its step.
-    """
+    """Draw a run's timeline to `figures/timeline.png`, if it has one."""
     rows, path = read_trips(folder), folder / "figures" / "timeline.png"
     if rows:
         with writing(path):
@@ -92,11 +82,6 @@ def draw_timeline(folder: Path, rounds: Mapping[int, float]) -> None:
 
 def timeline_figure(rows: Sequence[Mapping[str, Any]], rounds: Mapping[int, float] | None = None) -> Any:
     """Return a picture of who was busy when: above the clients, below the staleness of what arrived.
-
-    Args:
-        rows: With the keys :data:`COLUMNS`.
-        rounds: By round, the time at which the server's model made its step: thin lines. Of many clients the first are
-            shown, of many rounds the first that can be told apart.
 
     Example:
         >>> row = Trip(1, "a", 0.0, 2.0, 2.5, version=0)

@@ -31,9 +31,6 @@ def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:
     """Return what metrics can be, by their bare names: what modules say by `metric_bounds`; of shares at least `[0, 100]`.
 
     The bounds that torchmetrics draws its plots in are no such thing: there Cohen's kappa begins at 0.
-
-    Args:
-        modules: A module and all modules in it, metrics too.
     """
     found = dict.fromkeys(SHARES, (0.0, 100.0))
     for module in modules:
@@ -44,11 +41,6 @@ def bounds_of(modules: Iterable[Any]) -> dict[str, tuple[float, float]]:
 
 def outside(bounds: Mapping[str, tuple[float, float]], metric: str, value: float) -> str | None:
     """Return the range that a score should be in, where it is not; `None` if it is, or is not defined (NaN).
-
-    Args:
-        bounds: As from :func:`bounds_of`.
-        metric: Name of the metric, with its split.
-        value: The score.
 
     Example:
         >>> outside({"accuracy": (0.0, 1.0)}, "val_accuracy", 7), outside({"accuracy": (0.0, 1.0)}, "val_accuracy", 0.5)
@@ -77,9 +69,6 @@ def higher_is_better(metric: str) -> bool:
 
 def choose_metric(known: Sequence[Sequence[str]]) -> str:
     """Return the metric to compare runs by if nobody says: one that all have, accuracy before rmse before loss.
-
-    Args:
-        known: The metrics of each run, without their split. Without any it is accuracy.
 
     Example:
         >>> choose_metric([["loss", "accuracy"], ["loss", "accuracy", "auroc"]]), choose_metric([["loss", "rmse", "mae"]])

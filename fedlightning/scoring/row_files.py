@@ -35,9 +35,6 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV that :func:`write_rows` wrote; empty if there is none.
 
     A last line that was cut off when the process was killed is left out.
-
-    Raises:
-        DamagedMetricsError: If it is no such CSV; names the row.
     """
     if not path.exists():
         return []
@@ -68,16 +65,7 @@ def _row(path: Path, number: int, line: list[str], places: list[int]) -> Row:
 
 
 def read_part(path: Path, start: int, end: int) -> list[Row]:
-    """Read some of the rows that were appended to a file in the order of :data:`COLUMNS`.
-
-    Args:
-        path: The file.
-        start: First byte: the beginning of a row.
-        end: The byte after the last.
-
-    Returns:
-        The rows; none if the file is gone.
-    """
+    """Read some of the rows that were appended to a file in the order of :data:`COLUMNS`."""
     if not path.exists():
         return []
     with path.open("rb") as file:

@@ -83,12 +83,7 @@ class RowTable(Sequence[Row]):
         return len(self._rounds)
 
     def spill(self, where: Sequence[tuple[int, tuple[int, int]]], read: Callable[[int, int], list[Row]]) -> None:
-        """Leave the oldest rows that are in memory to a file.
-
-        Args:
-            where: For each part of them its number of rows and its bytes in the file.
-            read: Function from such bytes to the rows.
-        """
+        """Leave the oldest rows that are in memory to a file."""
         self._read = read
         first = self._spilled[-1].end if self._spilled else 0
         total = 0
@@ -101,12 +96,7 @@ class RowTable(Sequence[Row]):
             del column[:total]
 
     def where(self, kind: Callable[..., bool], since: int = 0) -> list[Row]:
-        """Return the rows of some kinds and rounds. Of what lies in a file, only parts that may hold such are read.
-
-        Args:
-            kind: Function from model, stage, checkpoint, data, split and metric to whether such rows are wanted.
-            since: First round.
-        """
+        """Return the rows of some kinds and rounds. Of what lies in a file, only parts that may hold such are read."""
         wanted = {place for place, known in enumerate(self._known) if kind(*known)}
         found: list[Row] = []
         for part in self._spilled:

@@ -79,12 +79,7 @@ class Gap(Row):
 
 
 def of_clients(rows: Iterable[Row], clients: Collection[str]) -> list[Row]:
-    """Return the scores of some of the clients that train, and all scores of the pooled data and of unseen clients.
-
-    Args:
-        rows: Scores.
-        clients: The clients. Of the cross-client matrix, both the model's owner and the data's must be among them.
-    """
+    """Return the scores of some of the clients that train, and all scores of the pooled data and of unseen clients."""
     known = {*clients, EVERYBODY}
     return [
         row
@@ -95,13 +90,5 @@ def of_clients(rows: Iterable[Row], clients: Collection[str]) -> list[Row]:
 
 
 def not_scored(client: str, stage: str, data: str, split: str, reason: str) -> str:
-    """Say that a client could not be scored.
-
-    Args:
-        client: The client's id.
-        stage: `"G"`, `"L1"` or `"L2"`.
-        data: Data of the score, as in :class:`Row`.
-        split: `"val"` or `"test"`.
-        reason: The error in words.
-    """
+    """Say that a client could not be scored."""
     return f"client '{client}' was not scored at stage {stage} on {data} {split} data: {reason}"

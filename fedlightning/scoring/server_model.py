@@ -67,34 +67,21 @@ class ServerModel:
 
     @classmethod
     def of(cls, state: State, owner: tuple[str, str]) -> ServerModel:
-        """Return the model as it arrives in another process.
-
-        Args:
-            state: Its entries.
-            owner: See :attr:`owner`.
-        """
+        """Return the model as it arrives in another process."""
         made = cls.__new__(cls)
         made._module = None
         made.__dict__.update(state=state, owner=owner)
         return made
 
     def kind(self, blueprint: Blueprint) -> type:
-        """Return the class of the module.
-
-        Args:
-            blueprint: That of the process.
-        """
+        """Return the class of the module."""
         if self._module is not None:
             return type(self._module)
         assert self.owner is not None
         return type(blueprint.reference(self.owner[0]).get_submodule(self.owner[1]))
 
     def built(self, blueprint: Blueprint) -> LightningModule:
-        """Return the module; where it is not there yet, build it around the state.
-
-        Args:
-            blueprint: That of the process.
-        """
+        """Return the module; where it is not there yet, build it around the state."""
         if self._module is not None:
             return self._module
         assert self.owner is not None
@@ -150,14 +137,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any, known: dict[tuple[int, int], Any]) -> bool:
-    """Whether two values are equal: tensors and plain values by themselves, other objects in what they would be pickled as.
-
-    Args:
-        one: A value.
-        other: Another one.
-        known: Pairs that have been looked at, by their ids (they are kept, so that no id is used again); objects that hold
-            one another end there.
-    """
+    """Whether two values are equal: tensors and plain values by themselves, other objects in what they would be pickled as."""
     if one is other or (id(one), id(other)) in known:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
@@ -186,11 +166,7 @@ def _around(function: FunctionType) -> list[Any]:
 
 
 def _inside(value: Any) -> Any:
-    """Return what an object is made of.
-
-    Raises:
-        TypeError: If it cannot be pickled, or only by its name (a class; and it is another one).
-    """
+    """Return what an object is made of."""
     found = value.__reduce_ex__(4)
     if isinstance(found, str):
         raise TypeError(f"{value!r} is known by its name")

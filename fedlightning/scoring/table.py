@@ -31,10 +31,6 @@ Result = dict[str, Any]
 def important_metrics(results: Sequence[Result], limit: int | None = None) -> list[str]:
     """Return the metrics in `results` without their split (`test_loss` is `loss`), those of :data:`PREFERRED` first.
 
-    Args:
-        results: Rows of `summary.json`.
-        limit: Number of metrics to return. `None` returns all.
-
     Example:
         >>> rows = [{"metric": f"test_{name}", "split": "test"} for name in ("loss", "dice", "accuracy")]
         >>> important_metrics(rows)
@@ -52,14 +48,7 @@ def bare(row: Result) -> str:
 
 
 def results_table(results: Sequence[Result], split: str = "test", width: int = 80, unseen: bool = False) -> Table:
-    """Return a table with models as rows and metrics as columns: mean ± standard deviation over clients.
-
-    Args:
-        results: Rows of `summary.json`.
-        split: `"test"` or `"val"`.
-        width: Columns of the terminal. As many metrics are shown as fit.
-        unseen: Show the scores of clients that take no part in training, instead of the others'.
-    """
+    """Return a table with models as rows and metrics as columns: mean ± standard deviation over clients."""
     rows = [
         row
         for row in results
@@ -92,18 +81,7 @@ def client_table(
     width: int = 80,
     unseen: bool = False,
 ) -> Table | None:
-    """Return a table with clients as rows and models as columns: one metric on each client's own data.
-
-    Args:
-        results: Rows of `summary.json`.
-        split: `"test"` or `"val"`.
-        metric: Name of the metric. `None` takes the first of :func:`important_metrics`.
-        width: Columns of the terminal.
-        unseen: Show the clients that take no part in training, instead of the others.
-
-    Returns:
-        The table, or `None` if there are no scores by client.
-    """
+    """Return a table with clients as rows and models as columns: one metric on each client's own data."""
     rows = [row for row in results if row["split"] == split and row["data"] == LOCAL]
     rows = [row for row in rows if (row["model"] == UNSEEN) == unseen]
     metric = metric or next(iter(important_metrics(rows)), None)
@@ -124,14 +102,7 @@ def client_table(
 def print_results(
     results: Sequence[Result], split: str = "test", console: Console | None = None, clients: int = 20
 ) -> None:
-    """Print the results of a run, and those of each client if there are at most `clients`.
-
-    Args:
-        results: Rows of `summary.json`.
-        split: `"test"` or `"val"`.
-        console: Console to print to. `None` takes the terminal.
-        clients: Number of clients up to which each one is listed.
-    """
+    """Print the results of a run, and those of each client if there are at most `clients`."""
     console = console or Console()
     if not any(row["split"] == split for row in results):
         console.print(f"There are no results on the '{split}' split.")
@@ -157,9 +128,6 @@ def print_results(
 
 def evaluation_line(summary: Mapping[str, Any]) -> str | None:
     """Say in a line how many clients were scored, and what that cost; `None` if it was all and cost less than training.
-
-    Args:
-        summary: A `summary.json`.
 
     Example:
         >>> print(evaluation_line({"evaluation": {"clients": 9, "of": 50}, "evaluation_seconds": 2.0, "seconds": 10.0}))

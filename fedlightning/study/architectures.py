@@ -16,12 +16,6 @@ def architectures(study: StudyData) -> Table:
     - `gain`: `mean` minus that of training alone (Local), paired by seed over the same clients, with `gain_ci95` and
       `gain_radius`; `None` without that baseline.
     - `n_seeds` that have a score.
-
-    Args:
-        study: Runs to compare.
-
-    Returns:
-        The lines, methods in order and within each the architectures in theirs; none where all clients have one.
     """
     local = study.baselines.get("siloed")
     alone = study.deployed(local) if local is not None else {}

@@ -26,9 +26,6 @@ def odd_splits(runs: Sequence[Run], split: str) -> dict[tuple[str, int], Run]:
     """Find the runs whose `split` is not the one that most runs of the same seed have.
 
     Of several equally frequent splits, the one that comes first counts as the usual one.
-
-    Returns:
-        (method, seed) -> a run with the usual split.
     """
     by_seed: dict[int, list[Run]] = {}
     for run in runs:

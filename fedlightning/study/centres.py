@@ -22,19 +22,6 @@ def score_centres(
 
     Khan et al., "PI-FL", 2023, Table 1, and Ruan, Joe-Wong, "FedSoft", AAAI 2022. Centres are matched to groups so that the
     sum of the matched scores is largest (Hungarian method).
-
-    Args:
-        trainer: A `FederatedTrainer` that has fitted a method with several models.
-        data: A data module with `num_groups` and `group_dataloader(group)`, such as `MixtureDataModule`.
-        metric: Metric of the test step; more is better.
-        path: Table to write (CSV). `None` writes none.
-
-    Returns:
-        A row for each model and group: `model`, `group` (from 0), `matched` (whether this is the model's group), `metric` and
-        `value`. Models that no client can be given any more have none: the common start, and clusters that CFL has split.
-
-    Raises:
-        ValueError: If the data have no groups, nothing was fitted, or the test step does not log the metric.
     """
     if not hasattr(data, "group_dataloader"):
         raise ValueError(f"{type(data).__name__} has no group_dataloader(group); use MixtureDataModule.")

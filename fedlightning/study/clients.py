@@ -48,16 +48,7 @@ def clients(study: StudyData) -> Table:
 
 
 def matrix(study: StudyData, method: str) -> dict[str, Any]:
-    """Return the score of each client's deployed model (row) on each client's data (column), averaged over seeds.
-
-    Args:
-        study: Runs to compare.
-        method: Name of the method.
-
-    Returns:
-        `clients`, `values` (a list of rows, with `None` where nothing was scored), `row_means` (mean score of a client's
-        model over all clients' data, its own included; `None` if a cell is missing), `diagonal_mean` and `n_seeds`.
-    """
+    """Return the score of each client's deployed model (row) on each client's data (column), averaged over seeds."""
     names = _clients(study, method)
     columns = {}
     for source in names:

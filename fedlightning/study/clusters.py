@@ -29,12 +29,6 @@ def clusters(study: StudyData) -> Table:
       (1: the same, 0: as chance would have it), with `agreement_ci95`; `None` unless the run knows them (`groups` under
       `data` in `summary.json`), and where all clients are of one group.
     - `n_seeds`: runs with a readable file.
-
-    Args:
-        study: Runs to compare.
-
-    Returns:
-        The lines; none where no run has such a file.
     """
     lines = []
     for method in study.methods:
@@ -57,9 +51,6 @@ def memberships(study: StudyData) -> Table:
     `first` and `cluster` are its clusters after the first round in which it had one and after the last, and `share` what
     of it belongs to the latter, all at `seed`: clusters of several seeds have nothing but their names in common. `group` is
     the planted one, if that is known. `changes` is the mean over seeds (`n_seeds`).
-
-    Args:
-        study: Runs to compare.
     """
     lines: Table = []
     for method in study.methods:

@@ -48,21 +48,12 @@ class Comparison:
         self.runs: list[Run] = []
 
     def add(self, name: str, summary: Mapping[str, Any]) -> None:
-        """Add a run. Runs with the same name and different seeds are averaged.
-
-        Args:
-            name: Name of the method in the table.
-            summary: `trainer.summary`, which is the content of `summary.json`.
-        """
+        """Add a run. Runs with the same name and different seeds are averaged."""
         self.runs.append(Run(name, int(summary.get("seed", 0)), None, dict(summary)))
 
     @property
     def study(self) -> Study:
-        """The runs so far as a :class:`~fedlightning.study.study.Study`, with every table and statistic.
-
-        Raises:
-            ValueError: If there is no run, or none has the metric.
-        """
+        """The runs so far as a :class:`~fedlightning.study.study.Study`, with every table and statistic."""
         return Study(self.runs, metric=self.metric, split=self.split)
 
     def table(self) -> Table:

@@ -19,18 +19,6 @@ def costs(study: StudyData, target: float | None = None) -> Table:
 
     The curve that must reach it is each client's model as received (L1) on its own validation data, so no test data are
     used.
-
-    Args:
-        study: Runs to compare.
-        target: Score to reach. `None` takes three: 90, 95 and 100 % of FedAvg's best value (without FedAvg, of the
-            method whose best is worst). For a loss, a target is the best value divided by the share, so that a smaller
-            share is easier.
-
-    Returns:
-        One line for each (method, target). `target` is the value; `share` and `of` say where it comes from (`None` for a
-        given one). `rounds`, `local_steps` (all clients together), `mb_up`, `mb_down`, `mb` (1 MB = 10**6 bytes),
-        `seconds` and, where a method has a virtual clock, `time` are what was spent by then. They are `None` where the
-        target is never reached (`reached` is False) or costs were not recorded.
     """
     tracks: dict[str, list[dict[str, Any]]] = {method: [] for method in study.methods}
     for line in curves(study):

@@ -21,17 +21,6 @@ def curves(study: StudyData, metric: str | None = None) -> Table:
     """Return the validation scores of the latest models over rounds.
 
     Rounds that not every seed was scored at are left out.
-
-    Args:
-        study: Runs to compare.
-        metric: Name of the metric. `None` uses the metric of the study.
-
-    Returns:
-        One line for each (method, stage, data, round). `mean` is the mean over seeds of the mean over clients, with
-        `ci95`, `ci95_radius` and `n_seeds`; it is `None` if a client's value is NaN or infinite in any seed.
-        `bytes_up`, `bytes_down`, `mb` (both together, in 10**6 bytes), `local_steps` (all clients together) and
-        `seconds` are sums from the start to the end of the round, averaged over seeds. They are `None` if a run did not
-        record them by round. Where runs have a virtual clock, `time` is its reading at the end of the round.
     """
     metric = bare(metric or study.metric)
     lines = []

@@ -164,14 +164,7 @@ class StudyData:
     def find(
         self, method: str, metric: str | None = None, every_seed: bool = False, **where: Any
     ) -> dict[int, SeedScore]:
-        """Return, by seed, one row of each run of a method that has it.
-
-        Args:
-            method: Name of the method.
-            metric: Name of the metric. `None` uses the metric of the study.
-            every_seed: Include runs on other test data than most.
-            where: Arguments of :meth:`fedlightning.study.runs.Run.result`.
-        """
+        """Return, by seed, one row of each run of a method that has it."""
         where = {"split": self.split} | where
         seeds = self.seeds if every_seed else self.seeds_of(method)
         found = {}

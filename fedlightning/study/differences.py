@@ -10,23 +10,7 @@ from fedlightning.study.statistics import holm, paired_difference, wilcoxon
 
 
 def differences(study: StudyData, reference: str | None = None) -> Table:
-    """Compare every other method with a reference, seed by seed, by the deployed score (mean over clients).
-
-    Args:
-        study: Runs to compare.
-        reference: Name of a method, or `"best"` (see :func:`best_method`). `None` takes the siloed baseline, else
-            FedAvg, else the first method.
-
-    Returns:
-        One line a method. `mean` is that of (method - reference), with `ci95` and `ci95_radius`. `p` is that of the
-        paired t-test, `p_holm` the same after Holm's adjustment over the lines of this table, and `p_wilcoxon` that of
-        the signed-rank test (with n pairs it cannot be below 2 / 2**n). `n` counts the pairs, `per_seed` has their
-        differences, and `better` says whether the mean favours the method. `p` is `None` with fewer than two pairs, and
-        every number is `None` if a run diverged.
-
-    Raises:
-        ValueError: If there is no such method.
-    """
+    """Compare every other method with a reference, seed by seed, by the deployed score (mean over clients)."""
     if reference == "best" and "best" not in study.methods:
         reference = best_method(study)
     elif reference is None:

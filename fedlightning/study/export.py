@@ -50,13 +50,6 @@ def write_comparison(study: StudyData | Mapping[str, StudyData], out: str | Path
 
     The CSV has `results` without nested columns: `ci95` becomes `ci95_low` and `ci95_high`, and `undefined` and
     `diverged` become text. Values by seed and by client are only in the JSON.
-
-    Args:
-        study: One study, or data set -> study.
-        out: Folder to write to. It is created if needed.
-
-    Returns:
-        The content of `comparison.json`.
     """
     found = comparison(study)
     folder = Path(out)

@@ -17,9 +17,6 @@ Sites = Mapping[str, Sequence[str]]
 def site_of(sites: Sites) -> dict[str, str]:
     """Return the name of each client's site, where it is called otherwise than the client.
 
-    Args:
-        sites: `sites` of a `summary.json`.
-
     Example:
         >>> site_of({"cleveland": ["a", "b"], "basel": ["basel"]})
         {'a': 'cleveland', 'b': 'cleveland'}
@@ -29,14 +26,6 @@ def site_of(sites: Sites) -> dict[str, str]:
 
 def failure_rows(failures: Iterable[Mapping[str, Any]], sites: Sites | None = None) -> list[dict[str, Any]]:
     """Group the failures of a run: one row for every client, place, reason and decision.
-
-    Args:
-        failures: `failures` of a `summary.json`.
-        sites: Its `sites`.
-
-    Returns:
-        Rows with `client`, `site` (if there are some called otherwise), `where` (`"training"` or a stage), `reason` (its
-        first sentence), `decision`, `rounds` (such as `"1-3, 7"`) and `count`.
 
     Example:
         >>> reason = "client 'b' failed: ValueError: no scanner. Ask the site"
@@ -61,14 +50,7 @@ def failure_rows(failures: Iterable[Mapping[str, Any]], sites: Sites | None = No
 def failures_line(
     failures: Sequence[Mapping[str, Any]], clients: int, file: str = "summary.json", sites: Sites | None = None
 ) -> str | None:
-    """Say in a line which clients failed; `None` if none did.
-
-    Args:
-        failures: `failures` of a `summary.json`.
-        clients: Number of all clients.
-        file: Name of the file that lists them.
-        sites: `sites` of the summary.
-    """
+    """Say in a line which clients failed; `None` if none did."""
     rows = sorted(failure_rows(failures), key=lambda row: -row["count"])
     if not rows:
         return None

@@ -38,13 +38,6 @@ class Spread:
 def spread(scores: Scores, higher_is_better: bool = True) -> Spread:
     """Return the statistics of a score over clients.
 
-    Args:
-        scores: One score for each client.
-        higher_is_better: False for losses, whose worst client has the highest value.
-
-    Raises:
-        ValueError: If there is no client, or a score is NaN or infinite.
-
     Example:
         >>> found = spread({"a": 0.5, "b": 0.75, "c": 1.0})
         >>> found.mean, found.worst, found.best
@@ -90,15 +83,6 @@ def incentivised_participation_rate(
 ) -> float:
     """Return the percentage of clients that are strictly better off than with both baselines (PLayer-FL, equation A.6).
 
-    Args:
-        scores: Scores of the method.
-        local: Scores of each client's siloed model on the same test sets.
-        federated: Scores of FedAvg on the same test sets.
-        higher_is_better: False for losses.
-
-    Raises:
-        ValueError: If the three do not have the same clients, or `scores` has no client or a NaN.
-
     Example:
         >>> incentivised_participation_rate({"a": 0.9, "b": 0.7}, {"a": 0.8, "b": 0.6}, {"a": 0.7, "b": 0.7})
         50.0
@@ -112,13 +96,6 @@ def incentivised_participation_rate(
 def personal_model_appeal(scores: Scores, federated: Scores) -> dict[str, float]:
     """Return each client's personal score minus its score with FedAvg (PI-FL's PMA, equation 14).
 
-    Args:
-        scores: Scores of the method.
-        federated: Scores of FedAvg on the same test sets.
-
-    Raises:
-        ValueError: If the two do not have the same clients, or `scores` has no client or a NaN.
-
     Example:
         >>> personal_model_appeal({"a": 0.75, "b": 0.5}, {"a": 0.5, "b": 0.75})
         {'a': 0.25, 'b': -0.25}
@@ -130,13 +107,6 @@ def personal_model_appeal(scores: Scores, federated: Scores) -> dict[str, float]
 def opt_outs(scores: Scores, federated: Scores) -> float:
     """Return the share of clients whose personal model is strictly worse than FedAvg's (PI-FL, equation 15).
 
-    Args:
-        scores: Scores of the method.
-        federated: Scores of FedAvg on the same test sets.
-
-    Raises:
-        ValueError: If the two do not have the same clients, or `scores` has no client or a NaN.
-
     Example:
         >>> opt_outs({"a": 0.75, "b": 0.5}, {"a": 0.5, "b": 0.75})
         0.5
@@ -147,13 +117,6 @@ def opt_outs(scores: Scores, federated: Scores) -> float:
 
 def global_model_appeal(losses: Scores, requirements: Scores) -> int:
     """Count the clients for which the global model's training loss is strictly below their own requirement (MaxFL's GMA).
-
-    Args:
-        losses: Training loss of the global model on each client.
-        requirements: Training loss of each client's local model.
-
-    Raises:
-        ValueError: If the two do not have the same clients, or `losses` has no client or a NaN.
 
     Example:
         >>> global_model_appeal({"a": 0.2, "b": 0.9}, {"a": 0.3, "b": 0.4})

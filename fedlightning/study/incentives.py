@@ -23,19 +23,7 @@ Scores = dict[str, float]
 
 
 def fairness(study: StudyData, thresholds: Sequence[float] | None = None) -> Table:
-    """Return how the score of each method is spread over clients, and how many clients gain.
-
-    Args:
-        study: Runs to compare.
-        thresholds: Levels to count clients above and below. `None` takes :data:`THRESHOLDS`, and none for a loss.
-
-    Returns:
-        One line a method. `mean`, `weighted_mean`, `median`, `std`, `variance`, `worst`, `tenth_percentile` and `best`
-        are statistics over clients, taken for each seed and averaged over seeds. `variance_of_medians` is the population
-        variance over clients of each client's median over seeds (as in PLayer-FL's code). `ipr`, `ipr_of_medians`,
-        `opt_outs`, `pma` and `gma` are those of :func:`incentives`. `above_E` and `below_E` count the clients strictly
-        above and below each threshold.
-    """
+    """Return how the score of each method is spread over clients, and how many clients gain."""
     if thresholds is None:
         thresholds = THRESHOLDS if study.higher_is_better else ()
     lines = []
@@ -59,18 +47,6 @@ def incentives(study: StudyData, method: str) -> dict[str, Any]:
     """Return participation rate, appeal and opt-outs of one method, against comparable baselines.
 
     For a loss, a gain is a lower value.
-
-    Args:
-        study: Runs to compare.
-        method: Name of the method.
-
-    Returns:
-        `ipr` (PLayer-FL, eq. A.6): percent of clients strictly better off than with their siloed model and with FedAvg's
-        global model, averaged over seeds. `ipr_of_medians`: the same for each client's median over seeds. `ipr_seeds`:
-        number of seeds of both. These are empty for the two baselines themselves.
-        `pma` (PI-FL, eq. 14): mean over clients of the gain over FedAvg's global model. `opt_outs` (eq. 15): percent of
-        clients that lose by it. `pma_seeds`: number of seeds of both.
-        `gma` and `gma_loss` (MaxFL): see :func:`global_appeal`.
     """
     found: dict[str, Any] = dict.fromkeys(("ipr", "ipr_of_medians", "pma", "opt_outs"))
     found["ipr_seeds"] = found["pma_seeds"] = 0
@@ -134,9 +110,6 @@ def global_appeal(study: StudyData, method: str) -> dict[str, Any]:
 
     The paper takes training losses. A run usually has none of the global model, so without them (split `train`, stages G
     and L1) the validation losses of both latest models are taken, and `gma_loss` says so.
-
-    Returns:
-        `gma`: number of clients, averaged over seeds. `gma_loss`: `"training"`, `"validation"` or `None`.
     """
     siloed = study.baselines.get("siloed")
     for split, word in (("train", "training"), ("val", "validation")):

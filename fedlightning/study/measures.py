@@ -125,12 +125,7 @@ def address(row: Mapping[str, Any]) -> Address:
 
 
 def common_metric(runs: Iterable[Run], split: str = "test") -> str:
-    """Return the metric to compare runs by if nobody says: see :func:`fedlightning.scoring.metrics.choose_metric`.
-
-    Args:
-        runs: The runs; those without a result are not asked.
-        split: Split that is compared.
-    """
+    """Return the metric to compare runs by if nobody says: see :func:`fedlightning.scoring.metrics.choose_metric`."""
     known = [RunScores(run).metrics(split) for run in runs if run.error is None]
     return choose_metric([metrics for metrics in known if metrics])
 
@@ -157,11 +152,6 @@ class Estimate:
 
 def estimate(values: Sequence[float | None], confidence: float = 0.95, interval: str = "t") -> Estimate:
     """Return the mean over seeds with its confidence interval.
-
-    Args:
-        values: One value a seed; `None` if the run of that seed diverged.
-        confidence: Confidence of the interval, in (0, 1).
-        interval: Method of :func:`fedlightning.study.statistics.mean_interval`.
 
     Example:
         >>> found = estimate([0.70, 0.74, 0.72])

@@ -32,10 +32,6 @@ def overview(study: StudyData, problems: Sequence[Problem]) -> Table:
       `seconds`, `peak_memory_mb`.
     - `n_seeds` that have a score, of `seeds` in the study; `comparable`: whether it is on the same test data as the
       others; `flags`: the texts of its problems.
-
-    Args:
-        study: Runs to compare.
-        problems: Problems of the study, from :func:`fedlightning.study.problems.find_problems`.
     """
     winner = best_method(study)
     gaps = {line["method"]: line for line in differences(study, winner)} if winner is not None else {}

@@ -13,20 +13,6 @@ from fedlightning.study.statistics import friedman, nemenyi
 def ranks(studies: Mapping[str, StudyData], alpha: float = 0.05) -> dict[str, Any]:
     """Rank the methods that every data set has by their deployed mean (1 is best, ties share a rank).
 
-    Args:
-        studies: Data set -> study, all of one metric.
-        alpha: Level of the critical difference.
-
-    Returns:
-        `blocks` (`"data sets"`), their `names` and number `datasets`, `metric`, `methods` (best mean rank first),
-        `scores` {method: [one a data set]}, `ranks` {method: mean rank}, `statistic` and `p_value` (Friedman's
-        chi-square, corrected for ties), `iman_davenport` (infinite where all data sets agree) and `iman_davenport_p`,
-        `critical_difference` (Nemenyi, at `alpha`), `pairwise` {a: {b: p}} (Nemenyi, symmetric), and `left_out`
-        {method: why}.
-
-    Raises:
-        ValueError: If the studies have different metrics, fewer than 3 methods in common, or are fewer than 2.
-
     Example:
         >>> from fedlightning.scoring.results import summarise
         >>> from fedlightning.scoring.rows import Row
@@ -66,16 +52,6 @@ def seed_ranks(study: StudyData, alpha: float = 0.05) -> dict[str, Any]:
 
     Seeds are no data sets: this says which order the splits agree on, and nothing about other data. Methods that lack a
     seed, or diverged at one, are left out.
-
-    Args:
-        study: Runs to compare.
-        alpha: Level of the critical difference.
-
-    Returns:
-        The same as :func:`ranks`, with `"seeds"` as `blocks`.
-
-    Raises:
-        ValueError: If fewer than 3 methods have every seed, or there are fewer than 2 seeds.
     """
     left_out: dict[str, str] = {}
     scores: dict[str, list[float]] = {}

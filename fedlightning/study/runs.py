@@ -69,18 +69,7 @@ class Run:
         stage: str | None = None,
         data: str = LOCAL,
     ) -> dict[str, Any] | None:
-        """Return one row of `summary.json`, or `None` if the run has none.
-
-        Args:
-            metric: Name of the metric, with or without the prefix of its split.
-            split: `"test"` or `"val"`.
-            model: `"personal"`, `"global"`, or `"unseen"`: what clients get that took no part in training.
-            checkpoint: Name of a checkpoint, or `"deployed"`: the model selected on validation data (`best_local` for
-                personal models, `best_global` for the global one) if the run has one, else the latest as received (L1)
-                or after aggregation (G).
-            stage: `"G"`, `"L1"` or `"L2"`. `None` takes L1 or G for latest models, and any stage for selected ones.
-            data: `"local"`, `"pooled"` or `"client:NAME"`.
-        """
+        """Return one row of `summary.json`, or `None` if the run has none."""
         best, latest_stage = _BEST[model]
         found = [
             row
@@ -101,18 +90,7 @@ class Run:
 
 
 def load_run(path: str | Path, name: str | None = None, error: str | None = None, baseline: bool = False) -> Run:
-    """Read the folder of a run.
-
-    Args:
-        path: Folder of the run.
-        name: Label of the method. `None` takes the name of the folder above, which is the name of the run.
-        error: Reason why the run has no result, if it has none.
-        baseline: Whether `compare` added the run as a baseline.
-
-    Raises:
-        FileNotFoundError: If it is no folder of a run; the sentence says what is missing.
-        UnreadableError: If a file in it is not what a run writes.
-    """
+    """Read the folder of a run."""
     folder = Path(path)
     summary_file, config_file = folder / "summary.json", folder / "config.yaml"
     if not summary_file.exists() and error is None:
@@ -141,13 +119,6 @@ def load_study(paths: Iterable[str | Path]) -> list[Run]:
     """Read the runs of run folders and of `compare` folders, in order.
 
     A run that `compare` lists but that failed, or was not made yet, is included with its `error`.
-
-    Args:
-        paths: Folders of runs, and `--out` folders of `compare`.
-
-    Raises:
-        FileNotFoundError: If a folder is neither.
-        UnreadableError: If a file in one of them is not what was written.
     """
     runs: list[Run] = []
     for path in map(Path, paths):
@@ -171,11 +142,7 @@ def _runs_of(folder: Path) -> list[Run]:
 
 
 def read_study_file(path: Path) -> dict[str, Any]:
-    """Return the content of a `study.json`.
-
-    Raises:
-        UnreadableError: If `compare` cannot have written it.
-    """
+    """Return the content of a `study.json`."""
     study = _named_values(path, read_json)
     fault = _fault_of_study(study)
     if fault is not None:

@@ -39,17 +39,6 @@ class Interval:
 def mean_interval(values: ArrayLike, confidence: float = 0.95, method: str = "t", seed: int = 0) -> Interval:
     r"""Return the mean over runs with its confidence interval.
 
-    Args:
-        values: One number per run. NaN is refused, not averaged away.
-        confidence: Confidence of the interval, in (0, 1).
-        method: `"t"`: the radius is :math:`t_{(1+c)/2, R-1}\, s / \sqrt{R}` with the sample deviation `s` of R runs
-            (R = 5: 2.776 s / 2.236). `"normal"`: 1.96 in the place of t. `"bootstrap"`: percentiles of 1000 seeded
-            resamples of the mean.
-        seed: Seed of the bootstrap.
-
-    Raises:
-        ValueError: If there is no value, a NaN, or the method is unknown.
-
     Example:
         >>> found = mean_interval([0.70, 0.72, 0.69, 0.75, 0.74])
         >>> round(found.centre, 3), round(found.low, 3), round(found.high, 3)
@@ -75,14 +64,6 @@ def median_interval(values: ArrayLike, confidence: float = 0.95, seed: int = 0) 
 
     Fewer than 5 values give the median without an interval.
 
-    Args:
-        values: One number per run.
-        confidence: Confidence of the interval, in (0, 1).
-        seed: Seed of the bootstrap.
-
-    Raises:
-        ValueError: If there is no value, or one is NaN or infinite.
-
     Example:
         >>> found = median_interval([0.70, 0.72, 0.69, 0.75, 0.74])
         >>> found.low <= found.centre <= found.high, found.centre
@@ -102,15 +83,6 @@ def paired_difference(
     """Return the mean of `a - b` over paired runs with its interval, and the p-value of the paired t-test.
 
     The p-value is 1 if all pairs are equal.
-
-    Args:
-        a: One number per run.
-        b: One number per run, in the same order.
-        confidence: Confidence of the interval, in (0, 1).
-        method: Method of the interval, as in :func:`mean_interval`.
-
-    Raises:
-        ValueError: If the two have different lengths, no value, or a NaN.
 
     Example:
         >>> found, p = paired_difference([0.80, 0.82, 0.81], [0.75, 0.78, 0.75])
@@ -135,13 +107,6 @@ def wilcoxon(a: ArrayLike, b: ArrayLike) -> float:
     Equal pairs are ignored; the p-value is 1 if all are equal. With n pairs that differ it is at least 2 / 2**n, so five
     seeds cannot reach 0.05.
 
-    Args:
-        a: One number per run.
-        b: One number per run, in the same order.
-
-    Raises:
-        ValueError: If there is no value, or one is NaN or infinite.
-
     Example:
         >>> wilcoxon([0.80, 0.82, 0.85, 0.81, 0.90], [0.75, 0.76, 0.77, 0.78, 0.76])
         0.0625
@@ -154,9 +119,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for the number of comparisons (Holm 1979), in the order given.
 
     The i-th smallest of m is multiplied by (m - i + 1). The results are then made non-decreasing and at most 1.
-
-    Args:
-        p_values: One p-value per comparison.
 
     Example:
         >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
@@ -196,15 +158,6 @@ class Friedman:
 def friedman(scores: Mapping[str, Sequence[float]], higher_is_better: bool = True, alpha: float = 0.05) -> Friedman:
     """Test whether algorithms differ over data sets. Ties get mid-ranks.
 
-    Args:
-        scores: Algorithm -> one score per data set, in the same order. (One list per data set would test whether the
-            data sets differ, which is another question.)
-        higher_is_better: False for losses.
-        alpha: Level of the critical difference.
-
-    Raises:
-        ValueError: If there are fewer than 3 algorithms or 2 data sets, lists of different lengths, or a NaN.
-
     Example:
         >>> found = friedman({"local": [0.6, 0.7, 0.5], "fedavg": [0.7, 0.6, 0.6], "apfl": [0.8, 0.9, 0.7]})
         >>> {name: round(rank, 2) for name, rank in found.ranks.items()}
@@ -238,10 +191,6 @@ def friedman(scores: Mapping[str, Sequence[float]], higher_is_better: bool = Tru
 
 def nemenyi(ranks: Mapping[str, float], datasets: int) -> dict[tuple[str, str], float]:
     """Return the p-value of every pair by Nemenyi's post-hoc test of mean ranks (Demšar 2006, section 3.2.2).
-
-    Args:
-        ranks: Mean rank of each algorithm.
-        datasets: Number of data sets that the ranks are means over.
 
     Example:
         >>> found = nemenyi({"local": 2.67, "fedavg": 2.33, "apfl": 1.0}, datasets=3)

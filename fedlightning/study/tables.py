@@ -82,11 +82,7 @@ class RunTables:
 
 
 def tables_of(run: Run) -> RunTables:
-    """Read the tables of a run. A damaged one is empty, and has a fault.
-
-    Args:
-        run: A finished run.
-    """
+    """Read the tables of a run. A damaged one is empty, and has a fault."""
     faults = _fault_of_scores(run)
     memberships = _rows(run, CLUSTERS, _membership, faults)
     entries = _rows(run, LEDGER, _entry, faults)

@@ -17,18 +17,7 @@ WORDS = {
 
 
 def terms(study: StudyData) -> Table:
-    """Return one line a method: the terms on which its runs were trained.
-
-    Args:
-        study: Runs to compare.
-
-    Returns:
-        `method`; `optimizer_state` (`"keep"` or `"reset"`); `weighting` of the clients (`None`: nothing is averaged);
-        means over seeds of `local_steps` (all clients together), `own_steps` (of these clients, on models that are not
-        federated), `fine_tuning_steps` (after the last round); `candidates`: models that the deployed one was chosen
-        from on validation data, for each selected checkpoint; `selections`: passes over validation data with which
-        clients chose something inside their visits. Values are `None` for runs of versions that did not record them.
-    """
+    """Return one line a method: the terms on which its runs were trained."""
     return [{"method": method, **_terms(_of(study, method))} for method in study.methods]
 
 
@@ -85,10 +74,6 @@ def unequal(study: StudyData) -> Iterator[str]:
 def optimizer_states(states: Mapping[str, str | None], matters: bool = True) -> Iterator[str]:
     """Give a sentence if some methods keep their optimizers' state and others do not.
 
-    Args:
-        states: Method -> `"keep"` or `"reset"`.
-        matters: Whether any optimizer has momentum, moments or a schedule; without them both are the same.
-
     Example:
         >>> print(next(optimizer_states({"local": "keep", "fedavg": "reset", "fedprox": "reset"})).partition(", ")[2][:51])
         fedavg and fedprox begin every visit with new optim
@@ -103,11 +88,7 @@ def optimizer_states(states: Mapping[str, str | None], matters: bool = True) -> 
 
 
 def weightings(found: Mapping[str, str | None]) -> Iterator[str]:
-    """Give a sentence if methods that average weight the clients differently.
-
-    Args:
-        found: Method -> weighting, `None` where nothing is averaged.
-    """
+    """Give a sentence if methods that average weight the clients differently."""
     groups = _groups({method: weighting for method, weighting in found.items() if weighting is not None})
     if len(groups) > 1:
         told = "; ".join(f"{_weighting(str(weighting))} in {_listed(names)}" for weighting, names in groups.items())

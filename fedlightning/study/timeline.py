@@ -19,12 +19,6 @@ def timeline(study: StudyData) -> Table:
     - `staleness`, `most_stale`: mean and largest staleness of what was taken in.
     - `busy`: percent of the run in which a client was at work, mean over clients that ever were.
     - `n_seeds`: runs with a clock.
-
-    Args:
-        study: Runs to compare.
-
-    Returns:
-        The lines; none where no run has a clock.
     """
     lines = []
     for method in study.methods:

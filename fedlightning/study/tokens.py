@@ -33,12 +33,6 @@ def tokens(study: StudyData) -> Table:
       exact.
     - `pma`: what the client's score gains over FedAvg's global model (see
       :func:`fedlightning.study.incentives.appeal`), over `pma_seeds` seeds; `None` without a comparable FedAvg run.
-
-    Args:
-        study: Runs to compare.
-
-    Returns:
-        The lines; none where no run has such a file.
     """
     gains = {(line["method"], line["client"]): line for line in appeal(study)}
     lines = []
@@ -70,9 +64,6 @@ def ledgers(study: StudyData) -> Table:
     - `contribution_gain`, `contribution_balance`, `balance_gain`: Spearman's rank correlations over clients of the columns
       of :func:`tokens`: do those who contribute profit, in accuracy and in tokens? `None` for fewer than three clients, or
       where one side is the same for all.
-
-    Args:
-        study: Runs to compare.
     """
     by_client = tokens(study)
     lines = []
@@ -107,10 +98,6 @@ def by_seed(study: StudyData, method: str) -> dict[int, Sequence[Entry]]:
 
 def balances(entries: Sequence[Entry], clients: Iterable[str]) -> dict[str, list[float]]:
     """Return by client how many tokens more than at the start it has after each round, from round 0.
-
-    Args:
-        entries: Of one run.
-        clients: Clients of the run, those without an entry too.
 
     Example:
         >>> balances([Entry(1, "one", "a", 1.0, 0.5, 0.25, 0.1, 0.0)], ["a", "b"])

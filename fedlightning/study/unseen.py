@@ -22,12 +22,6 @@ def unseen(study: StudyData) -> Table:
       the seeds that have both, with `gap_ci95` and `gap_radius`. They are means over different clients with different
       data: how hard the held-out clients are is part of the gap.
     - `clients`: held-out clients by seed; `n_seeds` that have a score; `refused`: why a method has none.
-
-    Args:
-        study: Runs to compare.
-
-    Returns:
-        The lines; none where no run held clients out.
     """
     return [line for method in study.methods if (line := _line(study, method)) is not None]
 

@@ -18,15 +18,6 @@ CLOSE = 1e-6
 def first_least(values: Tensor, dim: int = 0, floor: float = 0.0) -> Tensor:
     """Return the index of the least value, of values that differ by rounding the first.
 
-    Args:
-        values: Numbers; NaN counts as infinite.
-        dim: Dimension that is searched.
-        floor: Absolute difference up to which values are equal, besides :data:`CLOSE` of the least one's magnitude. For
-            squared distances the square of `CLOSE` times the length of what is compared.
-
-    Returns:
-        int64, the shape of `values` without `dim`.
-
     Example:
         >>> values = torch.tensor([0.5, 0.1 + 0.2, 0.3], dtype=torch.float64)
         >>> int(values.argmin()), int(first_least(values))
@@ -41,11 +32,6 @@ def first_least(values: Tensor, dim: int = 0, floor: float = 0.0) -> Tensor:
 def first_largest(values: Tensor, dim: int = 0, floor: float = 0.0) -> Tensor:
     """Return the index of the largest value, of values that differ by rounding the first; NaN is never chosen.
 
-    Args:
-        values: Numbers.
-        dim: Dimension that is searched.
-        floor: As for :func:`first_least`.
-
     Example:
         >>> int(first_largest(torch.tensor([0.1, 1.0, 1.0 + 1e-7])))
         1
@@ -57,12 +43,6 @@ def levelled(values: Tensor) -> Tensor:
     """Return numbers of which those that differ by rounding only are equal, so that a stable sort keeps their order.
 
     Neighbours in order are equal if they differ by no more than :data:`CLOSE` of the largest magnitude.
-
-    Args:
-        values: Numbers of any shape.
-
-    Returns:
-        float64 of the same shape; each value is the least of those that are equal to it.
 
     Example:
         >>> levelled(torch.tensor([0.3, 0.1, 0.1 + 0.2], dtype=torch.float64)).tolist()
@@ -83,9 +63,6 @@ def levelled(values: Tensor) -> Tensor:
 def representatives(rows: Tensor) -> list[int]:
     """Return for each row the first row that it differs from by rounding only: itself, if there is none before it.
 
-    Args:
-        rows: `(rows, numbers)`. Rows are equal within :data:`CLOSE` of the length of the longest.
-
     Example:
         >>> representatives(torch.tensor([[1.0], [2.0], [1.0 + 1e-7]]))
         [0, 1, 0]
@@ -100,10 +77,6 @@ def representatives(rows: Tensor) -> list[int]:
 
 def better_than_rounding(value: float, best: float) -> bool:
     """Return True if a value is above another by more than rounding.
-
-    Args:
-        value: The new one.
-        best: The best so far; infinite before there is one.
 
     Example:
         >>> better_than_rounding(0.3 + 1e-9, 0.3), better_than_rounding(0.31, 0.3), better_than_rounding(0.3, -float("inf"))

@@ -69,14 +69,7 @@ class PlainRuns:
         sizes: Sequence[int] = SIZES,
         written: bool = False,
     ) -> PlainRun:
-        """Return a finished run of a copy of the algorithm, which nobody may change.
-
-        Args:
-            algorithm: The algorithm, as it was made. `None` is plain training.
-            given: Arguments of the trainer, or `full`.
-            sizes: Number of training samples of each client.
-            written: Give the run a folder, which is gone by then.
-        """
+        """Return a finished run of a copy of the algorithm, which nobody may change."""
         made = "" if algorithm is None else repr(as_lists(vars(algorithm)))
         key = type(algorithm), made, repr(sorted(given.items())), tuple(sizes), written
         if key not in self._found:

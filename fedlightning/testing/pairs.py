@@ -25,19 +25,6 @@ TOLERANCE = 1e-5
 def check_pair(first: FederatedCallback, second: FederatedCallback, **arguments: Any) -> str | None:
     """Check that two algorithms in one list give one result in both orders, or are refused in both.
 
-    Args:
-        first: An algorithm.
-        second: Another one.
-        arguments: Arguments of the trainer and of the toy run that they need, such as `local_steps=1`, `full=True` or
-            `batch_size=64`.
-
-    Returns:
-        The sentence with which they are refused, or `None` where they compose.
-
-    Raises:
-        AssertionError: If the order of the list changes what is trained, only one order is refused, a client fails, or a
-            run ends in an error that is no sentence about one of the two.
-
     Example:
         >>> from fedlightning.callbacks import FedProx, FedPer, FLIU, FedALA
         >>> check_pair(FedProx(), FedPer())
@@ -66,15 +53,6 @@ def check_both_act(
 
     One does nothing if all models are those of the other alone, although alone it is not FedAvg. A refusal of the pair or a
     warning that names it says so.
-
-    Args:
-        first: An algorithm.
-        second: Another one.
-        runs: Runs of single algorithms with these arguments, by class, which are taken from here and added.
-        arguments: As for :func:`check_pair`.
-
-    Raises:
-        AssertionError: If one does nothing, silently.
 
     Example:
         >>> from fedlightning.callbacks import FedProx, FedPer

@@ -177,19 +177,7 @@ def federate(
     batch_size: int | None = None,
     **arguments: Any,
 ) -> FederatedTrainer:
-    """Run a small federation of :class:`ToyModule` without output, and return its trainer.
-
-    Args:
-        algorithm: Callback to check. `None` runs FedAvg.
-        data: Data of the clients.
-        root: Folder of the run. `None` writes nothing.
-        full: Use the module with every kind of entry.
-        lr: Learning rate of the module.
-        resume: Resume the run in the folder; `"join"`: also if the data have more clients.
-        others: More callbacks.
-        batch_size: Batch size of toy data. `None` leaves it at 5.
-        arguments: Arguments of the trainer.
-    """
+    """Run a small federation of :class:`ToyModule` without output, and return its trainer."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = ToyModule(full=full, lr=lr)

@@ -105,11 +105,7 @@ def _named(name: str, nodes: list[str], edge_probability: float, seed: int) -> l
 
 
 def _edges_in(path: Path) -> list[tuple[str, str]]:
-    """Return the edges in a file.
-
-    Raises:
-        ValueError: If it cannot be read, or is of a directed graph.
-    """
+    """Return the edges in a file."""
     if not path.is_file():
         raise ValueError(f"topology='{path}': there is no such file.")
     if path.suffix.lower() == ".csv":
@@ -141,11 +137,7 @@ def _is_matrix(rows: Sequence[Sequence[Any]], count: int) -> bool:
 
 
 def _edges_of_matrix(rows: Sequence[Sequence[Any]], nodes: list[str]) -> list[tuple[str, str]]:
-    """Return the edges of an adjacency matrix; its diagonal says nothing.
-
-    Raises:
-        ValueError: If it is not symmetric.
-    """
+    """Return the edges of an adjacency matrix; its diagonal says nothing."""
     places = range(len(nodes))
     for i in places:
         for j in range(i):

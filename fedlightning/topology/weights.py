@@ -181,11 +181,7 @@ def _closed(matrix: Tensor) -> Tensor:
 
 
 def _rows_in(path: Path) -> list[list[float]]:
-    """Return the rows of a file of numbers.
-
-    Raises:
-        ValueError: If it cannot be read.
-    """
+    """Return the rows of a file of numbers."""
     if not path.is_file():
         raise ValueError(f"weights='{path}': there is no such file.")
     with path.open(newline="", encoding="utf-8") as file:
@@ -197,11 +193,7 @@ def _rows_in(path: Path) -> list[list[float]]:
 
 
 def _checked(rows: Sequence[Sequence[float]], graph: nx.Graph) -> Tensor:
-    """Return given weights as a matrix.
-
-    Raises:
-        ValueError: If they have the wrong shape, are negative, are not symmetric, do not sum to one, or are where no edge is.
-    """
+    """Return given weights as a matrix."""
     nodes, count = list(graph), len(graph)
     lengths = {len(row) for row in rows}
     if len(rows) != count or lengths != {count}:

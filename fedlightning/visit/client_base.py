@@ -152,15 +152,7 @@ class ClientBase:
         return self._runner.loader(self.message, split)
 
     def anchor(self, name: str, device: torch.device) -> Tensor | None:
-        """Return the value of one entry as the server sent it.
-
-        Args:
-            name: Name of the entry.
-            device: Device of the result.
-
-        Returns:
-            The value in fp32 or a wider type, or `None` if this entry does not travel.
-        """
+        """Return the value of one entry as the server sent it."""
         if name not in self.received:
             return None
         if (device, name) not in self._anchor:
@@ -183,11 +175,7 @@ class ClientBase:
         return self._blueprint.architectures
 
     def module_of(self, architecture: str) -> LightningModule:
-        """Build a module of an architecture as the federation began: the same bits on every client and on the server.
-
-        Args:
-            architecture: Its name.
-        """
+        """Build a module of an architecture as the federation began: the same bits on every client and on the server."""
         return self._blueprint.build(self.id, architecture)
 
     def initial_module(self) -> LightningModule:
@@ -205,11 +193,7 @@ class ClientBase:
         return module
 
     def frozen_copy(self, state: Mapping[str, Tensor] | None = None) -> LightningModule:
-        """Return a teacher: a copy of the module on its device, in eval mode, without gradients.
-
-        Args:
-            state: Entries of the copy that differ. `None`: the present model.
-        """
+        """Return a teacher: a copy of the module on its device, in eval mode, without gradients."""
         teacher = self.copy_module()
         if state is not None:
             load_state(teacher, state)

@@ -22,13 +22,7 @@ class ReadsData(ClientBase):
     """Public data, numbered samples and streams of a client; see :class:`~fedlightning.visit.client.Client`."""
 
     def next_batch(self, stream: str = "extra", module: LightningModule | None = None) -> Any:
-        """Return the next training batch of an endless stream of the client's own.
-
-        Args:
-            stream: Name of the stream; each name is an independent one.
-            module: The batch is moved to the device of this module. `None`: the client's own, which is on the device in
-                a fit.
-        """
+        """Return the next training batch of an endless stream of the client's own."""
         if stream not in self._streams:
             self._streams[stream] = self._endless(stream)
         batch = self.precision.convert_input(next(self._streams[stream]))
@@ -38,13 +32,6 @@ class ReadsData(ClientBase):
         """Yield batches of public data without end, from a random subset that is drawn once for this visit.
 
         Batches are on the CPU, as the loader makes them; :func:`~fedlightning.visit.probes.move_batch` moves them.
-
-        Args:
-            ratio: Size of the subset over the client's own training samples, at least one batch and at most all samples.
-            stream: Name of the draws; each name is an independent one.
-
-        Raises:
-            ValueError: If the data module has no public data, or they are iterable.
         """
         return self._public_draws(addressable(*self._public()), ratio, stream)
 
@@ -76,17 +63,7 @@ class ReadsData(ClientBase):
         batch_size: int | None = None,
         shuffle: bool = False,
     ) -> DataLoader[Any]:
-        """Return a loader of public samples, for a :class:`Phase` or :meth:`outputs`.
-
-        Args:
-            ids: Positions of the samples in the public data, int64; batches come in their order. `None`: all.
-            targets: A row for each of `ids`. A batch is then the pair `(batch, target_rows)`.
-            batch_size: Samples of a batch. `None`: that of the public data.
-            shuffle: Draw an order by address; every epoch of a fit draws its own.
-
-        Raises:
-            ValueError: If there are no public data, they are iterable, or `ids` and `targets` do not fit them.
-        """
+        """Return a loader of public samples, for a :class:`Phase` or :meth:`outputs`."""
         loader = public_loader(
             *self._public(), ids, targets=targets, batch_size=batch_size, shuffle=shuffle, reader=f"public of {self.id}"
         )
@@ -104,17 +81,6 @@ class ReadsData(ClientBase):
         """Return a loader of the client's own samples, each with its number, for a :class:`Phase` or :meth:`outputs`.
 
         Sample `i` is the `i`-th of the split's dataset, in every round: what is found out about it can be kept by its number.
-
-        Args:
-            targets: A row for each sample. A batch is then the pair `(batch, target_rows)`.
-            ids: Numbers of the samples, int64. `None`: all.
-            training: Give batches as those of training: their size, an addressed order if that is shuffled, no smaller last
-                batch with `drop_last`. Else all samples come in the order of their numbers (or of `ids`). `None`: if there
-                are `targets`.
-            split: Split to read.
-
-        Raises:
-            ValueError: If the split has no samples with numbers, or `targets` another number of rows.
         """
         loader = self.loader(split)
         if loader is None or is_iterable(loader):
@@ -145,16 +111,7 @@ class ReadsData(ClientBase):
         forward: Callable[[LightningModule, Any], Tensor],
         module: LightningModule | None = None,
     ) -> Tensor:
-        """Return what a function of module and batch gives over a loader, in eval mode, without gradients or a trace.
-
-        Args:
-            loader: Batches, such as :meth:`public` gives. Each is moved to the run's device.
-            forward: Returns rows for a batch, on the device and in the precision of the run.
-            module: A module other than the client's own.
-
-        Returns:
-            All rows, in fp32 at least, on the CPU.
-        """
+        """Return what a function of module and batch gives over a loader, in eval mode, without gradients or a trace."""
         module = self.module if module is None else module
         return outputs(module, loader, forward, self.device, self.precision, *self.next_probe())
 

@@ -72,9 +72,6 @@ class Description:
     def without(self, clients: Collection[str]) -> Description:
         """Return the description in which some clients do not take part in training; they keep their sizes.
 
-        Args:
-            clients: Their ids.
-
         Example:
             >>> few = Description("Mine", ["a", "b"], {"a": (3, 1, 1), "b": (5, 1, 1)}).without(["b"])
             >>> few.client_ids, few.num_samples("b")
@@ -86,12 +83,6 @@ class Description:
     @classmethod
     def merged(cls, sites: Sequence[Description]) -> Description:
         """Put together what sites tell of their own clients, in the order of the sites. Their data are not in one place.
-
-        Args:
-            sites: Descriptions of different clients; what they have in common is taken from the first.
-
-        Raises:
-            ValueError: If two sites have a client of the same name, or sites differ in what they must have in common.
 
         Example:
             >>> a, b = (Description("Mine", [name], {name: (3, 1, 0)}, splits={"train": name}) for name in "ab")
@@ -136,16 +127,7 @@ def describe(
     limit: int | float | None = None,
     together: bool = True,
 ) -> Description:
-    """Describe data that are here and set up. No sample is read, except for the hash of public data if that is asked for.
-
-    Args:
-        data: The data of the clients that take part in training.
-        leave_out: Clients to leave out besides.
-        parts: What is wanted besides ids and sizes.
-        left_out: Clients of the same data that take no part already.
-        limit: `limit_train_batches` of the run.
-        together: Whether these are the data of all clients of the federation.
-    """
+    """Describe data that are here and set up. No sample is read, except for the hash of public data if that is asked for."""
     few = without(data, leave_out)
     ids = list(few.client_ids)
     everybody = [*ids, *left_out, *leave_out]

@@ -20,9 +20,6 @@ def ends_run(error: BaseException) -> bool:
     That is Ctrl-C (also in the form of the `SystemExit` that Lightning's Trainer makes of it), SIGTERM, what a signal's
     handler raises to leave the program, and what FedLightning raises for its own use. Anything else is the client's:
     `sys.exit` in its code, too, must not end the training of the others.
-
-    Args:
-        error: The exception, with its traceback.
     """
     if isinstance(error, Exception):
         return False
@@ -32,11 +29,7 @@ def ends_run(error: BaseException) -> bool:
 
 
 def client_failure(error: BaseException) -> BaseException:
-    """Return an exception that is the client's failure.
-
-    Raises:
-        BaseException: The exception itself, if it ends the run.
-    """
+    """Return an exception that is the client's failure."""
     if ends_run(error):
         raise error
     noted = _noted.get()

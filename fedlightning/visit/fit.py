@@ -47,29 +47,7 @@ def fit(
     val_loader: Any = None,
     fast_trainer: Trainer | None = None,
 ) -> VisitCallback:
-    """Train `client.module` in place, and keep in the client's record what Lightning needs for the next visit.
-
-    Args:
-        client: Client whose module trains.
-        callbacks: All federated callbacks.
-        settings: Settings of local training.
-        loader: Training batches.
-        start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
-            size.
-        inside: Folder, logger and data module of the fit.
-        phase: Phase of the visit: its name, and whose terms act in it.
-        work: Epochs or optimizer steps.
-        val_loader: Validation batches, if the visit validates.
-        fast_trainer: A Trainer made with the run's arguments, for the fast loop. `None`: use Lightning's loop.
-
-    Returns:
-        The callback that counted the steps.
-
-    Raises:
-        RuntimeError: If Lightning took no step although there was data.
-        NeedsValidationError: If a monitored metric is missing because the visit does not validate.
-        NotInFastLoop: If the fast loop met something that it cannot repeat. Only `client` has changed then.
-    """
+    """Train `client.module` in place, and keep in the client's record what Lightning needs for the next visit."""
     record = client.record.lightning.setdefault(phase.name, {})
     kind = KeepingVisitCallback if settings.optimizer_state == "keep" else VisitCallback
     visit = kind(client, callbacks, settings, phase, work)

@@ -17,10 +17,6 @@ def only_training(module: LightningModule, names: tuple[str, ...] | None) -> Ite
 
     Frozen parameters get no gradient at all, since a stale one would move them through weight decay. Modules with no
     entry among `names` are put in eval mode, so that the running statistics of a frozen body stay.
-
-    Args:
-        module: The module.
-        names: Names or prefixes of the entries that train. `None`: all.
     """
     if names is None:
         yield

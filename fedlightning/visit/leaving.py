@@ -87,16 +87,7 @@ class Leaving:
     def refuse_extras(
         self, extras: Mapping[str, Any], wires: Mapping[str, Wire], shapes: Mapping[str, torch.Size]
     ) -> None:
-        """Refuse extras that were not declared, and private entries in them.
-
-        Args:
-            extras: By callback, what is to leave.
-            wires: By callback, what it declares for the client's module as it is now.
-            shapes: Shape of every entry of that module.
-
-        Raises:
-            ValueError: Naming the first.
-        """
+        """Refuse extras that were not declared, and private entries in them."""
         for key, found in extras.items():
             if key not in wires:
                 raise ValueError(f"extras of '{key:.80}' are in the update, and no callback has that key: they stay")
@@ -111,15 +102,7 @@ class Leaving:
 
 
 def leaving_of(blueprint: Blueprint, client: str) -> Leaving:
-    """Return what can leave a client, found out once for each architecture.
-
-    Args:
-        blueprint: What the client is built from, at the side that sends.
-        client: The client's id. The union of all data (:data:`~fedlightning.hooks.POOLED`) is no client: all may leave.
-
-    Raises:
-        ConfigurationError: If a callback cannot say it without a server.
-    """
+    """Return what can leave a client, found out once for each architecture."""
     name = blueprint.architecture_of(client)
     known: dict[tuple[str, bool], Leaving] = blueprint.tools.setdefault("leaving", {})
     at = name, client == POOLED

@@ -54,21 +54,7 @@ def train_with_lightning(
     phase: Phase,
     val_loader: Any = None,
 ) -> Trainer:
-    """Train `client.module` in place and return the Trainer that did it.
-
-    Args:
-        client: Client whose module and record are used.
-        visit: Callback that knows the amount of work.
-        callbacks: Callbacks in Lightning's order, `visit` among them.
-        settings: Settings of local training.
-        loader: Training batches.
-        start_sampler: Addresses the order of `loader`, given the number of the first epoch, the rank and the world
-            size.
-        inside: Folder, logger and data module of the fit.
-        phase: Phase of the visit.
-        val_loader: Validation batches, if the visit validates: every `check_val_every_n_epoch` epochs, or at the end
-            of a visit of less than one epoch.
-    """
+    """Train `client.module` in place and return the Trainer that did it."""
     record = client.record.lightning[phase.name]
     keep = settings.optimizer_state == "keep"
     arguments = {key: copy.deepcopy(value) for key, value in settings.trainer_arguments.items()}

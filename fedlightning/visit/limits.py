@@ -6,10 +6,6 @@ from __future__ import annotations
 def limited(batches: int, limit: int | float | None) -> int:
     """Return the number of batches that a limit leaves.
 
-    Args:
-        batches: Batches of the loader.
-        limit: `limit_train_batches` and the like: a number of batches (int), a share (float), or `None` for all.
-
     Example:
         >>> limited(10, 3), limited(10, 0.25), limited(10, None)
         (3, 2, 10)

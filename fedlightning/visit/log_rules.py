@@ -62,17 +62,6 @@ def rule_of(
 ) -> LogRule:
     """Return the rule for a value that is logged in `hook`.
 
-    Args:
-        hook: Hook that runs, such as `training_step`.
-        name: As in `LightningModule.log`.
-        logger: As in `LightningModule.log`.
-        on_step: As in `LightningModule.log`. `None`: Lightning's default in this hook.
-        on_epoch: As in `LightningModule.log`. `None`: Lightning's default in this hook.
-        reduce_fx: Name of a reduction, or torch's or Python's function of that name.
-
-    Raises:
-        MisconfigurationException: Lightning's own, if nothing may be logged in `hook`, or not by step or epoch.
-
     Example:
         >>> rule = rule_of("training_step", "loss", on_epoch=True)
         >>> rule.step_name, rule.epoch_name, rule.reduction
@@ -137,14 +126,7 @@ def wide_dtype() -> torch.dtype:
 def scalar(
     name: str, value: Any, refusal: Callable[[str], BaseException], owner: LightningModule | None = None
 ) -> Tensor:
-    """Return a logged value as it is kept: a copy without dimensions and without a graph, in float32 or float64.
-
-    Args:
-        name: Name that was logged.
-        value: Number or tensor.
-        refusal: Class of the exception for anything else.
-        owner: Module that logs: a number goes to its device. `None`: to the CPU.
-    """
+    """Return a logged value as it is kept: a copy without dimensions and without a graph, in float32 or float64."""
     if isinstance(value, Tensor):
         value = value.detach().clone()
     elif isinstance(value, Number):

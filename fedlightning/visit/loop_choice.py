@@ -28,15 +28,7 @@ class LoopChoice:
         self.reason: str | None = "local_loop='trainer'" if self._settings.local_loop == "trainer" else None
 
     def fast_trainer(self, module: LightningModule, loader: Any) -> Trainer | None:
-        """Return the Trainer that the fast loop needs for a fit, or `None` if Lightning's loop must be used.
-
-        Args:
-            module: Module to train.
-            loader: Its training batches.
-
-        Raises:
-            ValueError: If `local_loop="fast"` does not apply, with the reason.
-        """
+        """Return the Trainer that the fast loop needs for a fit, or `None` if Lightning's loop must be used."""
         settings = self._settings
         if settings.local_loop == "trainer":
             return None

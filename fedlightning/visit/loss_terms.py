@@ -55,13 +55,6 @@ def loss_terms(client: Client, callbacks: Sequence[FederatedCallback]) -> Iterat
     """Within the block, the training step of the client's module returns the loss with the term of every callback.
 
     The module's class is swapped and put back, so its logging, hooks and names stay the same.
-
-    Args:
-        client: The client.
-        callbacks: Callbacks whose terms act, in this order.
-
-    Raises:
-        ValueError: If the module optimizes manually: its loss never comes back from `training_step`.
     """
     module: LightningModule = client.module
     if not callbacks:

@@ -18,17 +18,6 @@ def refuse_lost_batches(
     Lightning takes a StopIteration for the end of the data wherever it comes from, so a step that calls `next` on an
     exhausted iterator would train or score a client on a part of its data. A module that ends an epoch by returning -1
     from `on_train_batch_start`, and one whose step takes `dataloader_iter`, are served as before.
-
-    Args:
-        loop: The loop that has run: `trainer.fit_loop.epoch_loop`, `trainer.validate_loop`, `trainer.test_loop`.
-        step: Name of the step that it runs.
-        module: The module.
-        loader: Its batches.
-        expected: Number of batches that the last epoch must have had.
-        fitting: Whether all epochs of a fit are looked at, not one evaluation.
-
-    Raises:
-        RuntimeError: If a batch was begun and not finished, or the last epoch had fewer batches than `expected`.
     """
     if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
         return

@@ -61,18 +61,7 @@ def missing(trainer: Any) -> list[Monitor]:
 
 
 def require(trainer: Any, module: str, validates: bool, error: BaseException | None = None) -> None:
-    """Ask for validation, or report a metric that is not there even with it.
-
-    Args:
-        trainer: The Trainer of a fit (or its stand-in); `None` if the fit did not come so far.
-        module: Class of the module, for the message.
-        validates: Whether the fit has validated.
-        error: What the fit raised, if anything. Errors that do not name the metric are about something else.
-
-    Raises:
-        NeedsValidationError: If the fit has not validated and a monitored metric is missing.
-        ValueError: If the fit has failed, and a monitored metric is missing in spite of validation.
-    """
+    """Ask for validation, or report a metric that is not there even with it."""
     unmet = [] if trainer is None else missing(trainer)
     unmet = [monitor for monitor in unmet if error is None or monitor.metric in str(error)]
     if not unmet:

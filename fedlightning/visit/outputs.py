@@ -61,20 +61,6 @@ def outputs(
 ) -> Tensor:
     """Return the rows that `forward` gives for every batch, in eval mode and without gradients. Leaves no trace.
 
-    Args:
-        module: The module; mode, device and buffers stay as they are.
-        loader: Batches on the CPU.
-        forward: Function of module and batch.
-        device: Device to compute on.
-        precision: Lightning's precision plugin.
-        seed: Address of the randomness.
-
-    Returns:
-        The rows of all batches, in fp32 at least, on the CPU.
-
-    Raises:
-        ValueError: If `forward` returns no tensor with rows.
-
     Example:
         >>> from torch.utils.data import DataLoader
         >>> loader, net = DataLoader(torch.ones(5, 2), 2), nn.Flatten()

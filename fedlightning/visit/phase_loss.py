@@ -36,11 +36,7 @@ class PhaseLossMixin(Mixin):
     """Takes the place of `training_step`: returns the loss of the phase, and the task's step is not called."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of the phase on a batch.
-
-        Raises:
-            ValueError: If it is no single number.
-        """
+        """Return the loss of the phase on a batch."""
         own: _PhaseLoss = vars(self)["phase_loss"]
         loss = own.phase.loss(own.client, cast(LightningModule, self), batch, batch_idx)  # type: ignore[misc]
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -64,13 +60,6 @@ def phase_loss(client: Client, phase: Phase) -> Iterator[None]:
     """Within the block, the client's module takes paired batches, and its training step returns the phase's loss.
 
     The module's class is swapped and put back, so its hooks, optimizers and names stay the same.
-
-    Args:
-        client: The client.
-        phase: The phase.
-
-    Raises:
-        ValueError: If the phase has a loss and the module optimizes manually: its steps are inside `training_step`.
     """
     if phase.is_task:
         yield

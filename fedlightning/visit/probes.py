@@ -63,28 +63,14 @@ def training_loss(module: LightningModule, batch: Any, batch_idx: int = 0) -> Te
 def probing(
     module: LightningModule, precision: Precision, *seed: object, update_buffers: bool = False
 ) -> Iterator[None]:
-    """Within the block, a module may run without a trace: muted, buffers restored, randomness addressed.
-
-    Args:
-        module: The module.
-        precision: Lightning's precision plugin, for autocast.
-        seed: Address of the randomness.
-        update_buffers: Let running statistics move, for a module that trains beside the client's own.
-    """
+    """Within the block, a module may run without a trace: muted, buffers restored, randomness addressed."""
     buffers = nullcontext() if update_buffers else frozen_buffers(module)
     with isolated(*seed), muted(module), buffers, precision.train_step_context():
         yield
 
 
 def mean_loss(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> float:
-    """Return the sample-weighted mean training loss, in eval mode and without gradients; NaN if there is no batch.
-
-    Args:
-        module: The module.
-        batches: Batches to average over.
-        precision: Lightning's precision plugin.
-        seed: Address of the randomness.
-    """
+    """Return the sample-weighted mean training loss, in eval mode and without gradients; NaN if there is no batch."""
     total, count = 0.0, 0
     was_training = module.training
     module.eval()
@@ -104,15 +90,6 @@ def sample_losses(module: LightningModule, batches: Iterable[Any], precision: Pr
 
     The step sees one sample at a time, so any `training_step` will do: a loss that is a mean over the batch has no
     other way to tell them apart.
-
-    Args:
-        module: The module.
-        batches: Batches of samples.
-        precision: Lightning's precision plugin.
-        seed: Address of the randomness.
-
-    Returns:
-        fp64 tensor of shape `(num_samples,)` on the CPU.
     """
     losses: list[Tensor] = []
     was_training = module.training
@@ -152,17 +129,6 @@ def batch_gradient(
 
     Gradients are unscaled and in the parameter's dtype; the `.grad` fields are not touched. Under fp16 the loss is
     scaled for the backward pass as the run's scaler does.
-
-    Args:
-        module: The module.
-        batch: Batch on its device.
-        precision: Lightning's precision plugin.
-        seed: Address of the randomness.
-        update_buffers: Let running statistics move.
-        batch_idx: Index that the step is given.
-
-    Returns:
-        The loss, and gradients by parameter name. Parameters that the loss does not reach are left out.
     """
     trainable = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     with torch.enable_grad(), probing(module, precision, *seed, update_buffers=update_buffers):
@@ -177,14 +143,7 @@ def batch_gradient(
 
 
 def mean_gradient(module: LightningModule, batches: Iterable[Any], precision: Precision, *seed: object) -> State:
-    """Return the sample-weighted mean gradient at the module's present parameters, by name, in fp32 or a wider type.
-
-    Args:
-        module: The module.
-        batches: Batches to average over.
-        precision: Lightning's precision plugin.
-        seed: Address of the randomness.
-    """
+    """Return the sample-weighted mean gradient at the module's present parameters, by name, in fp32 or a wider type."""
     total: State = {}
     count = 0
     for index, batch in enumerate(batches):
@@ -204,15 +163,6 @@ def normalisation_statistics(
     """Return the mean of every BatchNorm layer's batch statistics, and the number of batches. Leaves no trace.
 
     All other layers are in eval mode. A batch of one sample has no variance and is left out.
-
-    Args:
-        module: The module.
-        batches: Batches to average over.
-        precision: Lightning's precision plugin.
-        seed: Address of the randomness.
-
-    Returns:
-        Means by buffer name (`running_mean`, `running_var`), and the number of batches.
     """
     layers = {
         path: layer

@@ -49,9 +49,6 @@ class Evaluate:
     def of(self, client: str) -> Evaluate:
         """Return the evaluation in one client's visit.
 
-        Args:
-            client: The client's id.
-
         Example:
             >>> Evaluate(("val",), clients={"a"}).of("a").splits, Evaluate(("val",), clients={"a"}).of("b").splits
             (('val',), ())
@@ -238,11 +235,7 @@ def _seed(requests: Sequence[ScoreRequest], place: int) -> None:
 
 
 def finish(scoring: Scoring[Answer], scores: list[Scores]) -> Answer:
-    """Send a scoring task its scores and return its answer.
-
-    Raises:
-        RuntimeError: If it asks for scores twice.
-    """
+    """Send a scoring task its scores and return its answer."""
     try:
         scoring.send(scores)
     except StopIteration as end:

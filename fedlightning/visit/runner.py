@@ -93,11 +93,7 @@ class LocalRunner:
 
     # -- data --------------------------------------------------------------------------------------------------------
     def set_up(self, stage: str) -> None:
-        """Prepare the data and set them up, as Lightning does.
-
-        Args:
-            stage: `"fit"` or `"test"`.
-        """
+        """Prepare the data and set them up, as Lightning does."""
         with quiet():
             self.data.prepare_data()
             self.data.setup(stage)
@@ -133,11 +129,7 @@ class LocalRunner:
         self._described = description
 
     def pooled_dataloader(self, split: str) -> DataLoader[Any] | None:
-        """Return the loader over the union of all clients' data of a split.
-
-        Raises:
-            ValueError: If this process does not have the data of all clients.
-        """
+        """Return the loader over the union of all clients' data of a split."""
         if not self.together:
             raise ValueError("the union of all clients' data is asked for, and here are only those of some clients")
         return self.data.pooled_dataloader(split)
@@ -153,13 +145,7 @@ class LocalRunner:
     # -- clients -----------------------------------------------------------------------------------------------------
     @contextmanager
     def client(self, message: Message, record: ClientRecord, evaluating: bool = False) -> Iterator[Client]:
-        """Open a client with its merged model (stage L1), on a copy of its record, bound to every callback.
-
-        Args:
-            message: The message from the server.
-            record: The client's record; not changed.
-            evaluating: Whether the visit only evaluates.
-        """
+        """Open a client with its merged model (stage L1), on a copy of its record, bound to every callback."""
         entries = self.blueprint.plain_entries(record.personal | message.state, message.client)
         module = self.blueprint.build(message.client) if entries is None else None
         client = Client(self, copy.copy(message), record.copy(), module, entries)
@@ -217,17 +203,7 @@ class LocalRunner:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """Address the order of the batches: a function of (seed, client, visit, epoch), wherever the visit runs.
-
-        Args:
-            loader: Loader with an :class:`~fedlightning.datamodules.sampling.AddressedSampler`; of others, generators
-                of their own are seeded.
-            message: The message from the server: its visit.
-            purpose: Gives the loader an order of its own, apart from that of training.
-            epoch_offset: Number of the first epoch.
-            rank: Rank of this process among those that share the client.
-            world_size: Number of these processes.
-        """
+        """Address the order of the batches: a function of (seed, client, visit, epoch), wherever the visit runs."""
         sampler = getattr(loader, "sampler", None)
         if isinstance(sampler, AddressedSampler):
             seed = self.settings.seed
@@ -243,15 +219,7 @@ class LocalRunner:
             readdress(loader, self.settings.seed, purpose, "samplers", message.client, message.visit)
 
     def start_fit(self, fit: Fit, loader: Any, offset: int = 0, rank: int = 0, world_size: int = 1) -> None:
-        """Address the order of the batches of a fit.
-
-        Args:
-            fit: The request.
-            loader: Its loader.
-            offset: Number of the first epoch.
-            rank: Rank of this process among those that share the client.
-            world_size: Number of these processes.
-        """
+        """Address the order of the batches of a fit."""
         own = address_of(fit.phase)
         purpose = "" if own == "fit" else f"phase-{own}"
         self.start_sampler(loader, fit.message, purpose, epoch_offset=offset, rank=rank, world_size=world_size)
@@ -280,11 +248,7 @@ class LocalRunner:
         return self.together and self.data.pooled_dataloader(split) is not None
 
     def batches_of(self, request: Fit) -> Any:
-        """Return the batches that a fit trains on.
-
-        Raises:
-            ValueError: If its phase brings data without a batch.
-        """
+        """Return the batches that a fit trains on."""
         data = request.phase.data
         if isinstance(data, str) and data == "train":
             return self.loader(request.message, "train") if request.loader is None else request.loader
@@ -332,11 +296,7 @@ class LocalRunner:
         rank_zero_info(f"{monitor}: each visit validates on the client's own validation data.")
 
     def validation_loader(self, message: Message) -> DataLoader[Any] | None:
-        """Return the batches on which a visit validates inside training; `None` if it does not.
-
-        Raises:
-            ValueError: If a monitored metric needs validation and the client has no validation data.
-        """
+        """Return the batches on which a visit validates inside training; `None` if it does not."""
         if self.monitor is None and self.settings.trainer_arguments.get("check_val_every_n_epoch") is None:
             return None
         loader = self.loader(message, "val")

@@ -47,11 +47,6 @@ class Scorer:
 
         A module that logs nothing but returns a loss (or a single tensor) from its step is scored by the
         sample-weighted mean of it, under `loss`. A module with neither step has no scores.
-
-        Args:
-            module: The module.
-            loader: Batches to score it on.
-            split: `"test"` runs `test_step` where the module has one; otherwise `validation_step` runs.
         """
         testing = split == "test" and is_overridden("test_step", module)
         if not testing and not is_overridden("validation_step", module):
@@ -85,13 +80,6 @@ class Scorer:
         """Score one module on each of many loaders, as :meth:`score` would, at less cost for each.
 
         It ends early, perhaps before the first loader, where the next one must be scored by :meth:`score`.
-
-        Args:
-            module: The module.
-            loaders: Batches to score it on.
-            split: As for :meth:`score`.
-            start: Called with the loader's position before it is iterated.
-            found: Gets the scores, also where a later loader raises.
         """
         testing = split == "test" and is_overridden("test_step", module)
         known = (type(module), testing) in self._tried and may_stay_open(module)

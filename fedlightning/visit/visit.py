@@ -40,12 +40,6 @@ def carry_out(
     """Carry out one visit on its own.
 
     A client without samples, with a NaN, or whose code raises, answers with `update.error` and its old record.
-
-    Args:
-        runner: Builds the client, fits and scores it.
-        message: The message from the server.
-        record: The client's record; not changed.
-        evaluate: Evaluation of the trained model (stage L2).
     """
     try:
         return _drive(runner, visit_steps(runner, message, record, evaluate))
@@ -74,14 +68,7 @@ def _drive(runner: LocalRunner, steps: VisitSteps) -> tuple[Update, ClientRecord
 
 
 def visit_steps(runner: LocalRunner, message: Message, record: ClientRecord, evaluate: Evaluate) -> VisitSteps:
-    """Run one visit as a generator of requests; end with the update and the client's new record.
-
-    Args:
-        runner: Builds the client and knows its data.
-        message: The message from the server.
-        record: The client's record; not changed.
-        evaluate: Evaluation of the trained model (stage L2).
-    """
+    """Run one visit as a generator of requests; end with the update and the client's new record."""
     seed_all(runner.settings.seed, message.visit, message.client, "visit")
     update = Update(message.round, message.client, model=message.model, origin=message.model, tag=message.tag)
     update.links = message.links
@@ -162,10 +149,6 @@ def _take_apart(runner: LocalRunner, client: Client, update: Update, before: Sta
     """Put the entries that the server asked for into the update; return those that stay with the client.
 
     An entry that is sent stays as well, unless the message had brought it: what the client alone has is never lost.
-
-    Raises:
-        ValueError: If the server asked for an entry that does not leave, by the client's own configuration.
-        FloatingPointError: If training has left a NaN or an infinite value.
     """
     message, state = client.message, client.entries
     reason = runner.leaving(message.client).fault(message.returns)
@@ -189,11 +172,7 @@ def _take_apart(runner: LocalRunner, client: Client, update: Update, before: Sta
 
 
 def _send(runner: LocalRunner, client: Client, update: Update, kept: State) -> None:
-    """Let the callbacks see the update, then check that nothing private or undeclared leaves.
-
-    Raises:
-        ValueError: If an entry is private, or an extra is undeclared.
-    """
+    """Let the callbacks see the update, then check that nothing private or undeclared leaves."""
     entries = update.state | kept
     runner.callbacks.event("on_send", client, update)
     shapes = {name: value.shape for name, value in entries.items()} if update.extras else {}

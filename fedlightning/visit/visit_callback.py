@@ -227,12 +227,6 @@ def step_of_ones(
 ) -> tuple[float, float | None]:
     """Return the step, over its learning rate, that torch's SGD takes along gradients that are all 1, and its velocity.
 
-    Args:
-        velocity: The momentum buffer; `None` before the first step with momentum.
-        momentum: 0 leaves the buffer as it is.
-        dampening: SGD's dampening, which the first step does without.
-        nesterov: Whether momentum is Nesterov's.
-
     Example:
         >>> step, velocity = step_of_ones(None, 0.5, 0.0, False)
         >>> step, step_of_ones(velocity, 0.5, 0.0, False)

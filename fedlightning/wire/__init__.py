@@ -17,13 +17,6 @@ __all__ = ["KINDS", "VERSION", "Limits", "WireError", "read", "write"]
 def write(value: Any) -> bytes:
     """Return a value as a message.
 
-    Args:
-        value: Tensors, arrays, numbers, texts, bytes, None, lists, tuples and dicts of them, and the objects of
-            :data:`KINDS`.
-
-    Raises:
-        WireError: Naming the place of what a message cannot hold.
-
     Example:
         >>> import torch
         >>> read(write({"weights": (torch.ones(2), None), 3: float("inf")}))
@@ -37,15 +30,7 @@ def write(value: Any) -> bytes:
 
 
 def read(data: bytes | bytearray | memoryview, limits: Limits | None = None) -> Any:
-    """Return the value of a message. Its tensors are copies: they do not hold on to `data`.
-
-    Args:
-        data: What :func:`write` returned, or what came from anywhere.
-        limits: What is accepted; by default :class:`Limits`.
-
-    Raises:
-        WireError: If it is no such message, or beyond the limits. Nothing else is raised, whatever the bytes.
-    """
+    """Return the value of a message. Its tensors are copies: they do not hold on to `data`."""
     limits = limits or Limits()
     text, tensors = unpack(data, limits)
     return TreeReader(Objects(), tensors, limits).value(text)

@@ -65,10 +65,6 @@ class Limits:
 def pack(text: str, tensors: Sequence[Tensor]) -> bytes:
     """Lay out a text and tensors.
 
-    Args:
-        text: What the header says of the message.
-        tensors: Dense tensors of the dtypes in :data:`DTYPES`. The number of a tensor is its name.
-
     Example:
         >>> text, tensors = unpack(pack("two", [torch.ones(2, dtype=torch.bfloat16), torch.tensor(3)]))
         >>> text, tensors[0], tensors[1]
@@ -93,11 +89,7 @@ def pack(text: str, tensors: Sequence[Tensor]) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, limits: Limits | None = None) -> tuple[str, list[Tensor]]:
-    """Return the text and the tensors that :func:`pack` was given.
-
-    Raises:
-        WireError: If the bytes are anything else, or beyond the limits.
-    """
+    """Return the text and the tensors that :func:`pack` was given."""
     limits = limits or Limits()
     view = memoryview(data).cast("B")
     if len(view) > limits.num_bytes:

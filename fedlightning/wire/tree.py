@@ -23,11 +23,7 @@ class Fields(Protocol):
         """Return the name of an object's kind and its fields, or `None` if no message can hold it."""
 
     def whole(self, kind: str, fields: dict[str, Any]) -> Any:
-        """Return the object.
-
-        Raises:
-            WireError: If there is no such kind, or a field is not what it should be.
-        """
+        """Return the object."""
 
 
 class TreeWriter:
@@ -46,11 +42,7 @@ class TreeWriter:
         self._known: dict[int, tuple[Tensor, Any]] = {}  # the tensor is kept, so that its id stays taken
 
     def text(self, value: Any) -> str:
-        """Return the value as JSON.
-
-        Raises:
-            WireError: Naming the place of what a message cannot hold.
-        """
+        """Return the value as JSON."""
         try:
             return json.dumps(self._tree(value, ""), allow_nan=False, separators=(",", ":"))
         except RecursionError:
@@ -170,11 +162,7 @@ class TreeReader:
         }
 
     def value(self, text: str) -> Any:
-        """Return the value of a JSON text.
-
-        Raises:
-            WireError: If it is none of ours.
-        """
+        """Return the value of a JSON text."""
         try:
             tree = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_one_key)
             return self._value(tree, 0)

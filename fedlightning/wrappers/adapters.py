@@ -79,22 +79,6 @@ def add_adapters(
 ) -> LightningModule:
     """Freeze `module` and give its linear layers adapters, in place.
 
-    Args:
-        module: Any LightningModule. `fedlightning.wrappers.unmix` merges the adapters and restores its class.
-        r: Rank of every adapter.
-        alpha: Scale of every adapter, which adds `(alpha / r) B A` to its layer.
-        dropout: Dropout on the input of every adapter.
-        target_modules: Layers to adapt; see `find_linear`.
-        head: Exact state names that continue to train in full.
-        train_a: Whether the first factor trains too.
-
-    Returns:
-        `module` itself.
-
-    Raises:
-        ImportError: If peft is not installed.
-        ValueError: If there is nothing to adapt, or a target cannot be adapted.
-
     Example:
         >>> from fedlightning.models import MLP, Classifier
         >>> from fedlightning.wrappers.adapters import adapter_names, add_adapters
@@ -128,9 +112,6 @@ def add_adapters(
 
 def adapter_names(module: nn.Module) -> list[str]:
     """Return the state names of what trains: the trainable factors of the adapters, and the head.
-
-    Args:
-        module: A module from `add_adapters`. The list is empty for any other.
 
     Example:
         >>> from fedlightning.models import MLP
@@ -170,9 +151,6 @@ class Adapted(NamedTuple):
 def adapted_layers(module: nn.Module) -> dict[str, Adapted]:
     """Return the state names of every adapted layer, by its path; empty for a module without adapters.
 
-    Args:
-        module: A module from `add_adapters`.
-
     Example:
         >>> from fedlightning.models import MLP
         >>> from fedlightning.wrappers.adapters import adapted_layers
@@ -192,11 +170,6 @@ def adapted_layers(module: nn.Module) -> dict[str, Adapted]:
 
 def resize_adapters(module: nn.Module, rank: int, scale: float) -> None:
     """Keep the first `rank` rows of every first factor and columns of every second one, in place.
-
-    Args:
-        module: A module from `add_adapters`, whose adapters have at least this rank.
-        rank: Rank of every adapter from now on.
-        scale: Every adapter adds `scale * B A` to its layer from now on.
 
     Example:
         >>> from fedlightning.models import MLP, Classifier
@@ -223,12 +196,6 @@ def untie_adapted(module: LightningModule) -> LightningModule:
 
     As long as nobody changes a frozen weight that does not change what the module computes. A layer that is registered under
     several paths stays one layer.
-
-    Args:
-        module: A module from `add_adapters`.
-
-    Returns:
-        `module` itself.
     """
     users: dict[int, int] = {}
     for layer in module.modules():
@@ -244,15 +211,6 @@ def untie_adapted(module: LightningModule) -> LightningModule:
 
 def find_linear(module: nn.Module, targets: Sequence[str] | None, head: Iterable[str] = ()) -> list[str]:
     """Return the paths of the `nn.Linear` layers that can be adapted; a layer with two paths is found once.
-
-    Args:
-        module: The module to search. Linear layers inside `nn.MultiheadAttention` are never called, so they are left
-            out.
-        targets: Exact paths or ends of paths (`"q_proj"` means every `....q_proj`). `None` takes all layers.
-        head: State names of layers to leave out.
-
-    Raises:
-        ValueError: If nothing is found, or a target matches nothing. The message lists the layers.
 
     Example:
         >>> from fedlightning.models import MLP

@@ -169,10 +169,6 @@ def dual_by_head(
 def global_candidates(module: nn.Module, head: str) -> list[str]:
     """Return the names of the parameters outside the head.
 
-    Args:
-        module: Any module.
-        head: Path of its head.
-
     Example:
         >>> from fedlightning.models import MLP
         >>> from fedlightning.wrappers.dual import global_candidates

@@ -20,10 +20,6 @@ def follow(module: LightningModule, twin: LightningModule) -> None:
     copies of plain collections, and every attribute that the twin does not have. Other attributes stay the twin's own:
     they may hold layers or metrics.
 
-    Args:
-        module: The module whose hooks Lightning calls.
-        twin: A copy of it, possibly with other weights.
-
     Example:
         >>> from copy import deepcopy
         >>> from fedlightning.models import MLP, Classifier

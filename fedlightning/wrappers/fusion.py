@@ -70,14 +70,6 @@ class Exchange:
         """Return the input of the head: global and local features together.
 
         Local features are flattened if that makes them fit.
-
-        Args:
-            layer: The head, or its first layer.
-            zg: Global features, shape `(batch, features)`, or `(batch, channels, ...)` for a convolution.
-
-        Raises:
-            RuntimeError: If the head is called outside a step, or twice in one step where the local extractor takes the
-                batch once, if the local features are missing, or if the shapes do not fit.
         """
         where = f"the head `{self.head}` of {self.owner}"
         if not self.running:

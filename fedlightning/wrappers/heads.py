@@ -72,13 +72,6 @@ def within(name: str, prefixes: list[str]) -> bool:
 def require_body(module: nn.Module, head: str) -> None:
     """Check that there are parameters outside the head.
 
-    Args:
-        module: Any module.
-        head: Path of its head.
-
-    Raises:
-        ValueError: If all parameters are in the head, so that nothing is left to be an extractor.
-
     Example:
         >>> from fedlightning.models import MLP
         >>> from fedlightning.wrappers.heads import require_body
@@ -94,14 +87,6 @@ def require_body(module: nn.Module, head: str) -> None:
 
 def entry_layer(module: nn.Module, head: str) -> str:
     """Return the path of the first layer with parameters in `head`: the one that takes the features.
-
-    Args:
-        module: Any module.
-        head: Path of its head.
-
-    Raises:
-        ValueError: If it is neither a plain `nn.Linear` nor a 1x1 convolution, or its weight is tied to another layer:
-            its input cannot be widened.
 
     Example:
         >>> from torch import nn
@@ -168,11 +153,6 @@ def widen(layer: nn.Module, features: int, seed: object) -> None:
 
     The whole layer is initialised anew under an addressed seed.
 
-    Args:
-        layer: The layer to change.
-        features: Its new number of inputs.
-        seed: Address of the initialisation.
-
     Example:
         >>> from torch import nn
         >>> from fedlightning.wrappers.heads import widen
@@ -227,13 +207,6 @@ def flat(features: Tensor) -> Tensor:
 def fuse(zg: Tensor, zl: Tensor, fusion: str, order: str, dim: int = -1) -> Tensor:
     """Concatenate (or add) global and local features.
 
-    Args:
-        zg: Global features.
-        zl: Local features.
-        fusion: `"concat"` or `"sum"`.
-        order: Features that come first in the concatenation, `"global_first"` or `"local_first"`.
-        dim: Dimension of the concatenation.
-
     Example:
         >>> import torch
         >>> from fedlightning.wrappers.heads import fuse
@@ -248,14 +221,6 @@ def fuse(zg: Tensor, zl: Tensor, fusion: str, order: str, dim: int = -1) -> Tens
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Check that an option is one of the allowed values.
 
-    Args:
-        name: Name of the option.
-        value: Its value.
-        allowed: The allowed values.
-
-    Raises:
-        ValueError: If it is not. The message lists the allowed values.
-
     Example:
         >>> from fedlightning.wrappers.heads import check_choice
         >>> check_choice("fusion", "add", ("concat", "sum"))
@@ -268,11 +233,6 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def replace_everywhere(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Put `new` under every name under which `old` is registered.
-
-    Args:
-        module: The module to change.
-        old: A submodule.
-        new: Its replacement.
 
     Example:
         >>> from torch import nn

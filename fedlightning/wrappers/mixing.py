@@ -302,10 +302,6 @@ def _rebuild(mixins: tuple[type, ...], maker: Callable[..., Any], arguments: tup
 def remade(cls: type, mixins: Sequence[type]) -> Any:
     """Return an instance of a user's class with mixins, without attributes: they are set afterwards.
 
-    Args:
-        cls: The user's class; `__init__` is not called.
-        mixins: As `mixins_of` returns them.
-
     Example:
         >>> from fedlightning.models import MLP
         >>> from fedlightning.wrappers import Mixin, mixins_of

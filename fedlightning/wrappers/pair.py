@@ -140,22 +140,6 @@ def pair(
     Only the training step and the optimizers change. What the second module logs in training is not kept, and Lightning
     does not call its hooks.
 
-    Args:
-        module: Any LightningModule.
-        shared: The second module; it is copied. `None`: a copy of `module`.
-        loss: Makes the loss to minimise.
-        head: Path of the layer of `module` that gives the logits. `None`: the last one.
-        shared_head: The same of the second module.
-        project: Add a linear map without bias from the second module's representation to the first one's width. It trains
-            with `module`.
-
-    Returns:
-        `module` itself.
-
-    Raises:
-        ValueError: If a module optimizes manually, the name `shared_model` is taken, a head is not there, or `project` is
-            asked for and a head is no linear layer.
-
     Example:
         >>> import torch
         >>> from fedlightning.models import MLP, Classifier
@@ -195,12 +179,6 @@ def shared_of(module: nn.Module) -> LightningModule:
 def minimise(module: nn.Module, loss: JointLoss, frozen: Literal["own", "shared"] | None = None) -> None:
     """Let a pair minimise another loss from now on.
 
-    Args:
-        module: A module from `pair`.
-        loss: Makes the loss to minimise.
-        frozen: Which of the two only teaches: it runs in eval mode, without gradients, and logs nothing. Name the entries
-            that train in the phase, too (`Phase(train=...)`).
-
     Example:
         >>> from fedlightning.models import MLP, Classifier
         >>> from fedlightning.wrappers.pair import minimise, pair
@@ -217,13 +195,6 @@ def minimise(module: nn.Module, loss: JointLoss, frozen: Literal["own", "shared"
 
 def sides_of(module: LightningModule, batch: Any) -> tuple[Side, Side]:
     """Return what both modules of a pair give for a batch in the modes they are in.
-
-    Args:
-        module: A module from `pair`. Mute it where it is not to log.
-        batch: A batch on its device, with whatever its `training_step` reads.
-
-    Raises:
-        ValueError: If the module skips the batch.
 
     Example:
         >>> from fedlightning.models import MLP, Classifier
@@ -251,9 +222,6 @@ def sides_of(module: LightningModule, batch: Any) -> tuple[Side, Side]:
 
 def shared_entries(module: nn.Module) -> list[str]:
     """Return the state names of the second module within the pair.
-
-    Args:
-        module: A module from `pair`. The list is empty for any other.
 
     Example:
         >>> from fedlightning.models import MLP

@@ -14,18 +14,7 @@ from fedlightning.wrappers.mixing import user_class
 def one_optimizer(
     module: nn.Module, own: Any, shared: LightningModule, theirs: Any, projection: nn.Module | None
 ) -> Optimizer:
-    """Return the module's optimizer with the groups of the second one's beside its own.
-
-    Args:
-        module: The pair.
-        own: What `configure_optimizers` of the client's own module returned.
-        shared: The second module.
-        theirs: What its `configure_optimizers` returned.
-        projection: A part of the pair that trains with the own module.
-
-    Raises:
-        ValueError: If one has several optimizers or a schedule, or the two are not of one kind.
-    """
+    """Return the module's optimizer with the groups of the second one's beside its own."""
     ours, second = (_only(one, configured) for one, configured in ((module, own), (shared, theirs)))
     if type(ours) is not type(second):
         raise ValueError(

@@ -16,10 +16,6 @@ Slices = dict[str, tuple[Tensor | None, ...]]
 def mesh(index: tuple[Tensor | None, ...], shape: torch.Size) -> tuple[Tensor, ...]:
     """Return an open mesh: indexing with it selects the kept indices of every dimension.
 
-    Args:
-        index: Kept indices of each dimension; `None` keeps all.
-        shape: Shape of the tensor to be indexed.
-
     Example:
         >>> import torch
         >>> from fedlightning.wrappers.slices import mesh
@@ -34,10 +30,6 @@ def mesh(index: tuple[Tensor | None, ...], shape: torch.Size) -> tuple[Tensor, .
 
 def take(state: Mapping[str, Tensor], slices: Slices) -> State:
     """Return the sub-model's entries of a full state.
-
-    Args:
-        state: The full state.
-        slices: Kept indices; entries without any are taken whole.
 
     Example:
         >>> import torch
@@ -71,14 +63,7 @@ class ElementMean:
         self._integers: State = {}
 
     def add(self, state: Mapping[str, Tensor], like: Mapping[str, Tensor], slices: Slices, weight: float) -> None:
-        """Add a sub-model to the mean.
-
-        Args:
-            state: The sub-model's state.
-            like: A full state, for the shapes.
-            slices: The indices in the full entries that `state` holds.
-            weight: Its weight. A weight of zero adds nothing.
-        """
+        """Add a sub-model to the mean."""
         for name, value in state.items() if weight > 0 else ():
             if not value.is_floating_point():
                 self._integers.setdefault(name, value)
@@ -96,16 +81,7 @@ class ElementMean:
             weights[at] += weight
 
     def result(self, old: Mapping[str, Tensor], total: float | None = None) -> State:
-        """Return the mean.
-
-        Args:
-            old: Full state with the values of elements that no added state holds.
-            total: Sum of the weights of all states. What is missing to it in an element counts as its old value: a state
-                without the element leaves it where it was. `None`: the mean is over the holders alone.
-
-        Returns:
-            A full state. Integer entries are those of the first state added.
-        """
+        """Return the mean."""
         mean: State = dict(self._integers)
         for name, (sums, weights, first, same) in self._sums.items():
             kept = torch.where(weights > 0, first, old[name])

@@ -70,9 +70,6 @@ class SubmodelMixin(Mixin):
 def first_units(rate: float) -> Units:
     """Return the choice of the first `ceil(rate * width)` units of every layer.
 
-    Args:
-        rate: Share of the units to keep, in (0, 1].
-
     Example:
         >>> from fedlightning.wrappers.submodel import first_units
         >>> first_units(0.5)("fc1", 5)
@@ -85,13 +82,6 @@ def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
     """Return the cuts of a chain of layers, in the order in which they are registered.
 
     The inputs of the first layer and the outputs of the head are never cut.
-
-    Args:
-        module: Any module. It does not change.
-        head: Path of the layer that gives the outputs. `None` takes the last layer.
-
-    Raises:
-        ValueError: If a layer cannot be cut, or its inputs come from no layer before it.
 
     Example:
         >>> from fedlightning.models import DigitsCNN
@@ -139,11 +129,6 @@ def plan_cuts(module: LightningModule, head: str | None = None) -> list[Cut]:
 def entry_slices(module: nn.Module, cuts: list[Cut], units: Units) -> Slices:
     """Return the kept indices of every state entry that is cut; entries that stay whole are left out.
 
-    Args:
-        module: The full module.
-        cuts: Cuts from `plan_cuts`.
-        units: The units to keep.
-
     Example:
         >>> from fedlightning.models import MLP
         >>> from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts
@@ -175,13 +160,6 @@ def entry_slices(module: nn.Module, cuts: list[Cut], units: Units) -> Slices:
 def shrink(module: LightningModule, slices: Slices) -> LightningModule:
     """Cut `module` in place, so that every layer holds its kept units only.
 
-    Args:
-        module: The full module.
-        slices: Kept indices from `entry_slices`.
-
-    Returns:
-        `module` itself.
-
     Example:
         >>> from fedlightning.models import MLP
         >>> from fedlightning.wrappers.submodel import entry_slices, first_units, plan_cuts, shrink
@@ -200,12 +178,6 @@ def shrink_layer(
     layer: nn.Module, entry: str, index: tuple[Tensor | None, ...], made: dict[int, Tensor] | None = None
 ) -> None:
     """Cut one entry of a layer in place, and tell the layer its new size.
-
-    Args:
-        layer: The layer.
-        entry: Name of the entry in it.
-        index: The indices to keep, for each dimension.
-        made: Entries that were cut before, by the id of what they were: a tied one is put in its place.
 
     Example:
         >>> import torch

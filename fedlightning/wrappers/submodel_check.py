@@ -21,16 +21,6 @@ def verify(module: LightningModule, cuts: list[Cut], units: Units, run: Callable
 
     Both are copies with random weights and without normalisation. `module` stays as it is.
 
-    Args:
-        module: The full module.
-        cuts: As for `entry_slices`.
-        units: As for `entry_slices`.
-        run: Returns the loss of one batch.
-
-    Raises:
-        ValueError: If the sub-model does not run, or computes something else (concatenated features, attention heads
-            ...).
-
     Example:
         >>> import torch
         >>> from fedlightning.models import MLP, Classifier

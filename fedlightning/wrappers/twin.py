@@ -189,13 +189,6 @@ class NoMetric(nn.Module):
 def make_twin(module: LightningModule, head: str, entry: str, *, fresh: bool, seed: object) -> LightningModule:
     """Return a copy of `module` that ends at `entry`, without the head's parameters and without metrics.
 
-    Args:
-        module: The user's module.
-        head: Path of the head.
-        entry: Path of the head's first layer, or of the head itself.
-        fresh: Initialise the twin anew instead of copying the weights.
-        seed: Address of that initialisation.
-
     Example:
         >>> from fedlightning.models import MLP, Classifier
         >>> from fedlightning.wrappers.twin import make_twin
@@ -233,13 +226,6 @@ def _initialise(twin: nn.Module, seed: object) -> None:
 
 def first_input(batch: Any, owner: str) -> Tensor:
     """Return the model's input in a batch: the tensor, the first element, or the first of `INPUT_KEYS` in a mapping.
-
-    Args:
-        batch: A batch in any of these forms, also nested.
-        owner: Name of the user's class, for messages.
-
-    Raises:
-        ValueError: If no input is found.
 
     Example:
         >>> import torch

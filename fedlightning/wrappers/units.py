@@ -13,10 +13,6 @@ from fedlightning.wrappers.submodel import Units
 def num_units(rate: float, width: int) -> int:
     """Return `max(1, floor(rate * width))`, where a product that is a whole number is taken as one.
 
-    Args:
-        rate: Share of the units, in (0, 1].
-        width: Number of units.
-
     Example:
         >>> from fedlightning.wrappers.units import num_units
         >>> num_units(0.5, 5), num_units(0.1, 5), num_units(0.29, 100)
@@ -28,9 +24,6 @@ def num_units(rate: float, width: int) -> int:
 def prefix_units(rate: float) -> Units:
     """Return the choice of the first `ceil(rate * width)` units, where a product that is a whole number is taken as one.
 
-    Args:
-        rate: Share of the units to keep, in (0, 1].
-
     Example:
         >>> from fedlightning.wrappers.units import prefix_units
         >>> prefix_units(0.2)("fc1", 6), len(prefix_units(0.2)("fc1", 35))
@@ -41,10 +34,6 @@ def prefix_units(rate: float) -> Units:
 
 def rolling_units(rate: float, start: int) -> Units:
     """Return the choice of a cyclic window: `num_units` units from unit `start` on, modulo the width, in ascending order.
-
-    Args:
-        rate: Share of the units to keep, in (0, 1].
-        start: First unit of the window, before the modulus.
 
     Example:
         >>> from fedlightning.wrappers.units import rolling_units
@@ -58,10 +47,6 @@ def random_units(rate: float, *seed: object) -> Units:
     """Return the choice of `num_units` random units of every layer, in ascending order.
 
     Layers of equal width keep the same units, so that residual sums and tied weights of theirs fit together.
-
-    Args:
-        rate: Share of the units to keep, in (0, 1].
-        *seed: Address of the draw; each width has its own below it.
 
     Example:
         >>> from fedlightning.wrappers.units import random_units

@@ -79,11 +79,7 @@ class Widths:
 
     @contextmanager
     def at(self, width: float | None) -> Iterator[None]:
-        """Set a width within a block.
-
-        Args:
-            width: One of those that were given; `None`: all units.
-        """
+        """Set a width within a block."""
         before, self.now = self.now, width
         try:
             yield
@@ -93,10 +89,6 @@ class Widths:
 
 def prefix(value: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return a view of the first elements in every dimension.
-
-    Args:
-        value: A tensor.
-        size: How many of each dimension.
 
     Example:
         >>> import torch

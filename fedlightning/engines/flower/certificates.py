@@ -19,16 +19,7 @@ HERE = ("127.0.0.1", "localhost")
 
 
 def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]:
-    """Make what a server and its sites need to know each other; return the folders, the server's first.
-
-    Args:
-        folder: New folder.
-        hosts: Names and addresses under which sites reach the server.
-        sites: Names of the sites.
-
-    Raises:
-        ConfigurationError: If the folder is there already, or a name can be none of a folder.
-    """
+    """Make what a server and its sites need to know each other; return the folders, the server's first."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec, ed25519
@@ -77,15 +68,7 @@ def make(folder: Path, hosts: Sequence[str], sites: Sequence[str]) -> list[Path]
 
 
 def add(folder: Path, sites: Sequence[str]) -> list[Path]:
-    """Make the keys of further sites beside those that `make` has made; return their folders.
-
-    Args:
-        folder: The folder that has the server's.
-        sites: Names of the new sites.
-
-    Raises:
-        ConfigurationError: If the server's folder is not there, or a site's is, or a name can be none of a folder.
-    """
+    """Make the keys of further sites beside those that `make` has made; return their folders."""
     from cryptography.hazmat.primitives.asymmetric import ed25519
 
     own = folder / "server"
@@ -155,11 +138,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def needed(folder: Path, names: Sequence[str]) -> list[Path]:
-    """Return files of a folder.
-
-    Raises:
-        ConfigurationError: If one is missing.
-    """
+    """Return files of a folder."""
     for name in names:
         if not (folder / name).exists():
             raise ConfigurationError(

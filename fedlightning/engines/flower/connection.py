@@ -53,12 +53,7 @@ def patient(lives: Callable[[], bool] = lambda: True) -> RetryInvoker:
 
 
 def heartbeat(client: RuntimeHttpClient, ended: Callable[[], None]) -> Callable[[], bool]:
-    """Return what tells a program that a task goes on. Flower's own sends its process a SIGINT where the task is over.
-
-    Args:
-        client: A connection to the program.
-        ended: Is called where the program has given the task up.
-    """
+    """Return what tells a program that a task goes on. Flower's own sends its process a SIGINT where the task is over."""
 
     def beat() -> bool:
         try:
@@ -116,11 +111,7 @@ class Address:
 
 
 def content_of(message: Message) -> bytes:
-    """Return the bytes that a message carries.
-
-    Raises:
-        ValueError: If it carries something else.
-    """
+    """Return the bytes that a message carries."""
     records = message.content if message.has_content() else {}
     record = records.get(ENTRY)
     if not isinstance(record, ArrayRecord) or list(record) != [ENTRY]:

@@ -60,11 +60,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
 
     def refusal(self, scope: Mapping[str, Any]) -> int | None:
-        """Return the status with which a request is refused; `None`: it is let through.
-
-        Args:
-            scope: The request, as ASGI describes it.
-        """
+        """Return the status with which a request is refused; `None`: it is let through."""
         path, headers = str(scope["path"]), {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
         if path.startswith(SITES):
             if not self._is_open:
@@ -100,11 +96,7 @@ def _is_small(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def public_keys(folder: Path) -> dict[str, bytes]:
-    """Return the public keys of sites, as Flower sends them, by the sites' names.
-
-    Args:
-        folder: Has a file NAME.pub for each.
-    """
+    """Return the public keys of sites, as Flower sends them, by the sites' names."""
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 
     found = {}
@@ -115,14 +107,7 @@ def public_keys(folder: Path) -> dict[str, bytes]:
 
 
 def main(program: str, secret: str, keys: str, *words: str) -> None:
-    """Run a SuperLink behind a gate.
-
-    Args:
-        program: Its name, for people who look at processes.
-        secret: File of the secret.
-        keys: Folder of the sites' public keys; empty: they have none.
-        words: Arguments of the SuperLink.
-    """
+    """Run a SuperLink behind a gate."""
     from flwr.superlink import main as superlink
     from flwr.superlink.cli.flower_superlink import flower_superlink
 

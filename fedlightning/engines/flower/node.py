@@ -33,13 +33,7 @@ from fedlightning.wire import write
 
 
 def serve_site(address: Address, answer: Answer, lives: Callable[[], bool]) -> None:
-    """Answer what comes to a SuperNode, one request after another, as long as it runs.
-
-    Args:
-        address: The address of the SuperNode's own interface.
-        answer: The site.
-        lives: Whether the SuperNode runs.
-    """
+    """Answer what comes to a SuperNode, one request after another, as long as it runs."""
     tasks, token = Tasks(address, TaskType.CLIENT_APP), None
     while lives():
         if token is None:
@@ -75,11 +69,7 @@ class Following:
         self._lock = threading.Lock()  # Flower pulls the parts of a message side by side
 
     def watch(self, client: RuntimeHttpClient) -> None:
-        """Let a client that pulls parts of a message give up when the next task is there.
-
-        Args:
-            client: Its `PullObject` is asked again by Flower as long as a part is not there.
-        """
+        """Let a client that pulls parts of a message give up when the next task is there."""
         pull = client.PullObject
 
         def watched(request: PullObjectRequest) -> PullObjectResponse:

@@ -41,14 +41,7 @@ START = 60.0
 
 
 def prepare(home: Path) -> None:
-    """Set what Flower reads from the environment, before it is imported, and keep files to this user.
-
-    Args:
-        home: Flower's own folder, in the place of the user's; it lies in that of the server or the site.
-
-    Raises:
-        ConfigurationError: If Flower is not installed.
-    """
+    """Set what Flower reads from the environment, before it is imported, and keep files to this user."""
     os.umask(0o077)  # what is written from now on, here and by Flower, is this user's only
     home.mkdir(parents=True, exist_ok=True)
     for folder in (home.parent, home):  # they may be older
@@ -92,17 +85,6 @@ def running(
     """Run one of Flower's programs inside the block; it has its own group, and is ended with all that it started.
 
     The block is given what says whether it still runs.
-
-    Args:
-        program: `"flower-superlink"` or `"flower-supernode"`.
-        arguments: Its arguments.
-        port: Port that it listens on once it has started.
-        log: File of what it says.
-        host: Address that it listens on.
-        by: What runs it, if it is not run itself.
-
-    Raises:
-        ConfigurationError: If it does not start; its last line is told.
     """
     found = Path(sys.executable).with_name(program)
     command = [*by, program] if by else [str(found) if found.exists() else program]
@@ -189,15 +171,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) -> Iterator[Any]:
-    """Run a SuperLink inside the block, and give the connection to its sites.
-
-    Args:
-        home: Folder for what it keeps.
-        host: Address that it listens on.
-        port: Its port.
-        own: The server's certificates and keys; `None`: without.
-        sites: Number of sites to wait for.
-    """
+    """Run a SuperLink inside the block, and give the connection to its sites."""
     path, secret = secret_file(home)
     keys = None if own is None else own / "sites"
     words = [str(path), "" if keys is None else str(keys), "--host", host, "--port", str(port)]
@@ -231,15 +205,7 @@ def superlink(home: Path, host: str, port: int, own: Path | None, sites: int) ->
 def supernode(
     home: Path, place: str, own: Path | None, name: str = "", refused: Callable[[str], None] = print
 ) -> Iterator[Any]:
-    """Run a SuperNode inside the block, and give what answers its messages with a site.
-
-    Args:
-        home: Folder for what it keeps.
-        place: Address of the SuperLink.
-        own: The site's certificates and keys; `None`: without.
-        name: The site's name.
-        refused: Is told why a request is refused before the site sees it.
-    """
+    """Run a SuperNode inside the block, and give what answers its messages with a site."""
     path, secret = secret_file(home)
     port = free_port()
     words = ["--superlink", place, "--port", str(port), "--isolation", "process"]

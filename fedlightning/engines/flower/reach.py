@@ -21,9 +21,6 @@ FREED = 3.0
 def host_and_port(place: str) -> tuple[str, int]:
     """Return the parts of "host:port".
 
-    Raises:
-        ConfigurationError: If it is something else.
-
     Example:
         >>> host_and_port("fl.example.org:8443"), host_and_port("[::1]:80")
         (('fl.example.org', 8443), ('::1', 80))
@@ -53,15 +50,7 @@ def is_own(host: str) -> bool:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse a port that a server cannot listen on.
-
-    Args:
-        host: Address to listen on.
-        port: The port.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse a port that a server cannot listen on."""
     if not 0 < port < 65536:
         raise ConfigurationError(f"port={port} must be from 1 to 65535.")
     try:
@@ -92,12 +81,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def unreachable(place: str, authority: Path | None) -> str | None:
-    """Return why no server is reached at an address, in a sentence; `None`: one listens there as it should.
-
-    Args:
-        place: Host and port.
-        authority: Certificate of the authority that has signed the server's; `None`: without TLS.
-    """
+    """Return why no server is reached at an address, in a sentence; `None`: one listens there as it should."""
     host, port = host_and_port(place)
     try:
         connection = socket.create_connection((host, port), timeout=WAIT)
@@ -147,15 +131,7 @@ def _of_certificate(error: ssl.SSLCertVerificationError, place: str, host: str, 
 
 
 def check_certificate(own: Path, host: str) -> None:
-    """Refuse a certificate with which a server could not be reached, not even by itself. Nothing is connected for that.
-
-    Args:
-        own: The server's folder.
-        host: Address that it listens on and reaches itself by.
-
-    Raises:
-        ConfigurationError: With a sentence.
-    """
+    """Refuse a certificate with which a server could not be reached, not even by itself. Nothing is connected for that."""
     authority, pem, key = (own / name for name in (CA, SERVER, KEY))
     at_server, at_site = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:

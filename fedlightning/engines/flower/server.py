@@ -118,15 +118,7 @@ class FlowerLink:
         self._ended = True
 
     def _ask(self, what: Callable[[], R], otherwise: R) -> R:
-        """Return what the SuperLink answers. If it has given the run up meanwhile, begin another.
-
-        Args:
-            what: Asks it.
-            otherwise: The answer where none came.
-
-        Raises:
-            LostConnectionError: If the SuperLink has ended or refuses.
-        """
+        """Return what the SuperLink answers. If it has given the run up meanwhile, begin another."""
         try:
             if not self._ended:
                 return what()
@@ -231,12 +223,7 @@ class FlowerLink:
 
 
 def register(address: Address, folder: Path) -> dict[int, str]:
-    """Let sites connect; return their names by node.
-
-    Args:
-        address: The SuperLink's address.
-        folder: Has a file NAME.pub for each.
-    """
+    """Let sites connect; return their names by node."""
     control = address.client(ControlHttpClient, name="flwr CLI", retry=patient())
     try:
         return {

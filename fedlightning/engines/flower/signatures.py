@@ -24,23 +24,14 @@ Sign = Callable[[str, bytes], bytes]
 
 
 def begin(path: Path) -> int:
-    """Return a number for a start of the server that is larger than those before, and keep it.
-
-    Args:
-        path: Its file. Where it is lost the clock goes on from it.
-    """
+    """Return a number for a start of the server that is larger than those before, and keep it."""
     began = max(time.time_ns(), _numbers(path)[0] + 1)
     write_text_atomically(path, f"{began} 0")
     return began
 
 
 def signer(path: Path, began: int) -> Sign:
-    """Return what signs requests with a key.
-
-    Args:
-        path: File of the private key.
-        began: Number of this start of the server.
-    """
+    """Return what signs requests with a key."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     key, numbers = Ed25519PrivateKey.from_private_bytes(path.read_bytes()), itertools.count(1)
@@ -84,15 +75,7 @@ class Heard:
 
 
 def verified(answer: Answer, path: Path, name: str, heard: Heard, refused: Callable[[str], None] = print) -> Answer:
-    """Return a site that refuses what the server has not signed for it, and does nothing a second time.
-
-    Args:
-        answer: The site.
-        path: File of the public key.
-        name: The site's name.
-        heard: What it has heard of its server.
-        refused: Is told why a request is refused.
-    """
+    """Return a site that refuses what the server has not signed for it, and does nothing a second time."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

@@ -27,21 +27,11 @@ class Absent:
         self._since: dict[str, tuple[float, int]] = {}  # by site: when it was too slow, and its answers until then
 
     def mark(self, site: str, now: float) -> None:
-        """Note that a site has not answered in time.
-
-        Args:
-            site: Its name.
-            now: The time.
-        """
+        """Note that a site has not answered in time."""
         self._since[site] = now, self._meeting.answers[site]
 
     def since(self, site: str, now: float) -> float | None:
-        """Return since when a site is absent; `None` if it is to be waited for.
-
-        Args:
-            site: Its name.
-            now: The time.
-        """
+        """Return since when a site is absent; `None` if it is to be waited for."""
         if site not in self._since:
             return None
         marked, answers = self._since[site]
@@ -52,13 +42,7 @@ class Absent:
         return None if here and now <= marked + PING else marked
 
     def to_give_up(self, window: Window, sites: Mapping[str, str], now: float) -> list[Entry]:
-        """Return tasks that came when their sites were absent already; none while there is another one to wait for.
-
-        Args:
-            window: The tasks.
-            sites: Name of each client's site.
-            now: The time.
-        """
+        """Return tasks that came when their sites were absent already; none while there is another one to wait for."""
         waiting = [entry for entry in window if not entry.done] if self.marked else []
         found = []
         for entry in waiting:

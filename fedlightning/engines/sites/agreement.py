@@ -26,11 +26,7 @@ SETTINGS = (
 
 
 def agreement(blueprint: Blueprint) -> dict[str, Any]:
-    """Return what both sides must agree on, by a name that a person can read. It cannot see code.
-
-    Args:
-        blueprint: What clients are built from.
-    """
+    """Return what both sides must agree on, by a name that a person can read. It cannot see code."""
     settings = blueprint.settings
     found: dict[str, Any] = {"FedLightning": fedlightning.__version__}
     found |= {name: getattr(settings, name) for name in SETTINGS}
@@ -43,12 +39,6 @@ def agreement(blueprint: Blueprint) -> dict[str, Any]:
 def held_values(model: nn.Module) -> dict[str, Any]:
     """Return what modules hold that is neither sent with their state nor a plain option: weights of classes in a tensor or a
     list, buffers that are not persistent. Their like at the server and at a site changes what a step computes.
-
-    Args:
-        model: A module with its parts.
-
-    Returns:
-        Lists and dicts of plain values as they are, tensors and arrays by shape, dtype and a hash.
 
     Example:
         >>> model = nn.Linear(2, 1)

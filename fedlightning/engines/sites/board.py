@@ -74,13 +74,7 @@ class Board:
         self._seen: set[str] = set()
 
     def look(self, meeting: Meeting, doing: Callable[[], Doing], waits_for: str = "") -> None:
-        """Take in what has changed, and write it down when it is time to.
-
-        Args:
-            meeting: The sites.
-            doing: Tells what they do; it is asked about once a second at most.
-            waits_for: What the server waits for, where that is no site's work.
-        """
+        """Take in what has changed, and write it down when it is time to."""
         self._who(meeting)
         if not self._file.is_due:
             return
@@ -92,11 +86,7 @@ class Board:
         self._write()
 
     def end(self, outcome: str) -> None:
-        """Write down that the server has ended.
-
-        Args:
-            outcome: How, in a few words.
-        """
+        """Write down that the server has ended."""
         self._status.ended, self._status.outcome = self._clock(), printable(outcome)
         self._status.doing = ""
         for site in [*self._sites.values(), *self._refused.values()]:
@@ -174,9 +164,5 @@ def showing(board: Board) -> Iterator[Board]:
 
 
 def board_of(expected: int) -> Board:
-    """Return the board of this process, or one without a file.
-
-    Args:
-        expected: Sites without which no run begins.
-    """
+    """Return the board of this process, or one without a file."""
     return _shown[-1] if _shown else Board(expected=expected)

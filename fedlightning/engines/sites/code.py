@@ -33,11 +33,7 @@ BENEATH = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "numpy")
 
 
 def of_blueprint(blueprint: Blueprint) -> Code:
-    """Return the code of module, optimizers and callbacks, and of what they hold.
-
-    Args:
-        blueprint: What clients are built from.
-    """
+    """Return the code of module, optimizers and callbacks, and of what they hold."""
     parts: list[Any] = [*blueprint.template.modules(), *blueprint.callbacks, *blueprint.settings.callbacks]
     with suppress(Exception):  # of the user's: it needs more than a module alone
         parts += optimizers_of(blueprint.template)
@@ -46,10 +42,6 @@ def of_blueprint(blueprint: Blueprint) -> Code:
 
 def of_objects(parts: Iterable[Any], held: Iterable[Any] = ()) -> Code:
     """Return the code of objects, classes and functions, and what it has imported that is not installed.
-
-    Args:
-        parts: The objects.
-        held: Others, of which only those count that are not installed.
 
     Example:
         >>> sorted(of_objects([of_objects, Path()]))
@@ -72,10 +64,6 @@ def of_objects(parts: Iterable[Any], held: Iterable[Any] = ()) -> Code:
 
 def differences(theirs: Mapping[str, Any], own: Code) -> list[str]:
     """Return where two sides have other code, a few words each.
-
-    Args:
-        theirs: The server's.
-        own: The site's.
 
     Example:
         >>> differences({"mine": {"net.py": "1a", "loss.py": "2b"}}, {"mine": {"net.py": "1a", "loss.py": "3c"}})

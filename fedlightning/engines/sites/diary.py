@@ -47,19 +47,11 @@ class Diary:
         self.write()
 
     def connection(self, reason: str | None) -> None:
-        """Note whether the server is reached.
-
-        Args:
-            reason: Why it is not; `None`: it is.
-        """
+        """Note whether the server is reached."""
         self._state("connected" if reason is None else "not connected", reason)
 
     def turned_away(self, reason: str) -> None:
-        """Note that the server does not let this site take part.
-
-        Args:
-            reason: Why, as the server says.
-        """
+        """Note that the server does not let this site take part."""
         self._state("refused", printable(reason))
 
     def _state(self, state: str, reason: str | None) -> None:

@@ -171,11 +171,7 @@ class SitesEngine(Engine):
         return Description.merged(own)
 
     def _listen(self) -> list[Reply]:
-        """Greet who has come, and return replies.
-
-        Raises:
-            ConfigurationError: If a site refuses the run before it begins.
-        """
+        """Greet who has come, and return replies."""
         self.meeting.greet()
         found = self.meeting.receive(POLL)
         self.board.look(self.meeting, self._doing, self._waits_for)
@@ -186,15 +182,7 @@ class SitesEngine(Engine):
         return found
 
     def _ask_all(self, asked: dict[str, Any], told: Callable[[], Mapping[str, Any]] = dict) -> dict[str, Any]:
-        """Ask all sites, and return their answers by name.
-
-        Args:
-            asked: The request.
-            told: Gives the answers that need not be asked for; greetings bring some.
-
-        Raises:
-            ConfigurationError: If a site refuses, or does not answer.
-        """
+        """Ask all sites, and return their answers by name."""
         ended = self.attempts.clock() + PATIENCE
         self._members = names = self._members or list(self.meeting.names.values())
         answers = {name: answer for name, answer in told().items() if name in names}
@@ -216,11 +204,7 @@ class SitesEngine(Engine):
 
     # -- work --------------------------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Refuse what cannot be carried out at sites.
-
-        Raises:
-            ConfigurationError: With a sentence.
-        """
+        """Refuse what cannot be carried out at sites."""
         if self.attempts.policy.timeout is None:
             raise ConfigurationError(
                 "client_timeout=None, but a site that is gone would be waited for for ever. Set client_timeout to the "

@@ -56,14 +56,7 @@ CODE = "code"
 
 
 def leaving(told: Description, key: bytes, code: str, public: bool) -> Description:
-    """Return what leaves of a description.
-
-    Args:
-        told: The description.
-        key: The site's key.
-        code: A hash of the code of the data module.
-        public: Whether the run has public data at the server.
-    """
+    """Return what leaves of a description."""
     told = replace(told, splits={**told.splits, CODE: code} if told.splits else {})
     changed: dict[str, Any] = {}
     for name in (field.name for field in fields(told)):
@@ -88,11 +81,7 @@ def keyed(value: Any, key: bytes, of: str) -> str:
 
 
 def own_key(path: Path) -> bytes:
-    """Return the key of a site, which only this user can read; it is made where there is none yet.
-
-    Args:
-        path: Its file.
-    """
+    """Return the key of a site, which only this user can read; it is made where there is none yet."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not path.exists():

@@ -42,10 +42,6 @@ class Link(Protocol):
         """Return replies that have come, with their names; wait for one at most some seconds.
 
         Of a request or a reply that got lost on the way, `write({"lost": ""})` is the reply, where the connection knows it.
-
-        Args:
-            waiting: Names of the replies that are waited for.
-            timeout: Seconds.
         """
 
 
@@ -98,13 +94,7 @@ _current: list[tuple[Link, bool, bool]] = []
 
 @contextmanager
 def connected(link: Link, export: bool = False, allow_other_code: bool = False) -> Iterator[Link]:
-    """Let trainers with `engine="flower"` that are fitted inside the block reach their sites over a connection.
-
-    Args:
-        link: The connection.
-        export: Ask for the clients' models when the run ends; every site must allow it.
-        allow_other_code: Let sites take part that have other code under the same names, and allow it.
-    """
+    """Let trainers with `engine="flower"` that are fitted inside the block reach their sites over a connection."""
     about = (link, export, allow_other_code)
     _current.append(about)
     try:
@@ -114,11 +104,7 @@ def connected(link: Link, export: bool = False, allow_other_code: bool = False) 
 
 
 def current() -> tuple[Link, bool, bool]:
-    """Return the connection of this process, whether clients' models are asked for, and whether other code is allowed.
-
-    Raises:
-        ConfigurationError: If there is none.
-    """
+    """Return the connection of this process, whether clients' models are asked for, and whether other code is allowed."""
     if not _current:
         raise ConfigurationError(
             "engine='flower' trains at sites, to which this process has no connection. Start it with `fedlightning serve`, "

@@ -95,11 +95,7 @@ class Meeting:
         return node is not None and self._greeted.get(node) == self.session()
 
     def waits(self, wanted: int) -> str:
-        """Return a sentence on who is here and who is not.
-
-        Args:
-            wanted: Number of sites that are waited for.
-        """
+        """Return a sentence on who is here and who is not."""
         here = ", ".join(sorted(self.names.values())) or "none"
         found = f"Waiting for {wanted} site{'s' if wanted > 1 else ''}. Here: {here}."
         silent = len(set(self.link.nodes()) - set(self.names))
@@ -109,11 +105,7 @@ class Meeting:
         return f"{found} Not connected: {', '.join(missing)}." if missing else found
 
     def greet(self) -> int:
-        """Send a hello to every connected node that does not know the run as it is now; forget those that are gone.
-
-        Returns:
-            Number of hellos that were sent.
-        """
+        """Send a hello to every connected node that does not know the run as it is now; forget those that are gone."""
         session, nodes = self.session(), set(self.link.nodes())
         for node in [node for node in self.names if node not in nodes]:
             self._leave(self.names.pop(node))
@@ -141,11 +133,7 @@ class Meeting:
         return number
 
     def ping(self, absent: Iterable[str] = ()) -> None:
-        """Ask nodes that are silent for a while whether they still know the run: one that has started anew does not.
-
-        Args:
-            absent: Nodes that are asked though they were sent nothing, and at once.
-        """
+        """Ask nodes that are silent for a while whether they still know the run: one that has started anew does not."""
         now = self.clock()
         for node in absent:
             if now - self._heard.get(node, now) > LOST:
@@ -157,11 +145,7 @@ class Meeting:
                 self._pings[self._post(node, {"do": "ping", "session": self.session()})] = node
 
     def receive(self, timeout: float) -> list[Reply]:
-        """Return replies to :meth:`send`. A node that does not know the run answers all that it was sent with `unknown`.
-
-        Args:
-            timeout: Seconds to wait for one, at most.
-        """
+        """Return replies to :meth:`send`. A node that does not know the run answers all that it was sent with `unknown`."""
         found: list[Reply] = []
         for number, data in self.link.receive({*self._hellos, *self._pings, *self._sent, *self._notices}, timeout):
             if self._notices.pop(number, None) is not None:
@@ -203,11 +187,7 @@ class Meeting:
         return [Reply(node, number, {"unknown": ""}) for number in lost]
 
     def tell(self, timeout: float) -> None:
-        """Wait until sites that are refused have been told why.
-
-        Args:
-            timeout: Seconds to wait for that, at most.
-        """
+        """Wait until sites that are refused have been told why."""
         ends = self.clock() + timeout
         while self._notices and self.clock() < ends:
             self.greet()

@@ -44,18 +44,7 @@ class Records:
         ] = {}  # the newest of each client is read no more
 
     def get(self, run: str, client: str, version: str, terms: str | None = None) -> ClientRecord:
-        """Return a version of a client's record; the empty one is that of a client that was never visited.
-
-        Args:
-            run: The run.
-            client: The client.
-            version: The version.
-            terms: What can leave the client now. A record that was kept under others is not opened: what stays then could
-                leave now. `None`: nothing leaves, so none are compared.
-
-        Raises:
-            UnknownVersionError: If it is not here, cannot be read, or was kept under other terms.
-        """
+        """Return a version of a client's record; the empty one is that of a client that was never visited."""
         if not version:
             return ClientRecord()
         known, record = self._last.get((run, client, terms), ("", ClientRecord()))

@@ -160,11 +160,7 @@ class Site:
 
     # -- a run -------------------------------------------------------------------------------------------------------
     def _hello(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Make what is needed for a run, or refuse it.
-
-        Raises:
-            RefusedError: If the server's configuration is not the site's own.
-        """
+        """Make what is needed for a run, or refuse it."""
         if self._session is None or self._session.key != asked["session"]:
             self._session = self._open(asked)
             if self.diary is not None:
@@ -236,11 +232,7 @@ class Site:
         return Session(asked["session"], asked["run"], runner, asked.get("public") is not None, other)
 
     def _compare_public(self, theirs: Any) -> None:
-        """Refuse public data that are not those of the server.
-
-        Raises:
-            RefusedError: With both in words.
-        """
+        """Refuse public data that are not those of the server."""
         if theirs is None:  # then nobody reads them
             return
         if self._public is None:
@@ -317,11 +309,7 @@ class Site:
         return written
 
     def _check(self, session: Session, task: Any) -> None:
-        """Refuse what this site must not do, or cannot do.
-
-        Raises:
-            RefusedError: With a sentence.
-        """
+        """Refuse what this site must not do, or cannot do."""
         own = {*session.runner.data.client_ids, *session.runner.left_out}
         for client in [task.client] if task.client is not None else task.clients:
             if client not in own:
@@ -377,11 +365,7 @@ def _assigned(found: dict[str, str], blueprint: Blueprint) -> dict[str, str]:
 
 
 def _load(blueprint: Blueprint, template: dict[str, Any]) -> None:
-    """Begin with the weights that the server begins with.
-
-    Raises:
-        RefusedError: If they are those of another model.
-    """
+    """Begin with the weights that the server begins with."""
     own = {name: (value.shape, value.dtype) for name, value in module_state(blueprint.template).items()}
     theirs = {name: (getattr(value, "shape", None), getattr(value, "dtype", None)) for name, value in template.items()}
     if own != theirs:

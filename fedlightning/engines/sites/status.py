@@ -31,10 +31,6 @@ FORMAT = 1
 def printable(text: object, limit: int = REASON) -> str:
     r"""Return a text from another machine as one line that can do nothing to a terminal.
 
-    Args:
-        text: The text.
-        limit: Characters that are left, the last one of which says that there were more.
-
     Example:
         >>> printable("cleve\x1b[31mland\n"), printable("abcdef", 4)
         ('cleve\\x1b[31mland', 'abc…')
@@ -178,12 +174,7 @@ def as_json(status: Status) -> dict[str, Any]:
 
 
 def read(folder: Path) -> Status:
-    """Read the status that lies in a folder of `fedlightning serve` or `fedlightning site`.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        UnreadableError: If it is damaged, in a sentence.
-    """
+    """Read the status that lies in a folder of `fedlightning serve` or `fedlightning site`."""
     path = folder / FILE
     try:
         found = read_json(path)
@@ -252,12 +243,7 @@ class StatusFile:
         return self._path is not None and self._clock() >= self._next
 
     def write(self, status: Status, lasting: bool = False) -> None:
-        """Write a status, if it is another than the last one.
-
-        Args:
-            status: What to write.
-            lasting: It is the last one: wait until it is on the disk.
-        """
+        """Write a status, if it is another than the last one."""
         found = as_json(status)
         found.pop("written")
         if self._path is None or (found == self._last and not lasting):

@@ -46,13 +46,7 @@ class SiteStore(ClientStore):
         return sorted({self.version(client), *(rest.get(client, "") for rest in self._rests)} - {""})
 
     def keep(self, client: str, version: str, note: Note) -> None:
-        """Put another version in force.
-
-        Args:
-            client: The client's id.
-            version: As its site calls it.
-            note: What the site tells of the record.
-        """
+        """Put another version in force."""
         about = {
             "run": self.run,
             "version": version,

@@ -56,14 +56,7 @@ class Texts:
         return self._kind(error)
 
     def of_answer(self, task: Any, answer: Any, errors: Sequence[BaseException] = (), ours: bool = False) -> Any:
-        """Return an answer as it may leave.
-
-        Args:
-            task: The task.
-            answer: What it has given.
-            errors: What was raised in it and became a part of the answer.
-            ours: Whether the callback whose check it is, if it is one, belongs to FedLightning.
-        """
+        """Return an answer as it may leave."""
         self._known = []
         if isinstance(answer, Deployed):
             answer = replace(answer, path=answer.path and self._below(answer.path))

@@ -95,11 +95,7 @@ class Window:
 
     # -- drawing -----------------------------------------------------------------------------------------------------
     def has_room(self, sites: int) -> bool:
-        """Return whether one more task may be drawn.
-
-        Args:
-            sites: Number of sites.
-        """
+        """Return whether one more task may be drawn."""
         count = len(self._entries)
         return count < AHEAD * sites or (count < MOST * sites and self._bytes < DRAWN_BYTES)
 
@@ -125,13 +121,7 @@ class Window:
 
     # -- sending -----------------------------------------------------------------------------------------------------
     def due(self, where: Mapping[str, str], ready: Collection[str], now: float) -> list[Batch]:
-        """Return the messages that can be sent now. A client's tasks follow one another: one needs the record of another.
-
-        Args:
-            where: Node of each client.
-            ready: Nodes that can be sent something.
-            now: The time, from which tasks that are new are waited for.
-        """
+        """Return the messages that can be sent now. A client's tasks follow one another: one needs the record of another."""
         before: set[str] = set()
         found: dict[str, list[Entry]] = {}
         for entry in self._entries:
@@ -204,13 +194,7 @@ class Window:
         ]
 
     def late(self, where: Mapping[str, str], now: float, timeout: float) -> list[Entry]:
-        """Return the tasks that have had their time. Those that share a message wait for each other, up to the budget.
-
-        Args:
-            where: Node of each client.
-            now: The time.
-            timeout: Seconds that a task has.
-        """
+        """Return the tasks that have had their time. Those that share a message wait for each other, up to the budget."""
         shared = {batch.node for batch in self._batches.values() if len(batch.entries) > 1}
         found = []
         for entry in self._entries:

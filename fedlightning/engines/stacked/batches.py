@@ -205,11 +205,6 @@ def resident(loader: Any, count: int, seed: Seed) -> ResidentSource | None:
     """Return a loader as rows in memory, or `None` if it is more than that.
 
     Exact types only: a subclass may do anything.
-
-    Args:
-        loader: The loader.
-        count: Batches in an epoch.
-        seed: Seed of the generator.
     """
     if type(loader) is not DataLoader or loader.num_workers or type(loader.batch_sampler) is not BatchSampler:
         return None
@@ -251,13 +246,6 @@ class Gatherer:
 
         A batch is overwritten by the next one. When the iterator is closed, the sources advance by the turns that were
         taken.
-
-        Args:
-            sources: Sources of the clients, whose next batches have the same shape.
-            turns: Number of turns.
-
-        Yields:
-            Batches `(len(sources), batch, ...)`.
         """
         resident = all(type(source) is ResidentSource for source in sources)
         taken = 0

@@ -33,13 +33,7 @@ class Column:
         self.seen = np.zeros(clients, dtype=bool)
 
     def add(self, rows: Sequence[int] | np.ndarray, values: np.ndarray, weight: int = 1) -> None:
-        """Add one step.
-
-        Args:
-            rows: Rows of the clients that took it.
-            values: Their values, `(n,)`.
-            weight: Weight of the values in a mean.
-        """
+        """Add one step."""
         totals, values = self._totals, values.astype(self._totals.dtype, copy=False)
         self.seen[rows] = True
         if self._reduction == "mean":

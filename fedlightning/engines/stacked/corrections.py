@@ -73,15 +73,7 @@ class Correction:
         found: Mapping[str, Tensor],
         rates: Mapping[str, Sequence[float]],
     ) -> dict[str, Tensor]:
-        """Return corrected gradients.
-
-        Args:
-            rows: Rows of the clients in the stack.
-            numbers: The same as numbers.
-            parameters: By name, stacked values `(n, ...)`.
-            found: By name, stacked gradients `(n, ...)`.
-            rates: By name, the learning rates of these clients.
-        """
+        """Return corrected gradients."""
         if self._stacked is not None:
             try:
                 return self._mapped(rows, parameters, found, rates)

@@ -81,15 +81,7 @@ class StackedEvaluation:
         self._decided: dict[Kind, int] = {}  # how many take a step together at most; 0: scored one by one
 
     def answers(self, scorings: Sequence[Scoring[Answer]], size: int, own: bool) -> Iterator[Answer]:
-        """Yield the answers of scoring tasks, in their order.
-
-        Args:
-            scorings: The tasks in progress.
-            size: Largest number of modules that are scored at once.
-            own: Whether each task opens a client's own model. Once it is known that such models are scored one by one,
-                they are
-                also opened one by one, because models that wait for others are evicted from the processor's cache.
-        """
+        """Yield the answers of scoring tasks, in their order."""
         known = [at_most for (_, _, whose), at_most in self._decided.items() if whose == "own"]
         if own and known and not any(known):
             yield from (score_in_turn(self._runner, scoring) for scoring in scorings)
@@ -204,11 +196,7 @@ class StackedEvaluation:
     def _stacked(
         self, members: Sequence[ScoreRequest], signatures: Sequence[Signature], testing: bool, at_most: int
     ) -> list[Scores]:
-        """Score the members in one stack; `at_most` so many take a step together.
-
-        Raises:
-            NotStacked: If they cannot be scored together.
-        """
+        """Score the members in one stack; `at_most` so many take a step together."""
         limit, device = self._limit(testing), self._runner.blueprint.device
         mode = self._runner.settings.trainer_arguments.get("inference_mode", True)
         found: list[Scores] = []

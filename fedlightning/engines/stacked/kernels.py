@@ -93,15 +93,6 @@ def class_loss(
 
     `function` gives every sample's loss, natively. The mean of a client divides by the weights of its samples that
     count.
-
-    Args:
-        function: The loss.
-        input: Per client `(batch, classes, ...)`.
-        target: Class numbers `(batch, ...)`.
-        weight: As `function` has it.
-        ignore_index: As `function` has it.
-        reduction: As `function` has it.
-        options: Other options of `function`.
     """
     plain = reduction in ("none", "mean", "sum") and not target.is_floating_point()
     if input.dim() < 2 or not plain or torch.is_autocast_enabled(input.device.type):

@@ -70,14 +70,7 @@ class StackedLogs:
         self._size = size
 
     def add(self, rows: Sequence[int], logged: dict[str, Tensor], calls: dict[str, LogCall], batch_size: int) -> None:
-        """Add one step.
-
-        Args:
-            rows: Rows of the clients that took it.
-            logged: By name, their values `(n,)`.
-            calls: By name, how it was logged.
-            batch_size: Samples in the batch of each client.
-        """
+        """Add one step."""
         if logged:
             self._entries.append((rows, logged, {name: calls[name] for name in logged}, batch_size))
 

@@ -27,18 +27,7 @@ complete = all(hasattr(_PARTS, name) for name in _NAMES)
 
 
 def over_clients(function: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Apply a function to every client at once.
-
-    Args:
-        function: Takes one client's tensors and returns tensors.
-        tensors: Tensors of all clients, `(clients, ...)` each.
-
-    Returns:
-        The results of `function`, `(clients, ...)` each.
-
-    Raises:
-        RuntimeError: If `function` draws random numbers, reads values, or does anything else that no map can.
-    """
+    """Apply a function to every client at once."""
     if not complete:
         return list(vmap(lambda *own: tuple(function(list(own))), randomness="error")(*tensors))
     _load()
@@ -54,18 +43,7 @@ def over_clients(function: Callable[[list[Tensor]], list[Tensor]], tensors: Sequ
 def on_stack(
     function: Callable[..., Tensor | None], mapped: Sequence[Tensor], shared: Sequence[Tensor] = ()
 ) -> Tensor | None:
-    """Step out of the running map, call `function` with stacked tensors, and step back in with its result.
-
-    Args:
-        function: Takes `mapped` as stacks `(clients, ...)` and `shared` unchanged; returns a stack or `None`.
-        mapped: Tensors that differ from client to client.
-        shared: Tensors that must not differ.
-
-    Returns:
-        A tensor of one client within the map. `None` where there is not exactly one map, where tensors are not mapped
-            as
-        they should be, or where `function` returns `None`.
-    """
+    """Step out of the running map, call `function` with stacked tensors, and step back in with its result."""
     layer = _PARTS.peek_interpreter_stack() if complete else None
     if layer is None or layer.level() != 1 or layer.key() != _PARTS.TransformType.Vmap:
         return None

@@ -59,14 +59,7 @@ class StackedOptimizer(ABC):
         self.steps = {name: np.zeros(size, dtype=np.int64) for name in parameters}
 
     def step(self, name: str, rows: Rows, gradient: Tensor, groups: Settings) -> None:
-        """Move one parameter of some clients. Call it under `torch.no_grad`.
-
-        Args:
-            name: Name of the parameter.
-            rows: Rows of the clients.
-            gradient: Their gradients `(n, ...)`.
-            groups: The parameter's group, for all of these clients or for each.
-        """
+        """Move one parameter of some clients. Call it under `torch.no_grad`."""
         whole = self.parameters[name]
         parameter = whole if rows == slice(0, len(whole)) else take(whole, rows)
         if first_of(groups).get("maximize"):
@@ -79,15 +72,7 @@ class StackedOptimizer(ABC):
         """Edit `parameter` in place. A rule that needs the number of steps calls :meth:`counted` once."""
 
     def gradient_weights(self, row: int, lr_sums: Mapping[str, float]) -> dict[str, float]:
-        """Return, by name, the sum of the weights with which one client's gradients went into its movement.
-
-        Args:
-            row: Row of the client.
-            lr_sums: By name, the sum of its learning rate over the steps that moved the parameter.
-
-        Returns:
-            Nothing under a rule whose movement is no sum of gradients.
-        """
+        """Return, by name, the sum of the weights with which one client's gradients went into its movement."""
         return {}
 
     def counted(self, name: str, rows: Rows, groups: Settings) -> list[tuple[Mapping[str, Any], int]]:

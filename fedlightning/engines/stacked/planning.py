@@ -64,15 +64,7 @@ def quietly_attached(module: LightningModule, clock: Clock) -> Iterator[None]:
 
 
 def configure(module: LightningModule, settings: LocalSettings, phase: Phase, round: int, clock: Clock) -> Recipe:
-    """Return the optimizer and schedulers that a module makes for a client, with the round's decay of learning rates.
-
-    Args:
-        module: The client's module.
-        settings: Settings of local training: the decay per round.
-        phase: Phase of the visit: its own factor.
-        round: Round of the visit.
-        clock: The work to come.
-    """
+    """Return the optimizer and schedulers that a module makes for a client, with the round's decay of learning rates."""
     with quietly_attached(module, clock):
         configured = module.configure_optimizers()
     recipe = Recipe(optimizers_in(configured)[0], schedules_in(configured))
@@ -118,11 +110,6 @@ def chunk_size(bytes_of_client: int, bytes_of_step: int, device: torch.device) -
 
     A step costs some 0.5 ms of calls whatever the size of the stack, so larger stacks are cheaper for each client until
     the arithmetic is all that is left.
-
-    Args:
-        bytes_of_client: Memory of a client for its visit.
-        bytes_of_step: Memory of a client for a step.
-        device: Device of the stack.
     """
     room = free_memory(device) // SHARE_OF_MEMORY
     return max(1, min(MOST_CLIENTS, room // max(bytes_of_client + bytes_of_step, 1)))

@@ -166,9 +166,6 @@ class NotATreeError(ValueError):
 def skeleton_key(skeleton: Any) -> Hashable:
     """Return a key that is equal for skeletons of :func:`split_tree` only if all they hold is equal.
 
-    Raises:
-        NotATreeError: If it holds anything but containers and plain values: a graph batch, an array.
-
     Example:
         >>> skeleton_key({"label": [1, "a"]}) == skeleton_key({"label": [1, "b"]})
         False

@@ -211,17 +211,7 @@ class StackedStep:
     def __call__(
         self, tensors: Sequence[Tensor], batch: Any, place: Place, generators: Sequence[torch.Generator] = ()
     ) -> StepResult:
-        """Return losses of a batch, with their graph. Buffers move in place.
-
-        Args:
-            tensors: Parameters and buffers in the order of :attr:`names`, `(n, ...)` each.
-            batch: A tree of stacked tensors `(n, batch, ...)`.
-            place: Position of the batch in the clients' work.
-            generators: The clients' generators, for dropout.
-
-        Raises:
-            NoLossError: If the step skips this batch.
-        """
+        """Return losses of a batch, with their graph. Buffers move in place."""
         plain = type(batch) is list and all(type(leaf) is Tensor for leaf in batch)
         leaves, self._skeleton = (batch, None) if plain else split_tree(batch)
         self._index = NotedIndex(place.batch)
@@ -253,13 +243,7 @@ def gradients(losses: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | Non
 
 @torch.no_grad()
 def clip(found: Iterable[Tensor | None], value: float, algorithm: str) -> None:
-    """Clip every client's gradient in place, as Lightning does for one.
-
-    Args:
-        found: Stacked gradients of one optimizer.
-        value: The limit.
-        algorithm: `"norm"` (2-norm of a client's whole gradient) or `"value"` (each entry).
-    """
+    """Clip every client's gradient in place, as Lightning does for one."""
     there = [gradient for gradient in found if gradient is not None]
     if algorithm == "value":
         for gradient in there:

@@ -25,12 +25,7 @@ class Recipe:
     schedules: list[tuple[Any, str, int]] = field(default_factory=list)
 
     def tick(self, unit: str, number: int) -> None:
-        """Note the end of a batch or an epoch.
-
-        Args:
-            unit: `"step"` or `"epoch"`.
-            number: Its number, counted from 1.
-        """
+        """Note the end of a batch or an epoch."""
         for scheduler, interval, frequency in self.schedules:
             if interval == unit and number % frequency == 0:
                 with warnings.catch_warnings():

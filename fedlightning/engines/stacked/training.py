@@ -55,12 +55,7 @@ class StackedTraining:
         self._gatherer = Gatherer(self._device, runner.blueprint.precision.convert_input)
 
     def trainees(self, fits: Sequence[Fit], template: LightningModule) -> list[Trainee]:
-        """Return the clients' batches and optimizers.
-
-        Args:
-            fits: What their visits ask for.
-            template: Makes the optimizers of clients without a module of their own.
-        """
+        """Return the clients' batches and optimizers."""
         first, shared = fits[0], None
         by_rows = self._plain_transfer(template)
         trainees = []
@@ -92,15 +87,7 @@ class StackedTraining:
     def fit(
         self, phase: Phase, module: LightningModule, trainees: Sequence[Trainee], recipe: Recipe, found: Finding
     ) -> Stack:
-        """Train clients in a stack and return it.
-
-        Args:
-            phase: Their phase.
-            module: Runs the step.
-            trainees: The clients, those with the most steps first.
-            recipe: Optimizer and schedules, made for `module`.
-            found: What is known of the module's step.
-        """
+        """Train clients in a stack and return it."""
         runner = self.runner
         stack = Stack(module, len(trainees), self._device)
         if trainees[0].client.is_unbuilt:

@@ -82,11 +82,7 @@ class Finding:
 
 
 def examine(runner: LocalRunner) -> Finding:
-    """Check settings, callbacks, data and module, and try a step on a stack of two clients.
-
-    Raises:
-        ConfigurationError: If the federation cannot train in stacks, with the reason and the way out.
-    """
+    """Check settings, callbacks, data and module, and try a step on a stack of two clients."""
     found = analyse(runner)
     if found.reason is not None:
         raise ConfigurationError(

@@ -124,11 +124,7 @@ class Asynchronous(Loop):
         self.clock.check(server.clients)
 
     def _rule(self, server: Server) -> Arrivals:
-        """Return how updates are taken in: as an algorithm says, and the options here.
-
-        Raises:
-            ConfigurationError: If two say so, or the algorithm says something else than the option.
-        """
+        """Return how updates are taken in: as an algorithm says, and the options here."""
         said = {one.key: one.arrivals for one in server.callbacks if isinstance(one, AsynchronousMethod)}
         if len(said) > 1:
             raise ConfigurationError(
@@ -258,18 +254,7 @@ class Asynchronous(Loop):
     def _next(
         self, server: Server, engine: Engine, evaluate: Evaluate, wanted: int, start: Callable[[], float]
     ) -> Flight | None:
-        """Go on to the next arrival, and take the flight out. Before that, everybody starts who can.
-
-        Args:
-            server: Keeps the time.
-            engine: Carries out jobs.
-            evaluate: What to score at stage L2.
-            wanted: Updates that are missing in this round: so many jobs are carried out together.
-            start: Fills free places; returns the time at which a client will be there for one that stays free.
-
-        Returns:
-            The flight, or `None` if nobody is at work, or ever will be.
-        """
+        """Go on to the next arrival, and take the flight out. Before that, everybody starts who can."""
         first = self._earliest(server, engine, evaluate, wanted)
         while first is None or first.arrival > server.time:
             waking = start()
@@ -306,11 +291,7 @@ class Asynchronous(Loop):
             engine.store = store
 
     def _depart(self, server: Server, planned: Planned, width: int) -> float:
-        """Start idle clients that are available until `width` are at work.
-
-        Returns:
-            The time at which another one will be available for a place that stays free; infinity: there is none.
-        """
+        """Start idle clients that are available until `width` are at work."""
         free = width - len(self._flights)
         if free <= 0:
             return math.inf

@@ -94,11 +94,7 @@ class Loop(ABC):
 
 
 def allowed(server: Server, job: Job) -> Job | None:
-    """Return a job as the callbacks let it be carried out (`on_job`, chained), or `None` if one of them leaves it out.
-
-    Raises:
-        ConfigurationError: If a callback answers with another client's job.
-    """
+    """Return a job as the callbacks let it be carried out (`on_job`, chained), or `None` if one of them leaves it out."""
     if job.client == POOLED:
         return job
     now: Job = job
@@ -124,13 +120,7 @@ def left_out(server: Server, job: Job) -> Update:
 
 
 def left_behind(server: Server, before: ClientRecord, after: ClientRecord) -> ClientRecord:
-    """Return what a client keeps of a visit whose update is left out: all, but what has to agree with the server's.
-
-    Args:
-        server: Its callbacks say by `Change.IN_STEP` what has to.
-        before: The client's record before the visit.
-        after: The same after it.
-    """
+    """Return what a client keeps of a visit whose update is left out: all, but what has to agree with the server's."""
     keys = [callback.key for callback in server.callbacks.making(Change.IN_STEP)]
     state = {key: value for key, value in after.state.items() if key not in keys}
     return replace(after, state=state | {key: before.state[key] for key in keys if key in before.state})

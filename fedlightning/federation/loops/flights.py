@@ -53,23 +53,12 @@ class Flight:
         self.arrival = self.computed + clock.upload(self.client, self.message.visit, update.num_bytes)
 
     def trip(self, round: int, staleness: int, outcome: Outcome) -> Trip:
-        """Return the flight for the timeline.
-
-        Args:
-            round: The round in which it has arrived, from 0.
-            staleness: Steps that the server's model has made since its message left.
-            outcome: What became of it.
-        """
+        """Return the flight for the timeline."""
         sent = self.message.round
         return Trip(round + 1, self.client, self.began, self.computed, self.arrival, sent, staleness, outcome)
 
     def select_in(self, round: int, before: ClientRecord) -> None:
-        """Let models that the client has selected in this visit be of the round in which its scores arrive.
-
-        Args:
-            round: That round, from 0.
-            before: The client's record before the visit.
-        """
+        """Let models that the client has selected in this visit be of the round in which its scores arrive."""
         if self.record is None:
             return
         found = dict(self.record.checkpoints)
@@ -91,11 +80,7 @@ class Flight:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Flight:
-        """Return the flight that :meth:`plain` gave.
-
-        Raises:
-            DamagedStateError: If it is none.
-        """
+        """Return the flight that :meth:`plain` gave."""
         try:
             message, update, record = plain["message"], plain["update"], plain["record"]
             if update is not None:
@@ -144,12 +129,7 @@ class Planned:
         self._batches: Mapping[str, int] | None = None
 
     def __call__(self, client: str, work: int | None) -> float:
-        """Return the samples of a visit: of all epochs, or the mean samples of a batch times the steps.
-
-        Args:
-            client: The client's id.
-            work: Epochs or steps; `None`: the trainer's.
-        """
+        """Return the samples of a visit: of all epochs, or the mean samples of a batch times the steps."""
         runner = self.engine.runner
         samples, amount = runner.described.num_samples(client), runner.settings.work if work is None else work
         if runner.settings.local_steps is None:

@@ -131,25 +131,7 @@ def run_round(
     report: Callable[[Update], None] = lambda update: None,
     times: RoundTimes | None = None,
 ) -> list[Update]:
-    """Carry out one round: plan, visit, fold, step.
-
-    Args:
-        server: Holds the models before, and after.
-        engine: Carries out the visits.
-        evaluate: What to score at stage L2, while the trained models are there.
-        report: Called with each update as it comes.
-        times: The clock of this round; `None`: none.
-
-    Returns:
-        The updates without their model entries. A plan gets the same; extras are kept only for jobs without training,
-        since a round of model-sized extras (control variates) is folded in by `on_update` and need not be held. Of a job
-        with `keep` the plan gets everything.
-
-    Raises:
-        ClientFailedError: If a client failed and that is to end the run.
-        FederationError: If every visit of the round, or of a list of several jobs, failed; the first failure is its cause.
-        TooFewClientsError: If fewer clients than needed contributed.
-    """
+    """Carry out one round: plan, visit, fold, step."""
     server.explosions.forget_round()
     policy, door = engine.attempts.policy, partial(checked, server)
     server.callbacks.event("on_round_start", server)
@@ -239,11 +221,7 @@ def run_round(
 
 
 def refuse_if_all_failed(server: Server, updates: list[Update], cause: BaseException | None) -> None:
-    """End the run where every visit has failed.
-
-    Raises:
-        FederationError: With the first reason.
-    """
+    """End the run where every visit has failed."""
     updates = [update for update in updates if not update.left_out]
     failed = [update for update in updates if update.error is not None]
     if updates and len(failed) == len(updates):
@@ -262,11 +240,7 @@ def refuse_if_all_failed(server: Server, updates: list[Update], cause: BaseExcep
 def refuse_if_too_few(
     server: Server, updates: list[Update], policy: FailurePolicy, cause: BaseException | None
 ) -> None:
-    """End the run where fewer clients than needed contributed.
-
-    Raises:
-        TooFewClientsError: With the first reason.
-    """
+    """End the run where fewer clients than needed contributed."""
     updates = [
         update
         for update in updates
@@ -285,13 +259,7 @@ def refuse_if_too_few(
 
 
 def messages(server: Server, jobs: list[Job], visits: Counter[str] | None = None) -> Iterator[Message]:
-    """Yield the jobs' messages, made when an engine asks for them, and count their bytes.
-
-    Args:
-        server: Makes the messages.
-        jobs: One message each.
-        visits: Counts each client's training jobs in this round; those after the first get randomness of their own.
-    """
+    """Yield the jobs' messages, made when an engine asks for them, and count their bytes."""
     for job in jobs:
         message = server.message(job)
         if visits is not None and job.work != 0:

@@ -22,11 +22,7 @@ AT_THE_SERVER = (
 
 
 def refuse_synchronous(callback: FederatedCallback) -> None:
-    """Refuse an algorithm that needs synchronous rounds.
-
-    Raises:
-        ConfigurationError: Naming it, and what it does.
-    """
+    """Refuse an algorithm that needs synchronous rounds."""
     if callback.claims("plan_round"):
         raise ConfigurationError(
             f"{callback.key} plans its rounds, and an asynchronous loop has no rounds to plan: its plan would be ignored. "

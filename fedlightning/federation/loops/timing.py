@@ -58,11 +58,7 @@ class RoundTimes:
         late: Late,
         first: int | None,
     ) -> RoundTimes | None:
-        """Return the clock of a round that is about to begin, when somebody can be reached; `None` without a clock.
-
-        Raises:
-            FederationError: If nobody can be reached any more.
-        """
+        """Return the clock of a round that is about to begin, when somebody can be reached; `None` without a clock."""
         if clock is None:
             return None
         waking = server.time
@@ -77,11 +73,7 @@ class RoundTimes:
         return cls(clock, server, Planned(engine), math.inf if deadline is None else deadline, late, first)
 
     def reached(self, jobs: Iterable[Job | None]) -> list[Job | None]:
-        """Leave out the jobs of clients that cannot be reached now, and begin the list.
-
-        Raises:
-            ConfigurationError: If a late client could not be given back what it had, and has to be.
-        """
+        """Leave out the jobs of clients that cannot be reached now, and begin the list."""
         self._began, self._sent, self._seconds = self.server.time, [], []
         asked = [
             job if job is None or job.client == POOLED or self.clock.available(job.client, self._began) else None
@@ -132,12 +124,7 @@ class RoundTimes:
         return message.work if work == 1 else 1
 
     def came(self, number: int, update: Update) -> str | None:
-        """Note an update of the list, and say why it is too late, if it is by the deadline.
-
-        Args:
-            number: Its place among the messages.
-            update: The update.
-        """
+        """Note an update of the list, and say why it is too late, if it is by the deadline."""
         message, computed = self._sent[number]
         up = 0.0 if update.error is not None else self.clock.upload(message.client, message.visit, update.num_bytes)
         self._seconds.append(computed + up)

@@ -18,12 +18,7 @@ __all__ = ["ROUND", "CSVStore", "FileStore", "MLFlowStore", "Store", "TensorBoar
 
 
 def store_of(logger: Logger, run: Path | None = None) -> Store:
-    """Return the store of a logger.
-
-    Args:
-        logger: The logger.
-        run: The run's folder.
-    """
+    """Return the store of a logger."""
     if isinstance(logger, CSVLogger | TensorBoardLogger) and "://" not in logger.root_dir:
         return CSVStore(logger, run) if isinstance(logger, CSVLogger) else TensorBoardStore(logger, run)
     if isinstance(logger, WandbLogger):

@@ -58,23 +58,12 @@ class Store:
         return self.mark()
 
     def is_of(self, mark: Mark, by_name: bool) -> bool:
-        """Return whether a mark may be of this logger.
-
-        Args:
-            mark: A mark.
-            by_name: The user has named the mark's version, or run; else: has named none.
-        """
+        """Return whether a mark may be of this logger."""
         given = given_version(self.logger)
         return mark["logger"] == type(self.logger).__name__ and (given == mark["version"] if by_name else given is None)
 
     def reopen(self, mark: Mark | None, rounds: int, differs: bool) -> None:
-        """Go on where the logger stood at `mark`, before anything is logged.
-
-        Args:
-            mark: A mark that is this logger's; `None` where the run did not have it.
-            rounds: Rounds whose scores the logger had been given by then.
-            differs: The rounds that follow will not be those that the logger may have seen after the mark.
-        """
+        """Go on where the logger stood at `mark`, before anything is logged."""
         if mark is not None:
             self.until = rounds
 

@@ -38,24 +38,7 @@ REPORT_FILE = "report.html"
 def build_report(
     out: Path, runs: Sequence[Path], *, metric: str | None = None, checkpoint: str = DEPLOYED, title: str | None = None
 ) -> Path:
-    """Write a report that opens offline. The same runs give the same bytes.
-
-    Args:
-        out: Folder for `report.html`, `figures/`, `comparison.json` and `comparison.csv`.
-        runs: Folders of `compare`, each a data set of its own, and folders of single runs, which are one data set
-            together.
-        metric: Score to compare, without its split (`"accuracy"`, `"f1_macro"`, `"loss"` and so on). `None` takes accuracy
-            if all runs have it, else `rmse`, else `loss`.
-        checkpoint: Models to compare; see :meth:`fedlightning.study.runs.Run.result`.
-        title: Title of the page. `None` makes one from the data.
-
-    Returns:
-        The path of `report.html`.
-
-    Raises:
-        FileNotFoundError: If a folder holds neither a run nor a study.
-        ValueError: If no run is given.
-    """
+    """Write a report that opens offline. The same runs give the same bytes."""
     if not runs:
         raise ValueError("There is no run to report. Give run folders, or the --out folder of a compare.")
     found = {name: load_study(paths) for name, paths in _groups(runs).items()}
@@ -75,14 +58,7 @@ def make_page(
     title: str | None = None,
     about: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Page:
-    """Draw the figures and return the page of one or several studies.
-
-    Args:
-        studies: Data set -> study.
-        figures: Folder for figures. `None` writes none.
-        title: Title of the page. `None` makes one from the data.
-        about: Data set -> content of its `study.json`.
-    """
+    """Draw the figures and return the page of one or several studies."""
     look = styles(
         (method for study in studies.values() for method in study.methods),
         (run.name for study in studies.values() for run in study.runs if run.baseline),

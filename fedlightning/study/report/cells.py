@@ -71,14 +71,7 @@ def layout(
     missing: Missing | None = None,
     across: bool = False,
 ) -> list[list[Cell]]:
-    """Return the cells of a table, row by row.
-
-    Args:
-        columns: Columns of the table.
-        rows: Values by the columns' keys.
-        missing: Says why a value is missing.
-        across: Mark the best cell of each row, among the columns that have a better end, not that of each column.
-    """
+    """Return the cells of a table, row by row."""
     down = {column.key: _best(column, rows) for column in columns}
     digits = {column.key: _decimals(column, rows) for column in columns}
     lines = []
@@ -126,12 +119,6 @@ def p_value(p: float) -> str:
 def counted(key: str, title: str, rows: Iterable[Mapping[str, Any]], **options: Any) -> Column:
     """Return a column of counts that are means over seeds: whole where all of them are, else with one decimal.
 
-    Args:
-        key: Key of the value in a row.
-        title: Title above the column.
-        rows: Rows of the table.
-        options: Further fields of :class:`Column`.
-
     Example:
         >>> counted("rounds", "rounds", [{"rounds": 3.0}]).decimals, counted("n", "n", [{"n": 2.5}]).decimals
         (0, 1)
@@ -154,13 +141,7 @@ def interval_of(row: Mapping[str, Any], key: str = "ci95") -> Sequence[float] | 
 
 
 def summary(values: Sequence[tuple[str, float | None]], decimals: int = 3, most: int = 12) -> str:
-    """Return names with their numbers, for an alternative text.
-
-    Args:
-        values: Names and numbers; those without a number are left out.
-        decimals: Decimals of the numbers.
-        most: Number of entries to list; the rest is counted.
-    """
+    """Return names with their numbers, for an alternative text."""
     known = [f"{name} {value:.{decimals}f}" for name, value in values if is_number(value) and value is not None]
     more = f", and {len(known) - most} more" if len(known) > most else ""
     return ", ".join(known[:most]) + more

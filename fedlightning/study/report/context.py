@@ -100,18 +100,7 @@ class Context:
         self, name: str, caption: str, columns: Sequence[Column], rows: Sequence[Row], notes: Sequence[str] = (),
         missing: Missing | None = None, seeds: bool = True, across: bool = False,
     ) -> Table:  # fmt: skip
-        """Return a table whose empty cells say why they are empty. Columns without any value are left out.
-
-        Args:
-            name: Name that is unique in the study.
-            caption: Caption of the table.
-            columns: Columns; the first one is always kept.
-            rows: Values by the columns' keys.
-            notes: Lines below the table.
-            missing: Says why a value is missing. `None` uses :meth:`missing`.
-            seeds: Add the line that says what the seeds change.
-            across: Set the best cell of each row in bold type, not that of each column.
-        """
+        """Return a table whose empty cells say why they are empty. Columns without any value are left out."""
         first, *others = columns
         shown = [first, *(column for column in others if _any(column, rows))]
         said = [*notes, self.study.seed_text] if seeds else list(notes)
@@ -189,14 +178,7 @@ class Context:
         return {method: of for method, of in found.items() if any(is_number(value) for value in of.values())}
 
     def picture(self, name: str, title: str, alt: str, draw: Callable[[], Figure]) -> Picture:
-        """Draw a figure, write its files, and return the picture for the page.
-
-        Args:
-            name: Name that is unique in the study, and the name of the files.
-            title: Title above the picture.
-            alt: Description of what it shows, for readers who do not see it.
-            draw: Function that draws the figure.
-        """
+        """Draw a figure, write its files, and return the picture for the page."""
         with look():
             figure = draw()
             settle(figure)
@@ -213,12 +195,6 @@ class Context:
 
         The table is also written as CSV beside the figures. Methods of the table that diverged are named, since a figure
         shows them in part or not at all.
-
-        Args:
-            pictures: Pictures to show.
-            table: Numbers that the pictures are drawn from.
-            caption: Line that says how to read the pictures.
-            open: Unfold the table. `None` unfolds a short table beside a single picture.
         """
         if not pictures:
             return None

@@ -64,12 +64,7 @@ def look() -> Iterator[None]:
 
 
 def panel(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
-    """Return an empty figure of one panel, which pyplot does not manage. Call it under :func:`look`.
-
-    Args:
-        height: Height in inches.
-        width: Width in inches.
-    """
+    """Return an empty figure of one panel, which pyplot does not manage. Call it under :func:`look`."""
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.04, h_pad=0.04)  # type: ignore[union-attr, call-arg]
     FigureCanvasAgg(figure)
@@ -77,13 +72,7 @@ def panel(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int = 3) -> None:
-    """Put the legend under the axes, where it hides no data, and make the figure higher by its lines.
-
-    Args:
-        figure: Figure to add the legend to.
-        axes: Axes with the labelled lines.
-        columns: Number of columns for short labels; long labels get fewer.
-    """
+    """Put the legend under the axes, where it hides no data, and make the figure higher by its lines."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
@@ -121,14 +110,7 @@ def svg(figure: Figure) -> str:
 
 
 def save(figure: Figure, text: str, folder: Path, name: str) -> None:
-    """Write a figure as SVG, PNG (300 dpi) and PDF (TrueType fonts embedded, as publishers ask), without dates.
-
-    Args:
-        figure: The figure.
-        text: The same as an SVG file, from :func:`svg`.
-        folder: Folder to write to.
-        name: Name of the files.
-    """
+    """Write a figure as SVG, PNG (300 dpi) and PDF (TrueType fonts embedded, as publishers ask), without dates."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.svg").write_text(text, encoding="utf-8")
     with look():
@@ -141,11 +123,6 @@ def inline(text: str, name: str, alt: str) -> str:
 
     Text stays text, so it can be searched and read aloud, and has the font of the page. Ids start with `name`, so that
     several figures can share a page. Coordinates have two decimals.
-
-    Args:
-        text: SVG file, from :func:`svg`.
-        name: Name that is unique on the page.
-        alt: Description of what the figure shows, for readers who do not see it.
     """
     text = text[text.index("<svg") :].rstrip()
     opening, _, body = text.partition(">")

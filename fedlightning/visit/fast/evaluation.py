@@ -61,14 +61,7 @@ class Listener(Protocol):
 
 
 def refusal(module: LightningModule, loader: Any, base: Trainer, testing: bool) -> str | None:
-    """Return the reason why the Trainer must score `module`, or `None` if there is none.
-
-    Args:
-        module: Module to score.
-        loader: Its batches.
-        base: A Trainer made with the run's arguments for evaluation on one device.
-        testing: Whether `test_step` is run, not `validation_step`.
-    """
+    """Return the reason why the Trainer must score `module`, or `None` if there is none."""
     return module_refusal(module, base) or fast_refusals.of_loader(loader, names_of(testing).limit(base))
 
 
@@ -95,19 +88,7 @@ def takes_plain_batches(kind: type[LightningModule]) -> bool:
 def evaluate(
     module: LightningModule, loader: Any, base: Trainer, testing: bool, listen: Listener, inference_mode: bool = True
 ) -> dict[str, Value]:
-    """Return what a module logs for the epoch when it is validated, or tested.
-
-    Args:
-        module: Module to score. It keeps its modes, and is on the device of `base` afterwards.
-        loader: Its batches.
-        base: A Trainer made with the run's arguments for evaluation on one device.
-        testing: Whether `test_step` is run, not `validation_step`.
-        listen: Function that gets the output of every step.
-        inference_mode: As the Trainer's argument.
-
-    Raises:
-        NotInFastLoop: If the module does what only Lightning's Trainer can serve.
-    """
+    """Return what a module logs for the epoch when it is validated, or tested."""
     with Evaluation(module, base, testing, listen, inference_mode) as evaluation:
         return evaluation.run(loader)
 
@@ -170,15 +151,7 @@ class Evaluation(AbstractContextManager["Evaluation"]):
         self._quiet.__exit__(None, None, None)
 
     def run(self, loader: Any, count: int | None = None) -> dict[str, Value]:
-        """Return what the module logs on a loader.
-
-        Args:
-            loader: The batches.
-            count: How many of them are taken. `None`: count them.
-
-        Raises:
-            NotInFastLoop: If the module does what only Lightning's Trainer can serve.
-        """
+        """Return what the module logs on a loader."""
         if count is None:
             count = fast_refusals.num_batches(loader, self._names.limit(self._base))
         if self._is_open:

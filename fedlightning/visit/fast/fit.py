@@ -44,20 +44,7 @@ def train_fast(
     inside: Surroundings,
     detect_anomaly: bool,
 ) -> FastTrainer:
-    """Train `client.module` in place.
-
-    Args:
-        client: Client whose module trains.
-        visit: Callback that knows the amount of work.
-        callbacks: Callbacks in Lightning's order, `visit` among them.
-        loader: Training batches, addressed.
-        base: A Trainer made with the run's arguments.
-        inside: Folder, logger and data module of the fit.
-        detect_anomaly: As the Trainer's argument.
-
-    Returns:
-        The stand-in for the Trainer, as module and callbacks saw it.
-    """
+    """Train `client.module` in place."""
     module = client.module
     precision = base.precision_plugin
     if getattr(precision, "scaler", None) is not None:

@@ -64,12 +64,7 @@ class Hooks:
         return name in self._of_module
 
     def callbacks(self, name: str, only: Callable[[Callback], bool] = lambda callback: True) -> list[Hook]:
-        """Return the hook `name` of each callback that overrides it, bound to trainer and module.
-
-        Args:
-            name: Name of the hook.
-            only: Condition on the callback.
-        """
+        """Return the hook `name` of each callback that overrides it, bound to trainer and module."""
         module = self._module
         return [
             partial(getattr(callback, name), self._trainer, module)

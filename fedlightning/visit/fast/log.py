@@ -123,13 +123,7 @@ class LogCollector:
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log a value, as `LightningModule.log`.
-
-        Raises:
-            NotInFastLoop: If Lightning would refuse the call, or this loop cannot repeat it. Then Lightning's Trainer
-                carries
-                out the visit, and it has the right error message.
-        """
+        """Log a value, as `LightningModule.log`."""
         hook = self._names["_current_fx_name"]
         given = (on_step, on_epoch, reduce_fx, prog_bar, logger, add_dataloader_idx, metric_attribute)
         entry = self._entries.get((hook, name))

@@ -29,13 +29,7 @@ NOT_CALLED = ("log", "configure_callbacks", "configure_sharded_model", "toggle_o
 
 
 def of_run(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Trainer) -> str | None:
-    """Return the reason why no visit of a run can use the fast loop, or `None` if there is none.
-
-    Args:
-        arguments: Lightning Trainer arguments of the run.
-        callbacks: All callbacks of local training.
-        base: A Trainer made with `arguments` for evaluation on one device.
-    """
+    """Return the reason why no visit of a run can use the fast loop, or `None` if there is none."""
     unknown = sorted(arguments.keys() - KNOWN_ARGUMENTS)
     if unknown:
         return f"it does not know the Trainer argument {unknown[0]}"
@@ -71,14 +65,7 @@ def of_run(arguments: Mapping[str, Any], callbacks: Iterable[Callback], base: Tr
 
 
 def of_visit(module: LightningModule, loader: Any, limit: int | float | None, keeps: bool) -> str | None:
-    """Return the reason why a fit cannot use the fast loop, or `None` if there is none.
-
-    Args:
-        module: Module to train.
-        loader: Its training batches.
-        limit: `limit_train_batches`.
-        keeps: Whether optimizers continue from visit to visit.
-    """
+    """Return the reason why a fit cannot use the fast loop, or `None` if there is none."""
     if keeps:
         return "optimizer_state='keep' is restored by Lightning's own checkpoint"
     if set(vars(module)) & {"log", "log_dict", "training_step"}:
@@ -87,12 +74,7 @@ def of_visit(module: LightningModule, loader: Any, limit: int | float | None, ke
 
 
 def of_loader(loader: Any, limit: int | float | None) -> str | None:
-    """Return the reason why the fast loop cannot iterate a loader, or `None` if there is none.
-
-    Args:
-        loader: The loader.
-        limit: Limit of its batches, in the form of `limit_train_batches`.
-    """
+    """Return the reason why the fast loop cannot iterate a loader, or `None` if there is none."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return f"it needs a torch DataLoader over a map-style dataset, not {type(loader).__name__}"
     return "there is no batch" if num_batches(loader, limit) == 0 else None

@@ -56,13 +56,7 @@ class FastStep:
         self.outputs: dict[str, Any] = {}
 
     def automatic(self, batch: Any, index: int, window_done: bool) -> dict[str, Any]:
-        """Take a step under automatic optimization and return the outputs for `on_train_batch_end`.
-
-        Args:
-            batch: Batch on the device.
-            index: Its index in the epoch.
-            window_done: Whether the optimizer steps now (gradients may be accumulated).
-        """
+        """Take a step under automatic optimization and return the outputs for `on_train_batch_end`."""
         self.batch, self.index, self.window = batch, index, self.clock["accumulate_grad_batches"]
         self.outputs = {}
         if window_done:
@@ -161,11 +155,7 @@ class FastStep:
 
 
 def loss_in(output: Any) -> Tensor:
-    """Return the loss in a `training_step`'s output that is neither a tensor nor `None`.
-
-    Raises:
-        NotInFastLoop: If there is none.
-    """
+    """Return the loss in a `training_step`'s output that is neither a tensor nor `None`."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if not isinstance(loss, Tensor):
         raise NotInFastLoop(f"training_step returns {type(output).__name__} without a loss")

@@ -115,13 +115,7 @@ class FastTrainer:
         self.__dict__.update(other.__dict__)
 
     def show_loader(self, short: str, loader: Any, count: int) -> None:
-        """Show the batches of an evaluation.
-
-        Args:
-            short: `"val"` or `"test"`.
-            loader: The batches.
-            count: How many of them are taken.
-        """
+        """Show the batches of an evaluation."""
         self.__dict__.update({f"{short}_dataloaders": loader, f"num_{short}_batches": [count]})
 
     def set_up_data(self) -> None:

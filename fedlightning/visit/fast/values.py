@@ -23,14 +23,7 @@ NUMBERS: dict[torch.dtype, Callable[[float], np.floating[Any]]] = {
 
 
 def reduce(reduction: str, given: list[Value], sizes: list[Any], start: torch.dtype) -> Value:
-    """Return Lightning's running reduction of scalars.
-
-    Args:
-        reduction: `"mean"`, `"sum"`, `"min"` or `"max"`.
-        given: Values in the order of the steps.
-        sizes: Their weights in a mean.
-        start: Type in which they are added up, unless theirs is wider.
-    """
+    """Return Lightning's running reduction of scalars."""
     if len(given) == 1 and not isinstance(given[0], Tensor):
         return _number_alone(reduction, given[0], sizes[0])
     device = next((value.device for value in given if isinstance(value, Tensor)), None)
@@ -76,10 +69,5 @@ def _number_alone(reduction: str, number: Any, size: Any) -> Any:
 
 
 def as_tensor(value: Value, device: torch.device | None = None) -> Tensor:
-    """Return a kept value as a tensor.
-
-    Args:
-        value: The value.
-        device: Where a number goes; `None`: to the CPU.
-    """
+    """Return a kept value as a tensor."""
     return value if isinstance(value, Tensor) else torch.tensor(value, device=device)

@@ -52,16 +52,7 @@ def scores_of(
     own: Collection[str],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return what a client's module has logged at the end of the epoch.
-
-    Args:
-        module: The client's module. Its metrics are updated, and reset where Lightning does so.
-        hooks: Hooks of its class.
-        feed: Updates of its metrics.
-        logged: Values of its steps; in the place of a value, the path of the metric that computes it.
-        own: Paths of the metrics that were logged.
-        device: Device of the stack.
-    """
+    """Return what a client's module has logged at the end of the epoch."""
     with _evaluating(module, device) as noted:
         for hook in hooks.before:
             getattr(module, hook)()

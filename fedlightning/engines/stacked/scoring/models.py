@@ -109,11 +109,7 @@ class Models:
         return [take(tensor, chosen) for tensor in self._tensors]
 
     def check(self) -> None:
-        """Refuse steps that have left something in the module, because the next batch might depend on it.
-
-        Raises:
-            NotStacked: If tensors, plain values or the lengths of lists have changed.
-        """
+        """Refuse steps that have left something in the module, because the next batch might depend on it."""
         if [tensor._version for tensor in self._tensors] != self._versions:
             raise NotStacked("a buffer is changed")
         if Signature(self.template).key != self._signature.key:

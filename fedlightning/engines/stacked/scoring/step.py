@@ -175,14 +175,7 @@ class ScoringStep:
                 child.training = mode
 
     def __call__(self, tensors: Sequence[Tensor], batch: Any, clients: int, index: int) -> Step:
-        """Run the step.
-
-        Args:
-            tensors: Parameters and buffers, `(clients, ...)` each, or those of the one model for all.
-            batch: A tree of stacked tensors `(clients, batch, ...)`.
-            clients: Number of clients.
-            index: Index of the batch.
-        """
+        """Run the step."""
         leaves, self._skeleton = split_tree(batch)
         self._index, own = index, tuple(tensors)
         with self._context():

@@ -20,17 +20,7 @@ class NoTrainer:
 
 
 def plain_log(hook: str, name: str, *args: Any, **kwargs: Any) -> LogCall:
-    """Return the reading of `self.log(name, value, ...)` in `hook`.
-
-    Args:
-        hook: Hook of an evaluation.
-        name: Name that is logged.
-        args: Arguments of `self.log` after the value.
-        kwargs: Arguments of `self.log` by name.
-
-    Raises:
-        NotStacked: If it is no plain value of the epoch. Modules that log so are scored one by one.
-    """
+    """Return the reading of `self.log(name, value, ...)` in `hook`."""
     call = log_call(hook, name, *args, **kwargs)
     if not call.rule.reduction or call.enable_graph or not call.rule.on_epoch or "/dataloader_idx_" in name:
         raise NotStacked(f"self.log({name!r}) is not a plain value of the epoch")

@@ -22,16 +22,7 @@ Scores = Mapping[str, float | None]
 def client_bars(
     scores: Scores, reference: Scores | None, style: Style, ylabel: str, reference_name: str = "siloed", top: float = 1
 ) -> Figure:
-    """Draw a bar for each client, with the reference as a line across it. A red cross shows a missing score.
-
-    Args:
-        scores: Scores of one method.
-        reference: Scores of the same clients with the reference method.
-        style: Style of the method.
-        ylabel: Name of the score.
-        reference_name: Name of the reference method in the legend.
-        top: End of the axis of scores, which starts at 0.
-    """
+    """Draw a bar for each client, with the reference as a line across it. A red cross shows a missing score."""
     clients = list(scores)
     many = len(clients) > MANY
     if many:
@@ -66,13 +57,7 @@ def client_bars(
 
 
 def strips(values: Mapping[str, Scores], styles: Mapping[str, Style], xlabel: str) -> Figure:
-    """Draw a line of markers for each method, one marker a client, with the median as a bar.
-
-    Args:
-        values: Method -> client -> value, such as the gain over siloed training.
-        styles: Method -> style.
-        xlabel: Label of the axis of values.
-    """
+    """Draw a line of markers for each method, one marker a client, with the median as a bar."""
     figure, axes = panel(height=min(9.0, 0.85 + 0.34 * max(2, len(values))))
     axes.axvline(0, color=INK, linewidth=1)
     names = short_names(values)
@@ -101,12 +86,6 @@ def heat_map(
     """Draw the scores of each client's model (rows) on each client's test data (columns).
 
     Missing values are hatched. Maps of up to ten clients show the numbers.
-
-    Args:
-        clients: Names in the order of rows and columns.
-        values: Scores of shape `(num_clients, num_clients)`.
-        label: Name of the score.
-        limits: Limits of the colours, the same for maps that are compared.
     """
     table = np.array([[_or(value, math.nan) for value in row] for row in values], dtype=float)
     figure, axes = panel(height=3.55, width=4.4)

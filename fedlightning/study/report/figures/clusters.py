@@ -27,10 +27,6 @@ def membership_map(places: Places, groups: Mapping[str, str] | None = None) -> F
 
     The smaller its share, the paler the colour; grey where the client had no cluster yet. Clients stand by their planted
     groups, with lines between these, then by their last clusters.
-
-    Args:
-        places: Client -> round -> cluster and share.
-        groups: Client -> planted group, where that is known.
     """
     names = sorted({cluster for of in places.values() for cluster, _ in of.values()}, key=natural)
     colours = {name: np.array(to_rgb(colour_of(index, len(names)))) for index, name in enumerate(names)}

@@ -25,17 +25,7 @@ def curves(
     limits: tuple[float, float] | None = None,
     log: bool = False,
 ) -> Figure:
-    """Draw a line for each method with a band for its interval. A value that is not defined breaks the line.
-
-    Args:
-        lines: Method -> points in order of x.
-        styles: Method -> style.
-        xlabel: Label of x.
-        ylabel: Label of y.
-        whole: Put ticks at whole numbers, since x counts something (rounds).
-        limits: Limits of y.
-        log: Use a logarithmic y.
-    """
+    """Draw a line for each method with a band for its interval. A value that is not defined breaks the line."""
     figure, axes = panel()
     names = short_names(lines, 20)
     for method, points in lines.items():

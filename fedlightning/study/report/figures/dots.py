@@ -60,15 +60,7 @@ def dot_plot(
     groups: Sequence[str] = (),
     limits: tuple[float, float] | None = None,
 ) -> Figure:
-    """Draw horizontal dots with intervals, the first line on top. A line without any number says so in red.
-
-    Args:
-        lines: Lines to draw.
-        xlabel: Label of the axis of scores.
-        zero: Draw a line at 0, for differences.
-        groups: Groups of the dots, each with its own shape and an entry in the legend.
-        limits: Limits of the axis of scores.
-    """
+    """Draw horizontal dots with intervals, the first line on top. A line without any number says so in red."""
     spread = min(0.22, 0.6 / max(1, len(groups)))
     figure, axes = panel(height=min(9.0, 0.75 + max(2, len(lines)) * (0.3 if len(groups) < 2 else 0.36)))
     if zero:
@@ -110,12 +102,7 @@ def _draw(axes: Any, dot: Dot, place: int, line: Line, groups: Sequence[str], sp
 
 
 def common_limits(lines: Sequence[Line], room: float = 0.05) -> tuple[float, float] | None:
-    """Return limits that include every dot, interval and run of `lines`, or `None` if there is no number.
-
-    Args:
-        lines: Lines to draw.
-        room: Margin, as a share of the range.
-    """
+    """Return limits that include every dot, interval and run of `lines`, or `None` if there is no number."""
     values: list[float] = []
     for line in lines:
         values += [value for value in line.runs if is_number(value)]

@@ -21,13 +21,7 @@ CLASSES = (
 
 
 def partition_bars(clients: Sequence[str], counts: Sequence[Sequence[int]], classes: Sequence[str]) -> Figure:
-    """Draw stacked bars, one a client, the biggest first if there are too many clients to name.
-
-    Args:
-        clients: Names of the clients.
-        counts: Samples of each class, of shape `(num_clients, num_classes)`.
-        classes: Names of the classes. A single one shows sizes only.
-    """
+    """Draw stacked bars, one a client, the biggest first if there are too many clients to name."""
     table = np.asarray(counts, dtype=np.int64)
     many = len(clients) > MANY
     order = np.argsort(-table.sum(axis=1), kind="stable") if many else np.arange(len(clients))

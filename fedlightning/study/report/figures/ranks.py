@@ -13,16 +13,7 @@ from fedlightning.study.report.styles import INK, Style, short_names
 def critical_difference(
     ranks: Mapping[str, float], p_values: Mapping[str, Mapping[str, float]], styles: Mapping[str, Style]
 ) -> Figure:
-    """Draw methods on an axis of average ranks (1 is best). A bar joins those that do not differ at p = 0.05.
-
-    Args:
-        ranks: Method -> mean rank.
-        p_values: p-value of every pair, as a symmetric table.
-        styles: Method -> style.
-
-    Raises:
-        ModuleNotFoundError: If scikit-posthocs is not installed; `fedlightning[report]` installs it.
-    """
+    """Draw methods on an axis of average ranks (1 is best). A bar joins those that do not differ at p = 0.05."""
     import pandas  # type: ignore[import-untyped]
     from scikit_posthocs import critical_difference_diagram
 

@@ -15,15 +15,7 @@ from fedlightning.study.report.styles import INK, Style, short_names
 def distribution(
     values: Mapping[str, Sequence[float]], styles: Mapping[str, Style], xlabel: str, ylabel: str, zero: bool = False
 ) -> Figure:
-    """Draw empirical distribution functions, a line a method: the share of clients at or below a value.
-
-    Args:
-        values: Method -> one value a client. Methods without any are left out.
-        styles: Method -> style.
-        xlabel: Label of x.
-        ylabel: Label of y.
-        zero: Draw a line at 0.
-    """
+    """Draw empirical distribution functions, a line a method: the share of clients at or below a value."""
     figure, axes = panel()
     if zero:
         axes.axvline(0, color=INK, linewidth=1)
@@ -53,16 +45,7 @@ def against(
     points: Mapping[str, tuple[float | None, float | None]], styles: Mapping[str, Style], xlabel: str, ylabel: str,
     log: bool = False, equal: bool = False,
 ) -> Figure:  # fmt: skip
-    """Draw a marker for each method at (x, y), named in the legend.
-
-    Args:
-        points: Method -> (x, y). Methods without both numbers are left out.
-        styles: Method -> style.
-        xlabel: Label of x.
-        ylabel: Label of y.
-        log: Use a logarithmic x if all values are above 0.
-        equal: Draw the line x = y.
-    """
+    """Draw a marker for each method at (x, y), named in the legend."""
     figure, axes = panel()
     names = short_names(points, 20)
     known = {m: (float(x or 0), float(y or 0)) for m, (x, y) in points.items() if is_number(x) and is_number(y)}

@@ -17,12 +17,7 @@ from fedlightning.study.report.styles import INK, LINES, MUTED, Style, short_nam
 
 
 def balance_lines(balances: Mapping[str, Sequence[float]], style: Style) -> Figure:
-    """Draw a line for each client: how many tokens more than at the start it has after each round.
-
-    Args:
-        balances: Client -> changes since the start, from round 0.
-        style: Style of the method, for its colour where there are too many clients to name.
-    """
+    """Draw a line for each client: how many tokens more than at the start it has after each round."""
     figure, axes = panel()
     axes.axhline(0, color=INK, linewidth=1)
     names = short_names(balances, 12)
@@ -60,13 +55,7 @@ class Profit:
 
 
 def profit_plot(clients: Sequence[Profit], style: Style, ylabel: str) -> Figure:
-    """Draw a marker for each client: contribution against gain; filled if it won tokens, hollow if it did not.
-
-    Args:
-        clients: Clients with both numbers.
-        style: Style of the method.
-        ylabel: Label of the gain.
-    """
+    """Draw a marker for each client: contribution against gain; filled if it won tokens, hollow if it did not."""
     figure, axes = panel()
     axes.axhline(0, color=INK, linewidth=1)
     axes.axvline(0, color=INK, linewidth=1)

@@ -12,11 +12,7 @@ from fedlightning.study.report.html import Picture, Section
 
 
 def architectures(context: Context) -> Section | None:
-    """Show the scores of the clients of each architecture.
-
-    Returns:
-        The section, or `None` if all clients have models of one architecture.
-    """
+    """Show the scores of the clients of each architecture."""
     rows = context.study.architectures()
     if not rows:
         return None

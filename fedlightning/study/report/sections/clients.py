@@ -74,15 +74,6 @@ def by_client_table(
     """Return a table with a row a client and a column a method.
 
     In each row, the best of the methods that have all seeds on the same data is bold.
-
-    Args:
-        context: Context of the study.
-        name: Name that is unique in the study.
-        caption: Caption of the table.
-        values: Method -> client -> value.
-        clients: Clients, in the order of the rows.
-        kind: Format of the values.
-        better: Better end. `None` uses that of the metric.
     """
     sites = {c: site for run in context.study.runs for c, site in site_of(run.summary.get("sites", {})).items()}
     rows = [

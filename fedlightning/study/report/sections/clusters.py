@@ -14,11 +14,7 @@ from fedlightning.study.report.html import Gallery, Section
 
 
 def clusters(context: Context) -> Section | None:
-    """Show where each client was over rounds, how many clusters there are, and whether planted groups were found.
-
-    Returns:
-        The section, or `None` if no run has a readable `clusters.csv`.
-    """
+    """Show where each client was over rounds, how many clusters there are, and whether planted groups were found."""
     order = [row["method"] for row in context.overview]
     rows = sorted(context.study.clusters(), key=lambda row: order.index(row["method"]))
     if not rows:

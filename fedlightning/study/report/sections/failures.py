@@ -13,11 +13,7 @@ RUN = (METHOD, Column("seed", "seed", "text"), Column("client", "client", "text"
 
 
 def failures(context: Context) -> Section | None:
-    """Show who failed where, in which rounds and why, and what came of it.
-
-    Returns:
-        The section, or `None` if no client of any run failed.
-    """
+    """Show who failed where, in which rounds and why, and what came of it."""
     return context.section(
         "failures",
         "Clients that failed",

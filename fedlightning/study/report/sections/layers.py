@@ -20,11 +20,7 @@ STAGE = "L2"
 
 
 def layers(context: Context) -> Section | None:
-    """Show figures over layers of the last round, the thresholds that give each transition, and rank correlations.
-
-    Returns:
-        The section, or `None` if no run has a `layers.csv`.
-    """
+    """Show figures over layers of the last round, the thresholds that give each transition, and rank correlations."""
     from fedlightning.callbacks.diagnostics.layers import correlation_rows, read_layers, transition_ranges
 
     order = [row["method"] for row in context.overview]

@@ -121,12 +121,7 @@ def partition(context: Context) -> Section | None:
 
 
 def made(context: Context, about: Mapping[str, Any]) -> Section | None:
-    """Show command, versions, seeds, step budgets, and the meaning of each number.
-
-    Args:
-        context: Context of the study.
-        about: Content of `study.json`.
-    """
+    """Show command, versions, seeds, step budgets, and the meaning of each number."""
     done = [run for run in context.study.runs if run.summary]
     options: dict[str, str] = {}
     for run in done:

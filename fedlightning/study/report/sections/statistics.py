@@ -68,12 +68,7 @@ _READING = (
 
 
 def rank_section(context: Context, studies: Mapping[str, Study]) -> Section | None:
-    """Show average ranks over data sets, the Friedman test and the critical-difference diagram.
-
-    Args:
-        context: Context of any of the studies.
-        studies: Data set -> study.
-    """
+    """Show average ranks over data sets, the Friedman test and the critical-difference diagram."""
     title = "Ranks over data sets"
     try:
         found = ranks(studies)

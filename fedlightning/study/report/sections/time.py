@@ -15,11 +15,7 @@ from fedlightning.study.timeline import steps_of, trips_of
 
 
 def time(context: Context) -> Section | None:
-    """Show validation scores against virtual seconds, and a timeline of each method.
-
-    Returns:
-        The section, or `None` if no run has a clock.
-    """
+    """Show validation scores against virtual seconds, and a timeline of each method."""
     rows = context.study.timeline()
     if not rows:
         return None

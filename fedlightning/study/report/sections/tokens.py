@@ -15,11 +15,7 @@ from fedlightning.study.tokens import balances, by_seed
 
 
 def tokens(context: Context) -> Section | None:
-    """Show balances over rounds, every client's account, and contribution against gain.
-
-    Returns:
-        The section, or `None` if no run has a readable `ledger.csv`.
-    """
+    """Show balances over rounds, every client's account, and contribution against gain."""
     order = [row["method"] for row in context.overview]
     totals = sorted(context.study.ledgers(), key=lambda row: order.index(row["method"]))
     if not totals:

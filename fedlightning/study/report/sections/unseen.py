@@ -13,11 +13,7 @@ from fedlightning.study.report.html import Section, Table
 
 
 def unseen(context: Context) -> Section | None:
-    """Show the scores of held-out clients, apart from those of the clients that trained.
-
-    Returns:
-        The section, or `None` if no run held clients out.
-    """
+    """Show the scores of held-out clients, apart from those of the clients that trained."""
     rows = context.study.unseen()
     if not rows:
         return None
