@@ -102,7 +102,7 @@ def in_cluster(plugins: Any = None) -> bool:
 
 
 def check_devices(arguments: Mapping[str, Any]) -> None:
-    """Refuse devices, a strategy or plugins that this machine does not have, by making the Trainer that a client would have."""
+    """Refuse devices, a strategy or plugins that this machine lacks, by making the Trainer that a client would have."""
     named = ("accelerator", "devices", "strategy", "num_nodes", "precision", "plugins", "profiler")
     if all(arguments.get(name) in (None, "auto", 1, "cpu") for name in named):
         return

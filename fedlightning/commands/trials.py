@@ -60,7 +60,7 @@ class Sweep:
         return self.study.folder
 
     def plan(self, values: Sequence[Values]) -> tuple[list[Trial], list[Task], dict[str, list[str]], int]:
-        """Return the trials of these values, the runs they still need, the keys that vary by trial, and the number of GPUs."""
+        """Return the trials of values, the runs they still need, the keys that vary by trial, and the number of GPUs."""
         trials = list({trial.name: trial for trial in map(Trial, values)}.values())
         *before, last = self.options.config
         requests = [

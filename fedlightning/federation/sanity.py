@@ -64,7 +64,7 @@ class StopAfterOne(Callback):
 
 
 def first_tries(engine: Engine, splits: Sequence[str]) -> list[TryStep]:
-    """Return the tries that :func:`check_steps` is sure to need, where they cost an exchange each: none if the data are here."""
+    """Return the tries that :func:`check_steps` needs where each costs an exchange: none if the data are here."""
     blueprint, found = engine.runner.blueprint, []
     if engine.data_here:
         return []

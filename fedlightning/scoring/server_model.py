@@ -137,7 +137,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any, known: dict[tuple[int, int], Any]) -> bool:
-    """Whether two values are equal: tensors and plain values by themselves, other objects in what they would be pickled as."""
+    """Whether two values are equal: tensors and plain values by themselves, other objects as they would be pickled."""
     if one is other or (id(one), id(other)) in known:
         return True
     if isinstance(one, Tensor) or isinstance(other, Tensor):
