@@ -12,21 +12,18 @@ import torch
 
 from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.aggregation import Aggregation
 from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.failures import FederationError
+from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, allowed, last_scores, left_behind
 from fedlightning.federation.loops.flights import Flight, HeldRecords, Planned
-from fedlightning.federation.loops.synchronous import refuse_if_all_failed, refuse_if_too_few
 from fedlightning.federation.loops.synchrony import refuse_synchronous
 from fedlightning.federation.server import Server
-from fedlightning.federation.terms import note_work
 from fedlightning.hooks import Arrivals, AsynchronousMethod
 from fedlightning.messages import Update
 from fedlightning.run.timeline import Outcome
 from fedlightning.seeding import generator
-from fedlightning.tensors import State
 from fedlightning.visit.requests import Evaluate
 
 
@@ -170,9 +167,8 @@ class Asynchronous(Loop):
         """
         server.explosions.forget_round()
         server.callbacks.event("on_round_start", server)
-        rule, policy, width = self._rule(server), engine.attempts.policy, self._width(server)
-        planned, aggregation = self._planned_by(engine), Aggregation(server)
-        done: list[Update] = []
+        rule, width = self._rule(server), self._width(server)
+        planned, intake = self._planned_by(engine), Intake(server, engine.attempts.policy, report)
         self.trips = trips = []
         taken = failed = steps = 0
         flush = self.at_end == "flush" and server.round + 1 == server.max_rounds
@@ -187,12 +183,12 @@ class Asynchronous(Loop):
                     "begin anew (period), or train for fewer rounds."
                 )
             if rule.models and taken >= rule.count * (steps + 1):  # a share of each, not the sum of all shares at once
-                aggregation.finish()
-                aggregation, steps = Aggregation(server), steps + 1
+                intake.step()
+                steps += 1
             before = engine.store.get(flight.client)
             update = self._arrived(server, engine, evaluate, flight, steps)
+            intake.count(update)
             if update.error is not None:
-                policy.stop_at(update.client, update.error, f"Round {server.round + 1}")
                 failed += 1
             elif rule.max_staleness is not None and update.staleness > rule.max_staleness:
                 reason = f"its update is {update.staleness} steps old, more than max_staleness={rule.max_staleness}"
@@ -200,22 +196,23 @@ class Asynchronous(Loop):
                     engine.store.put(flight.client, left_behind(server, before, flight.record))
                 update = replace(update, error=f"client '{update.client}': {reason}", left_out=True)
             else:
-                self._take_in(server, aggregation, rule, flight, update)
+                sent, kinds = flight.message.state, server.architecture(update.model).kinds
+                # the change of a running variance, taken at another one, may leave it below 0
+                base = {name: value for name, value in sent.items() if kinds[name] in ("trainable", "frozen")}
+                intake.fold(update, sent, None if rule.models else base, trained=bool(update.state))
                 taken += 1
             outcome: Outcome = "stale" if update.left_out else "failed" if update.error is not None else "taken"
             trips.append(flight.trip(server.round, update.staleness, outcome))
-            light = replace(update, state={}, extras={}, cause=None)
-            done.append(light)
-            report(light)
+            intake.close(update)
             if not taken and failed >= max(rule.count, width, len(server.clients)):
-                refuse_if_all_failed(server, done, None)
+                intake.refuse_if_all_failed()
                 raise FederationError(f"Round {server.round + 1}: {failed} visits have failed; {update.error}.")
-        refuse_if_too_few(server, done, policy, None)
-        aggregation.finish()
-        return last_scores(done)
+        intake.refuse_if_too_few()
+        intake.step()
+        return last_scores(intake.done)
 
     def _arrived(self, server: Server, engine: Engine, evaluate: Evaluate, flight: Flight, steps: int) -> Update:
-        """Let a visit take effect, and count it. Scores from a round that was evaluated do not go into one that is not."""
+        """Let a visit take effect. Scores from a round that was evaluated do not go into one that is not."""
         assert flight.update is not None
         if flight.record is not None:
             flight.select_in(server.round, engine.store.get(flight.client))
@@ -223,26 +220,7 @@ class Asynchronous(Loop):
         scores = [entry for entry in flight.update.evaluations if entry[2] in evaluate.splits]
         gaps = [entry for entry in flight.update.gaps if entry[2] in evaluate.splits]
         late = server.round + steps - flight.message.round
-        update = replace(flight.update, staleness=late, evaluations=scores, gaps=gaps)
-        server.bytes_up += update.num_bytes
-        server.steps += update.steps
-        note_work(server, update)
-        return update
-
-    def _take_in(
-        self, server: Server, aggregation: Aggregation, rule: Arrivals, flight: Flight, update: Update
-    ) -> None:
-        sent = flight.message.state
-        if not update.state:
-            server.callbacks.event("on_update", server, update)
-            return
-        kinds = server.architecture(update.model).kinds
-        server.explosions.look(
-            update, {**server.models[update.model], **sent}, server.architecture(update.model).trainable
-        )
-        # the change of a running variance, taken at another one, may leave it below 0
-        base: State = {name: value for name, value in sent.items() if kinds[name] in ("trainable", "frozen")}
-        aggregation.fold(update, None if rule.models else base)
+        return replace(flight.update, staleness=late, evaluations=scores, gaps=gaps)
 
     def _planned_by(self, engine: Engine) -> Planned:
         """Return what knows of planned samples: one for the whole run, for to find out may take time."""

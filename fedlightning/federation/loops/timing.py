@@ -46,6 +46,7 @@ class RoundTimes:
     _began: float = 0.0
     _sent: list[tuple[Message, float]] = field(default_factory=list)  # with the seconds until it has computed
     _seconds: list[float] = field(default_factory=list)
+    _reasons: list[str | None] = field(default_factory=list)  # why updates of the list are too late
     _before: dict[str, ClientRecord] = field(default_factory=dict)  # of callbacks whose state moves with the server's
 
     @classmethod
@@ -74,7 +75,7 @@ class RoundTimes:
 
     def reached(self, jobs: Iterable[Job | None]) -> list[Job | None]:
         """Leave out the jobs of clients that cannot be reached now, and begin the list."""
-        self._began, self._sent, self._seconds = self.server.time, [], []
+        self._began, self._sent, self._seconds, self._reasons = self.server.time, [], [], []
         asked = [
             job if job is None or job.client == POOLED or self.clock.available(job.client, self._began) else None
             for job in jobs
@@ -123,6 +124,20 @@ class RoundTimes:
                 return message.work if less == work else less
         return message.work if work == 1 else 1
 
+    def arriving(self, updates: Iterator[Update]) -> Iterator[tuple[Update, str | None]]:
+        """Yield every update of the list with the reason why it is too late, or `None`."""
+        told: Iterable[tuple[Update, str | None]]
+        if self.first is None:
+            told = ((update, self.came(number, update)) for number, update in enumerate(updates))
+        else:
+            held = list(updates)
+            told = zip(held, self.all_came(held), strict=True)
+        for update, reason in told:
+            self._reasons.append(reason)
+            if update.error is None and reason is not None:
+                self.leave_behind(update.client)
+            yield update, reason
+
     def came(self, number: int, update: Update) -> str | None:
         """Note an update of the list, and say why it is too late, if it is by the deadline."""
         message, computed = self._sent[number]
@@ -151,11 +166,11 @@ class RoundTimes:
             self._seconds = [min(s, last) if trains[n] else s for n, s in enumerate(self._seconds)]
         return reasons
 
-    def over(self, reasons: Sequence[str | None]) -> None:
+    def over(self) -> None:
         """End a list of jobs: the clock goes on to the last update that is waited for, at most to the deadline."""
         self.server.time = self._began + min(max(self._seconds, default=0.0), self.deadline)
-        if reasons and all(reason is not None for reason in reasons):
+        if self._reasons and all(reason is not None for reason in self._reasons):
             warn(
-                f"Round {self.server.round + 1}: none of {len(reasons)} updates came before the deadline of "
+                f"Round {self.server.round + 1}: none of {len(self._reasons)} updates came before the deadline of "
                 f"{self.deadline:g} virtual seconds; the model stays as it is."
             )

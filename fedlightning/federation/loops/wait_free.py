@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.aggregation import Aggregation
 from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.failures import FederationError
+from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, last_scores
 from fedlightning.federation.loops.flights import Planned
-from fedlightning.federation.loops.synchronous import refuse_if_all_failed, refuse_if_too_few
 from fedlightning.federation.server import Server
-from fedlightning.federation.terms import note_work
 from fedlightning.hooks import Decentralised
 from fedlightning.messages import Message, Update
 from fedlightning.run.timeline import Outcome, Trip
@@ -130,7 +127,8 @@ class WaitFree(Loop):
         for client in server.clients:  # in round 1 all, later those that have joined
             if client not in self._steps and server.num_samples[client]:
                 self._begin(server, owner, client, 0, planned)
-        done: list[Update] = []
+        intake = Intake(server, engine.attempts.policy, report)
+        done = intake.done
         self.trips = trips = []
         end = math.inf if self.period is None else (server.round + 1) * self.period
         while self.steps is None or len(done) < self.steps * len(self._steps):
@@ -145,7 +143,7 @@ class WaitFree(Loop):
                 break
             server.time = now
             ending = [client for client in server.clients if client in self._steps and self._steps[client][2] == now]
-            done += self._end(server, engine, evaluate, owner, ending, report)
+            self._end(server, engine, evaluate, owner, ending, intake)
             trips += self._trips(server, owner, done[len(done) - len(ending) :])
             for client in ending:
                 self._begin(server, owner, client, self._steps[client][0] + 1, planned)
@@ -153,8 +151,8 @@ class WaitFree(Loop):
         if self.period is not None:
             server.time = end
         if done:  # a period may be over before anybody's step is
-            refuse_if_all_failed(server, done, None)
-            refuse_if_too_few(server, done, engine.attempts.policy, None)
+            intake.refuse_if_all_failed()
+            intake.refuse_if_too_few()
         return last_scores(done)
 
     def _begin(self, server: Server, owner: Decentralised, client: str, taken: int, planned: Planned) -> None:
@@ -203,8 +201,8 @@ class WaitFree(Loop):
         evaluate: Evaluate,
         owner: Decentralised,
         clients: list[str],
-        report: Callable[[Update], None],
-    ) -> list[Update]:
+        intake: Intake,
+    ) -> None:
         """Carry out the steps that end now, and let each client combine them with what it has heard."""
         self._deliver(server.time)
         heard = {client: self._had.get(client, {}) for client in clients}
@@ -222,26 +220,14 @@ class WaitFree(Loop):
             message.visit = self._steps[client][0]
             server.bytes_down += message.num_bytes
             messages.append(message)
-        aggregation = Aggregation(server)
-        done: list[Update] = []
         answers = engine.run(messages, evaluate, partial(checked, server))
         for message, update in zip(messages, answers, strict=True):
-            if update.error is not None:
-                engine.attempts.policy.stop_at(update.client, update.error, f"Round {server.round + 1}")
-            server.bytes_up += update.num_bytes
-            server.steps += update.steps
-            note_work(server, update)
-            if update.error is None and update.state:
-                before = {**server.models[update.model], **message.state}
-                server.explosions.look(update, before, server.architecture(update.model).trainable)
-                aggregation.fold(update)
-            elif update.error is None:
-                server.callbacks.event("on_update", server, update)
-            done.append(replace(update, state={}, extras={}, cause=None))
-            report(done[-1])
-        aggregation.finish()
+            intake.count(update)
+            if update.error is None:
+                intake.fold(update, message.state, trained=bool(update.state))
+            intake.close(update)
+        intake.step()
         server.heard = {}
-        return done
 
     def _trips(self, server: Server, owner: Decentralised, updates: list[Update]) -> list[Trip]:
         """Return the steps that have ended, for the timeline; staleness is in how many of them the oldest model was there."""
