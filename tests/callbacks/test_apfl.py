@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
-from fedlightning.algorithm import Facts
+from fedlightning.algorithm import Facts, ModelSelection
 from fedlightning.callbacks import APFL, FedAvg, FedProx, Local
 from fedlightning.callbacks.apfl import alpha_slope, mix, next_alpha
 from fedlightning.commands.run import Commands
@@ -333,7 +333,7 @@ def test_absent_clients_keep_v_and_alpha_and_take_the_present_w():
 def test_l2_is_scored_with_the_local_w_and_l1_with_the_received_one(tmp_path):
     seen = []
 
-    class Look(FederatedCallback):
+    class Look(ModelSelection):
         def on_client_evaluated(self, client, stage, split, metrics, module):
             kept = client.state["APFL"]
             w = module_state(client.module)

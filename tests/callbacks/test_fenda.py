@@ -166,7 +166,6 @@ class OneLayer(Toy):
         (OneLayer(), [FENDA("net")], r"needs an extractor and a head, but all parameters of OneLayer are in `net`"),
         (BoringModel(), [FENDA("layer")], "all parameters of BoringModel are in `layer`"),
         (DemoModel(), [FENDA("l1")], "all parameters of DemoModel are in `l1`"),
-        (Toy(), [FENDA("net.3", fusion="mean")], "fusion='mean' is unknown; choose one of 'concat', 'sum'"),
         (Dual(), [FENDA(fusion="sum")], r"FENDA got fusion='sum' but no head.*Set head=\.\.\., or give these options"),
         (Dual(), [FENDA(local_extractor=nn.Linear(6, 2))], "FENDA got local_extractor=.* but no head"),
         (Toy(), [FENDA("net.3"), GlobalCheckpoint()], "GlobalCheckpoint needs a global model.*Use LocalCheckpoint"),

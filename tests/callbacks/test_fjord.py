@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedlightning.algorithm import FederatedCallback
+from fedlightning.algorithm import ModelSelection
 from fedlightning.callbacks import FedAvg, FjORD
 from fedlightning.callbacks.fjord import distillation_loss
 from fedlightning.seeding import generator
@@ -41,7 +41,7 @@ class TwoNorms(Toy):
         return torch.nn.Sequential(*layers, torch.nn.ReLU(), torch.nn.Linear(hidden, 4))
 
 
-class Look(FederatedCallback):
+class Look(ModelSelection):
     """Notes the model that each client is scored with."""
 
     def __init__(self):

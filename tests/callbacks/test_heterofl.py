@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import fedlightning
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import ModelSelection
 from fedlightning.callbacks import MOON, SCAFFOLD, FedAdam, FedAvg, FedPer, FedProx, HeteroFL, LocalCheckpoint, PLayerFL
 from fedlightning.tensors import module_state
 from tests.callbacks.test_fedproto import class_data
@@ -259,7 +260,7 @@ def test_a_full_client_that_keeps_its_head_is_scored_with_statistics_of_the_full
 
     seen = []
 
-    class Look(FederatedCallback):
+    class Look(ModelSelection):
         def on_client_evaluated(self, client, stage, split, metrics, module):
             if (client.id, stage) == ("0", "L1"):
                 seen.append(module_state(module))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from fedlightning.algorithm import ModelSelection
 from fedlightning.callbacks import MAPPER, FedAvg, FedProx, Local
-from fedlightning.hooks import FederatedCallback
 from fedlightning.tensors import clone, module_state
 from tests.callbacks.common import (
     MAKES,
@@ -169,7 +169,7 @@ def test_what_is_deployed_at_each_stage(tmp_path):
     module, data = NormNet("momentum"), toy_data(SIZES)
     seen = []
 
-    class Watch(FederatedCallback):
+    class Watch(ModelSelection):
         def on_client_evaluated(self, client, stage, split, metrics, module):
             if split == "val" and client.round == 1:
                 own = client.state["MAPPER"]

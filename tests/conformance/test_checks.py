@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from fedlightning.algorithm import Facts, FederatedCallback, Newcomers, Wire
+from fedlightning.algorithm import Facts, FederatedCallback, ModelSelection, Newcomers, Wire
 from fedlightning.federation.failures import FederationError
 from fedlightning.testing import check_algorithm
 from fedlightning.testing.checks import CHECKS
@@ -70,7 +70,7 @@ class Ordered(FederatedCallback):
 STREAM = itertools.count()
 
 
-class Looks(FederatedCallback):
+class Looks(ModelSelection):
     """Learns from its own scores."""
 
     def on_client_evaluated(self, client, stage, split, metrics, module):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import fedlightning  # noqa: F401  before lightning
 from fedlightning import FederatedCallback
+from fedlightning.algorithm import ModelSelection
 from tests.helpers import Toy, ToyData, toy_data
 
 
@@ -82,7 +83,7 @@ def late(folder: Any) -> Any:
     return lambda: 1e9 if hanging.exists() else 0.0
 
 
-class FailingHook(FederatedCallback):
+class FailingHook(ModelSelection):
     """Fails in one of the federated hooks on the client."""
 
     def __init__(self, fault: Fault, where: str) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fedlightning
-from fedlightning.algorithm import Facts
+from fedlightning.algorithm import Facts, ServerModels
 from fedlightning.callbacks import (
     SCAFFOLD,
     FedAdam,
@@ -50,7 +50,7 @@ def data():
     return toy_data(SIZES)
 
 
-class OneModelEach(FederatedCallback):
+class OneModelEach(ServerModels):
     """FedAvg among the clients of one architecture."""
 
     facts = Facts(mixes_architectures=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fedlightning import FederatedCallback
-from fedlightning.algorithm import Facts
+from fedlightning.algorithm import ClientSelection, Facts
 from fedlightning.callbacks import SCAFFOLD, FedAsync, FedAvg
 from fedlightning.clock import SampleSpeed, VirtualClock
 from fedlightning.errors import ConfigurationError
@@ -63,7 +63,7 @@ def test_the_round_goes_on_as_without_the_client():
     same(federate(toy(), toy_data(), [Liar(number=1e30)], max_rounds=3).server.model, honest.server.model)
 
 
-class Absent(FederatedCallback):
+class Absent(ClientSelection):
     def participants(self, server):
         return [client for client in server.clients if client != "0"]
 

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from fedlightning.algorithm import ClientSelection
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.loops import Asynchronous, Synchronous
 from fedlightning.federation.refusals import refuse_data_elsewhere, refuse_loop, refuse_participation, tell_of_sizes
 from fedlightning.hooks import CallbackList, FederatedCallback
 
 
-class Chooses(FederatedCallback):
+class Chooses(ClientSelection):
     def participants(self, server):
         return server.clients
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from fedlightning.algorithm import NEWCOMER
+from fedlightning.algorithm import NEWCOMER, ModelSelection
 from fedlightning.callbacks import (
     APFL,
     CFL,
@@ -134,7 +134,7 @@ def test_no_mean_of_others_holds_them(tmp_path):
     assert {row.num_samples for row in pooled} == {36}
 
 
-class Watch(FederatedCallback):
+class Watch(ModelSelection):
     """Notes whose training batches a module sees, and who was evaluated."""
 
     def __init__(self) -> None:

@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
+from fedlightning.algorithm import ModelSelection
 from fedlightning.engines.sites import texts as texts_module
 from fedlightning.engines.sites.texts import Texts
 from fedlightning.federation.deploy import Deployed
-from fedlightning.hooks import FederatedCallback
 from fedlightning.messages import ClientLog, Update
 from fedlightning.wire import read, write
 from tests.engines.sites.helpers import Line, at_sites, sites, together
@@ -20,7 +20,7 @@ from tests.engines.sites.helpers import Line, at_sites, sites, together
 PATIENT = "Jane Roe, born 1950"
 
 
-class Raises(FederatedCallback):
+class Raises(ModelSelection):
     """Raises with a patient's name somewhere at the clients, and nowhere at the server."""
 
     def __init__(self, where: str = "send") -> None:

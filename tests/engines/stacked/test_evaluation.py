@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fedlightning  # noqa: F401  before lightning
+from fedlightning.algorithm import ModelSelection
 
 # isort: split
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
@@ -156,7 +157,7 @@ def test_metrics_that_would_be_fed_with_too_much(monkeypatch: pytest.MonkeyPatch
 # -- loaders -----------------------------------------------------------------------------------------------------------
 
 
-class Listens(FederatedCallback):
+class Listens(ModelSelection):
     """Notes who was evaluated, and what its own client and its module's head were."""
 
     def __init__(self) -> None:

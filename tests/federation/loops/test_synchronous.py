@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedlightning.algorithm import FederatedCallback, Job, Plan, Server, State, Update
+from fedlightning.algorithm import ClientSelection, FederatedCallback, Job, Plan, Server, State, Update
 from fedlightning.callbacks import SCAFFOLD, FedAvgM, HeteroFL, PLayerFL
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.aggregation import Aggregation
 from tests.helpers import Toy, federate, global_state, same, toy_data
 
 
-class Chosen(FederatedCallback):
+class Chosen(ClientSelection):
     """Names the participants of each round."""
 
     def __init__(self, rounds: list[list[str]]) -> None:
@@ -26,7 +26,7 @@ class Chosen(FederatedCallback):
         return self.rounds[server.round % len(self.rounds)]
 
 
-class LeaveOut(FederatedCallback):
+class LeaveOut(ClientSelection):
     """Leaves one client out, or changes its work."""
 
     def __init__(self, client_id: str = "1", work: int | None = None) -> None:
@@ -111,7 +111,7 @@ def test_work_is_changed_by_the_job():
 
 
 def test_everybody_may_be_left_out():
-    class Nobody(FederatedCallback):
+    class Nobody(ClientSelection):
         def on_job(self, server: Server, job: Job) -> Job | None:
             return None
 
@@ -132,7 +132,7 @@ def test_a_round_of_nobody_moves_no_momentum():
 
 
 def test_a_job_of_another_client_is_refused():
-    class Swap(FederatedCallback):
+    class Swap(ClientSelection):
         def on_job(self, server: Server, job: Job) -> Job | None:
             return replace(job, client="0")
 
