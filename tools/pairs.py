@@ -5,7 +5,8 @@
 
 The table has no sentences, so that they may be worded anew: a line names what is refused beside one method. A mark after a
 name says which of the two the sentence names if it does not name both: `<` the first of the list, `>` the second, `-`
-neither. With `--sentences FILE`, `write` also writes every refusal and warning with its sentence and the place in the code.
+neither; `*` stands for all options of a class. With `--sentences FILE` every refusal and warning is written with its sentence
+and its place in the code, too.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def partners(first: str) -> list[str]:
     ]
 
 
-def _line(name: str) -> list[tuple[str, str, Answer]]:
+def ask_all(name: str) -> list[tuple[str, str, Answer]]:
     """Return all answers about one callback: alone in every situation, and as the first of every pair."""
     alone = [(situation, name, ask_alone(name, situation)) for situation in WITH]
     return alone + [(name, second, ask_pair(name, second)) for second in partners(name)]
@@ -133,7 +134,7 @@ def answers() -> Iterator[tuple[str, str, Answer]]:
     rows()  # read once, before processes are forked
     torch.set_num_threads(1)
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        for line in pool.imap(_line, rows()):
+        for line in pool.imap(ask_all, rows()):
             yield from line
 
 
@@ -147,19 +148,39 @@ def marks(found: Iterable[tuple[str, str, Answer]]) -> dict[str, dict[str, str]]
     return table
 
 
+def _classes(line: str) -> dict[str, list[str]]:
+    """Return the names that a line can hold, by their class."""
+    names: dict[str, list[str]] = {}
+    for name in rows() if line in WITH else partners(line):
+        names.setdefault(name.partition(" ")[0], []).append(name)
+    return names
+
+
 def text(table: Mapping[str, Mapping[str, str]]) -> str:
     """Return the text of a table."""
-    lines = [f"{line}: {', '.join(name + mark for name, mark in refused.items())}" for line, refused in table.items()]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    lines = []
+    for line, refused in table.items():
+        said = []
+        for kind, names in _classes(line).items():
+            alike = {refused.get(name) for name in names}
+            if len(names) > 1 and len(alike) == 1 and None not in alike:
+                said.append(f"{kind}*{refused[names[0]]}")
+            else:
+                said += [name + refused[name] for name in names if name in refused]
+        lines.append(f"{line}: {', '.join(said)}".rstrip())
+    return "\n".join(lines) + "\n"
 
 
 def read(path: Path) -> dict[str, dict[str, str]]:
     """Return the table in a file."""
-    table = {}
-    for line in path.read_text().splitlines():
-        name, _, refused = line.partition(":")
-        parts = [re.fullmatch(r"([\w .]*\w)(\W.*)?", part.strip()) for part in refused.split(",") if part.strip()]
-        table[name] = {part[1]: part[2] or "" for part in parts if part is not None}
+    table: dict[str, dict[str, str]] = {}
+    for whole in path.read_text().splitlines():
+        line, _, refused = whole.partition(":")
+        table[line] = {}
+        for part in filter(None, map(str.strip, refused.split(","))):
+            name, mark = re.fullmatch(r"(.+?)([<>-]?(?:\(\w+\))?)", part).groups()  # type: ignore[union-attr]
+            names = _classes(line)[name[:-1]] if name.endswith("*") else [name]
+            table[line] |= dict.fromkeys(names, mark)
     return table
 
 
