@@ -22,6 +22,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import argparse
+import gc
 import hashlib
 import json
 import random
@@ -235,6 +236,8 @@ def main(words: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warm_up(Path(folder))
+    gc.collect()
+    gc.freeze()  # the collector of a fork then writes to no page that it shares
     if given.file is None:
         parser.error("give the file of the record")
     if given.command == "record":

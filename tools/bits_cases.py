@@ -62,6 +62,10 @@ SOME = [
     "PLayerFL",
 ]
 """Methods that also run with a deadline and in mixed precision."""
+OWN: dict[str, dict[str, Any]] = {"CFL": {"participation": 1.0}} | {
+    name: {"local_loop": "auto"} for name in ("Central", "Local", "SWIFT", "FML", "FML together")
+}
+"""What else methods need to run."""
 IN_PROCESSES = ["FedAvg", "SCAFFOLD", "APFL", "FedALA", "IFCA", "FedGH"]
 KILLED = ["FedAdam", "APFL", "SCAFFOLD", "PLayerFL", "FedAMP", "IFCA", "FedBuff", "FedFomo"]
 
@@ -77,11 +81,11 @@ def of_methods() -> Cases:
     """Yield every method with both loops of a visit, engines, loops of rounds, resume, newcomers, and two architectures."""
     first = {type(case.algorithm): name for name, case in reversed(methods().items())}
     for name, case in methods().items():
-        own, given = [case.algorithm], case.arguments
+        own, given = [case.algorithm], case.arguments | OWN.get(name, {})
         yield f"fast/{name}", plain(own, **{"local_loop": "fast", "evaluate_every": 2} | given)
         if first[type(case.algorithm)] != name:
             continue
-        lightning = {"full": True, "local_loop": "trainer", "max_rounds": 2, "module": None}
+        lightning = {"full": True, "local_loop": "trainer", "max_rounds": 2}
         yield f"lightning/{name}", plain(own, **lightning | given)
         yield f"vectorized/{name}", plain(own, **{"engine": "vectorized", "max_rounds": 2} | given)
         some = {"participation": 3, "evaluate_every": 2}
@@ -90,8 +94,8 @@ def of_methods() -> Cases:
         two = functools.partial(_client_models, cycle=("small", "deep"))
         yield f"architectures/{name}", plain(own, **{"module": two, "max_rounds": 2} | given)
         momentum = functools.partial(seeded, Moments, full=bool(given.get("full")))
-        yield f"keep/{name}", plain(own, **{"module": momentum, "optimizer_state": "keep", "local_epochs": 1}
-                                    | {k: v for k, v in given.items() if k != "local_steps"})  # fmt: skip
+        kept = {"module": momentum, "optimizer_state": "keep"} | ({} if "local_steps" in given else {"local_epochs": 1})
+        yield f"keep/{name}", plain(own, **kept | given)
         for loop, options in LOOPS.items():
             if loop != "deadline" or name in SOME:
                 yield f"{loop}/{name}", plain(own, **{k: v for k, v in given.items() if k != "loop"} | options)
@@ -134,7 +138,7 @@ TOGETHER: dict[str, list[Any]] = {
     "FedProx Stragglers": [fl.FedProx(), fl.Stragglers(0.5)],
     "FedAvg Stragglers": [fl.FedAvg(), fl.Stragglers(0.5, keep=False)],
     "FedAvg Poisson": [fl.FedAvg(), fl.PoissonSampling(0.6)],
-    "FedAvg PrivateLR": [fl.FedAvg(), fl.PrivateLR(0.5)],
+    "FedPer PrivateLR": [fl.FedPer(), fl.PrivateLR(0.5)],
     "LocalAdaptation FedProx": [fl.LocalAdaptation(), fl.FedProx()],
     "FedLAMA FedProx": [fl.FedLAMA(), fl.FedProx()],
     "FedLP FedAdam": [fl.FedLP(), fl.FedAdam()],
@@ -194,6 +198,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "little memory": {"client_memory_gb": 1e-9, "full": True, "local_loop": "trainer"},
     "limited": {"limit_train_batches": 1, "limit_val_batches": 1, "local_epochs": 1},
     "another seed": {"seed": 7},
+    "keep": {"optimizer_state": "keep"},
     "NaN": {"data_of": lambda: ToyData(nan="site1")},
     "NaN retried": {"data_of": lambda: ToyData(nan="site1"), "on_client_error": "retry"},
     "NaN stops": {"data_of": lambda: ToyData(nan="site1"), "on_client_error": "stop"},
