@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from fedlightning import FederatedCallback, FederatedTrainer  # fedlightning before lightning
-from fedlightning.algorithm import Facts
+from fedlightning.algorithm import Facts, Range
 
 # isort: split
 from lightning.pytorch import seed_everything
@@ -49,9 +50,7 @@ class FedDyn(FederatedCallback):
     weighting = "uniform"  # the paper's mean counts every participant once
     facts = Facts(keeps=True)  # g_k, which every visit changes
 
-    def __init__(self, alpha: float = 0.1) -> None:
-        if alpha <= 0:
-            raise ValueError(f"FedDyn got alpha={alpha}, but it divides by alpha. Use FedAvg() for no regulariser.")
+    def __init__(self, alpha: Annotated[float, Range("(0, inf)", "Use FedAvg() for no regulariser.")] = 0.1) -> None:
         self.alpha = alpha
 
     def check(self, setup: Setup) -> None:
