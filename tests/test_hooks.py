@@ -23,7 +23,7 @@ from fedlightning.callbacks import (
     Local,
     LocalCheckpoint,
 )
-from fedlightning.federation.loops.synchronous import FederationError
+from fedlightning.federation.failures import FederationError
 from fedlightning.hooks import ROLES, CallbackList, Job, Phase
 from fedlightning.tensors import module_state
 from tests.helpers import NormNet, Toy, federate, make_trainer, same, spied, toy_data

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fedlightning.compat.quiet import quiet
-from fedlightning.hooks import FederatedCallback
+from fedlightning.hooks import Facts, FederatedCallback
 from fedlightning.models import ClientModels
 from fedlightning.testing.toys import ToyData, ToyModule
 from fedlightning.trainer import FederatedTrainer
@@ -64,7 +64,7 @@ class Begins(BaseException):
 class Stop(FederatedCallback):
     """Ends a run in the place of round 1."""
 
-    takes_part = False
+    facts = Facts(takes_part=False)
     rank = 10**6
 
     def on_federation_start(self, server: Any) -> None:
