@@ -96,7 +96,7 @@ class CFL(Clusters):
         gap: float = 0.6,
         start_round: int = 2,
         min_size: int = 2,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         if not (eps1 >= 0 and eps2 >= 0):
             raise ValueError(f"CFL got eps1={eps1} and eps2={eps2}. Both are norms, or multiples of norms: 0 or more.")

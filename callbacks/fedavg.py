@@ -34,7 +34,7 @@ class FedAvg(FederatedCallback):
 
     facts = Facts(mixes_architectures=True)
 
-    def __init__(self, weighting: WeightingName = "samples") -> None:
+    def __init__(self, weighting: WeightingName | None = "samples") -> None:
         self.weighting = weighting
 
 
@@ -64,7 +64,7 @@ class FedSGD(FederatedCallback):
 
     facts = Facts(needs=[Need("takes one step per round", (Change.PHASES, Change.WORK))], mixes_architectures=True)
 
-    def __init__(self, weighting: WeightingName = "samples") -> None:
+    def __init__(self, weighting: WeightingName | None = "samples") -> None:
         self.weighting = weighting
 
     def check(self, setup: Setup) -> None:

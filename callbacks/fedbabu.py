@@ -53,7 +53,7 @@ class FedBABU(AdaptsAtEnd, ServerModels):
         epochs: int = 5,
         part: Part = "all",
         lr_factor: float = 0.01,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         self._set(epochs, part, head, num_layers, lr_factor)
         self.weighting = weighting

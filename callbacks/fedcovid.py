@@ -95,7 +95,7 @@ class FedCovid(FederatedCallback):
         small_work: float = 0.5,
         small_lr: float = 0.2,
         head: str | list[str] | None = None,
-        weighting: WeightingName = "log",
+        weighting: WeightingName | None = "log",
     ) -> None:
         for name, value in {"lam_c": lam_c, "lam_m": lam_m, "lam_w": lam_w, "noise": noise, "margin": margin}.items():
             if not 0 <= value < math.inf:

@@ -66,7 +66,7 @@ class FederatedDropout(PartialTraining):
         scaler: bool = False,
         static_bn: bool = True,
         head: str | list[str] | None = None,
-        weighting: WeightingName = "samples",
+        weighting: WeightingName | None = "samples",
     ) -> None:
         super().__init__(rates, scaler=scaler, static_bn=static_bn, head=head, weighting=weighting)
         check_choice("FederatedDropout's absent", absent, ("left_out", "zero_delta"))

@@ -101,7 +101,7 @@ class FedGroup(Clusters):
         unit: bool = True,
         mix: float = 0.0,
         mix_mean: bool = False,
-        weighting: WeightingName = "samples",
+        weighting: WeightingName | None = "samples",
     ) -> None:
         if num_clusters < 1:
             raise ValueError(f"FedGroup got num_clusters={num_clusters}. Use 1 (FedAvg) or more groups.")

@@ -103,7 +103,7 @@ class FedKD(SharedPeer):
         energy_end: float = 0.98,
         head: str | None = None,
         shared_head: str | None = None,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         if not strength >= 0.0:
             raise ValueError(f"FedKD got strength={strength}; the factor on a loss cannot be negative (paper: 1).")

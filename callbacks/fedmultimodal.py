@@ -52,7 +52,7 @@ class FedMultimodal(FederatedCallback):
     """
 
     def __init__(
-        self, encoders: Parts | None = None, holders_only: bool = True, weighting: WeightingName = "samples"
+        self, encoders: Parts | None = None, holders_only: bool = True, weighting: WeightingName | None = "samples"
     ) -> None:
         self.encoders, self.holders_only, self.weighting = encoders, holders_only, weighting
 

@@ -57,7 +57,7 @@ class FedRep(FedPer):
         head_epochs: int = 10,
         body_epochs: int | None = None,
         final_head: bool = True,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         super().__init__(personal, num_layers, weighting)
         if head_epochs < 0 or (body_epochs is not None and body_epochs < 0):

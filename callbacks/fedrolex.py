@@ -66,7 +66,7 @@ class FedRolex(PartialTraining):
         masked_loss: bool = False,
         static_bn: bool = True,
         head: str | list[str] | None = None,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         super().__init__(rates, dynamic, scaler, masked_loss, static_bn, head, weighting)
         if stride < 0:

@@ -98,7 +98,7 @@ class FeSEM(Clusters):
         layers: list[str] | None = None,
         stale: bool = False,
         steps: int = 1,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
         late_start: Literal["centres", "first"] = "centres",
     ) -> None:
         if late_start not in ("centres", "first"):

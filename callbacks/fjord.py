@@ -78,7 +78,7 @@ class FjORD(PartialTraining):
         alpha: float = 1.0,
         temperature: float = 1.0,
         head: str | list[str] | None = None,
-        weighting: WeightingName = "samples",
+        weighting: WeightingName | None = "samples",
     ) -> None:
         super().__init__(rates, head=head, weighting=weighting)
         if not widths or not all(0.0 < width <= 1.0 for width in widths):

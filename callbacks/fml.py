@@ -66,7 +66,7 @@ class FML(SharedPeer):
         detach: bool = True,
         head: str | None = None,
         shared_head: str | None = None,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         for name, share in (("alpha", alpha), ("beta", beta)):
             if not 0.0 <= share <= 1.0:

@@ -107,7 +107,7 @@ class Harmony(Clusters):
         num_clusters: int = 3,
         encoders: Parts | None = None,
         heads: Parts | None = None,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         if isinstance(stage1, bool) or stage1 < 0 or (isinstance(stage1, float) and stage1 > 1):
             raise ValueError(f"Harmony got stage1={stage1}. Use a share of the rounds in [0, 1] or a number of rounds.")

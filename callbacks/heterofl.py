@@ -63,7 +63,7 @@ class HeteroFL(PartialTraining):
         masked_loss: bool = True,
         static_bn: bool = True,
         head: str | list[str] | None = None,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         super().__init__(rates, dynamic, scaler, masked_loss, static_bn, head, weighting)
 

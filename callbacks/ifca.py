@@ -92,7 +92,7 @@ class IFCA(Clusters):
         server_lr: float = 0.1,
         init: float | Literal["random"] = "random",
         deploy_split: Literal["train", "val"] = "train",
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         if num_clusters < 1:
             raise ValueError(f"{self.key} got num_clusters={num_clusters}. Use 1 (FedAvg) or more centres.")
@@ -261,7 +261,7 @@ class HypCluster(IFCA):
         num_clusters: int = 2,
         init: float | Literal["random"] = "random",
         deploy_split: Literal["train", "val"] = "val",
-        weighting: WeightingName = "samples",
+        weighting: WeightingName | None = "samples",
     ) -> None:
         super().__init__(num_clusters, 2, init=init, deploy_split=deploy_split, weighting=weighting)
 

@@ -81,7 +81,7 @@ class L2GD(FederatedCallback):
             newcomers=Newcomers(join=True),
         )
 
-    def __init__(self, lam: float = 1.0, p: float = 0.1, weighting: WeightingName = "uniform") -> None:
+    def __init__(self, lam: float = 1.0, p: float = 0.1, weighting: WeightingName | None = "uniform") -> None:
         if lam < 0:
             raise ValueError(f"L2GD got lam={lam}; a penalty cannot be negative. Use 0 for training alone.")
         if not 0.0 < p < 1.0:

@@ -60,7 +60,7 @@ class MAPPER(KeepsModel):
         grid: Sequence[float] = (0.25, 0.5, 0.75),
         global_steps: int | None = None,
         choose_on: str = "train",
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         if not grid or not all(0.0 <= lam <= 1.0 for lam in grid) or len(set(grid)) < len(grid):
             raise ValueError(

@@ -67,7 +67,7 @@ class PerFedAvg(FederatedCallback):
         variant: Literal["HF", "FO", "exact"] = "HF",
         delta: float = 1e-3,
         adaptation_steps: int = 1,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         if variant not in ("HF", "FO", "exact"):
             raise ValueError(f"PerFedAvg got variant={variant!r}. Use 'HF', 'FO' (first order) or 'exact'.")

@@ -88,7 +88,7 @@ class pFedBayes(KeepsModel):
         server_lr: float = 1.0,
         rho: float = -3.0,
         noise: float = 1.0,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         if not all(0.0 <= value < math.inf for value in (zeta, server_lr, noise)):
             raise ValueError(

@@ -94,7 +94,7 @@ class pFedKnow(FederatedCallback):
         guide: str | None = None,
         lam: float = 1.0,
         head: str | list[str] | None = None,
-        weighting: WeightingName = "samples",
+        weighting: WeightingName | None = "samples",
     ) -> None:
         shares = prune if isinstance(prune, list) else [prune]
         if not shares or not all(0 <= share < 1 for share in shares):

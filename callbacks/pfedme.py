@@ -76,7 +76,7 @@ class pFedMe(FederatedCallback):
         personal_lr: float = 0.09,
         server_lr: float = 1.0,
         all_clients: bool = False,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         if lam <= 0 or inner_steps < 1 or server_lr < 0:
             raise ValueError(

@@ -138,7 +138,7 @@ class PIFL(PIFLRound):
         pretrain_rounds: int = 0,
         head: str | None = None,
         init: float | Literal["random"] = 0.0,
-        weighting: WeightingName = "samples",
+        weighting: WeightingName | None = "samples",
     ) -> None:
         rules = {
             "num_clusters": num_clusters >= 1,

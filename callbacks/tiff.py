@@ -68,7 +68,7 @@ class TIFF(PIFL):
         utility: Literal["pooled", "gradient"] = "pooled",
         monitor: str = "val_accuracy",
         max_evaluations: int = 100,
-        weighting: WeightingName = "samples",
+        weighting: WeightingName | None = "samples",
     ) -> None:
         if utility not in ("pooled", "gradient"):
             raise ValueError(

@@ -95,7 +95,7 @@ class PartialTraining(SubModels):
         masked_loss: bool = False,
         static_bn: bool = True,
         head: str | list[str] | None = None,
-        weighting: WeightingName = "uniform",
+        weighting: WeightingName | None = "uniform",
     ) -> None:
         name = type(self).__name__
         values = list(rates.values()) if isinstance(rates, dict) else list(rates)
