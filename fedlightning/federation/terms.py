@@ -8,19 +8,10 @@ from typing import Any, Literal
 from fedlightning.blueprint.optimizers import have_memory
 from fedlightning.federation.server import Server
 from fedlightning.hooks import CallbackList
-from fedlightning.messages import Update
 
 SPENT = ("own_steps", "fine_tuning_steps", "selections")
 """What the clients do beside federated steps: steps on models of their own, steps after the last round, and passes over
 validation data with which they choose something."""
-
-
-def note_work(server: Server, update: Update, after_last_round: bool = False) -> None:
-    """Add what a client has done beside its federated steps."""
-    steps = "fine_tuning_steps" if after_last_round else "own_steps"
-    for name, count in ((steps, update.own_steps), ("selections", update.selections)):
-        if count:
-            server.spent[name] = server.spent.get(name, 0) + count
 
 
 def weighting_of(callbacks: CallbackList) -> str:

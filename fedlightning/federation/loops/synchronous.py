@@ -116,7 +116,8 @@ class Synchronous(Loop):
     ) -> list[Update]:
         """Carry out the round that the algorithm plans; see :func:`run_round`."""
         server.clock = self.clock
-        times = RoundTimes.of(self.clock, server, engine, self.deadline, self.late, self.first)
+        clock, options = self.clock, (self.deadline, self.late, self.first)
+        times = None if clock is None else RoundTimes.of(clock, server, engine, *options)
         updates = run_round(server, engine, evaluate, report, times)
         self.trips = () if times is None else times.trips
         return updates
