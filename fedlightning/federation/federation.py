@@ -24,7 +24,6 @@ from fedlightning.federation.changes import (
 from fedlightning.federation.checks import check_callbacks
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
-from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FederationError, in_order
@@ -45,6 +44,7 @@ from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
 from fedlightning.federation.terms import spent_of, terms_of
 from fedlightning.federation.unseen import Unseen
+from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import POOLED
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain

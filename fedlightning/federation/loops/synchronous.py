@@ -10,12 +10,12 @@ from functools import partial
 
 from fedlightning.clock import AlwaysAvailable, VirtualClock
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, allowed, left_out
 from fedlightning.federation.loops.timing import Late, RoundTimes
 from fedlightning.federation.server import Server
+from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import AsynchronousMethod, Job, Plan
 from fedlightning.messages import Message, Update
 from fedlightning.visit.requests import Evaluate

@@ -12,7 +12,7 @@ from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.failures import FederationError
 from fedlightning.federation.loops.base import left_behind
-from fedlightning.federation.loops.flights import Planned
+from fedlightning.federation.loops.in_flight import Planned
 from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Change, Job
 from fedlightning.messages import Message, Update, tree_bytes
