@@ -311,7 +311,7 @@ def test_the_proximal_anchor_is_the_slice():
             [HeteroFL(static_bn=False), PLayerFL()],
             r"HeteroFL gives clients parts.*, and PLayerFL plans rounds of its own",
         ),
-        ([HeteroFL(dynamic=True), LocalCheckpoint()], r"dynamic=True\), and LocalCheckpoint keeps"),
+        ([HeteroFL(dynamic=True), LocalCheckpoint()], r"dynamic=True\)\), and LocalCheckpoint keeps"),
         ([HeteroFL(rates={"0": 1.0})], r"no rate for client '1'"),
     ],
 )
