@@ -16,7 +16,7 @@ from fedlightning.algorithm import Change, Client, Facts, Need, Phase, Server, S
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.gaussians import kl_gradients
 from fedlightning.callbacks.shared.steps import largest_lr, step_to_mean
-from fedlightning.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from fedlightning.ranges import NonNegativeFloat, PositiveInt, Range
 from fedlightning.tensors import load_state
 from fedlightning.wrappers import AddedParametersMixin, mix, mixins_of
 
@@ -84,7 +84,7 @@ class pFedBayes(KeepsModel):
         self,
         zeta: NonNegativeFloat = 0.1,
         personal_steps: PositiveInt = 1,
-        global_lr: PositiveFloat = 0.1,
+        global_lr: Annotated[float, Range("(0, inf)", "With 0 w would never move.")] = 0.1,
         server_lr: NonNegativeFloat = 1.0,
         rho: Annotated[float, Range("(-inf, inf)", "softplus(rho) is a standard deviation.")] = -3.0,
         noise: NonNegativeFloat = 1.0,

@@ -134,7 +134,7 @@ class IndexedFederatedDataModule(FederatedDataModule):
                 raise ValueError(f"Split {name!r} has {len(split.indices)} index lists for {len(client_ids)} clients.")
         if not 0 <= self.public_fraction < 1:
             raise ValueError(
-                f"{type(self).__name__} has public_fraction={self.public_fraction}. Use a share of the samples in [0, 1)."
+                f"{type(self).__name__} got public_fraction={self.public_fraction}. Use a share of the samples in [0, 1)."
             )
         if self.public_fraction > 0 and "train" in splits:
             splits = {**splits, "train": self._without_public(client_ids, splits)}

@@ -71,9 +71,7 @@ class Asynchronous(Loop):
     def __init__(
         self,
         clock: VirtualClock | None = None,
-        concurrency: Annotated[
-            int, Range("[1, inf)", "The number of clients at work at a time, or a share.", strict=True)
-        ]
+        concurrency: Annotated[int, Range("[1, inf)", "It counts clients, or is a share.", strict=True)]
         | PositiveShare = 1.0,
         arrivals: Annotated[int, Range("[1, inf)", strict=True)] | None = None,
         max_staleness: Annotated[int, Range("[0, inf)", strict=True)] | None = None,
