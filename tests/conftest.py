@@ -10,15 +10,18 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import gc
 import ipaddress
 import logging
 import random
+import re
 import signal
 import socket
 from collections.abc import Iterator
 from datetime import datetime
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 if "FEDLIGHTNING_TEST_CLOCK" in os.environ:  # make test-anywhere; before anything reads the clock
@@ -26,27 +29,43 @@ if "FEDLIGHTNING_TEST_CLOCK" in os.environ:  # make test-anywhere; before anythi
 
     time_machine.travel(datetime.fromisoformat(os.environ["FEDLIGHTNING_TEST_CLOCK"]).astimezone(), tick=True).start()
 
-import hypothesis
-import numpy as np
 import pytest
-import torch
-
-import fedlightning  # noqa: F401  before lightning: repairs torchvision beside a CPU build of torch
-
-# isort: split
-import lightning.pytorch
 
 SEED = 20260
+SLOW_MODULE = re.compile(r"^pytestmark = pytest\.mark\.slow$", re.MULTILINE)
 
-torch.set_num_threads(1)
 
-# After the import of lightning, which sets its own levels. The level of quiet(), which then has nothing to change.
-for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
-    logging.getLogger(name).setLevel(logging.ERROR)
-del lightning
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what the tests import; the process that only hands tests to workers (xdist) needs none of it."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import hypothesis
+    import torch
 
-hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("fedlightning")
+    import fedlightning  # noqa: F401  before lightning: repairs torchvision beside a CPU build of torch
+
+    # isort: split
+    import lightning.pytorch  # noqa: F401
+
+    torch.set_num_threads(1)
+    # After the import of lightning, which sets its own levels. The level of quiet(), which then has nothing to change.
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    hypothesis.settings.register_profile("fedlightning", deadline=None, derandomize=True, print_blob=True)
+    hypothesis.settings.load_profile("fedlightning")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import modules of slow tests where these are deselected."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if SLOW_MODULE.search(collection_path.read_text()) else None
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector out of what lives to the end: modules and thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,6 +80,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
     """Seed the global generators before each test and undo the global switches that tests like to flip."""
+    import numpy as np
+    import torch
+
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
