@@ -17,11 +17,12 @@ import random
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if "FEDLIGHTNING_TEST_CLOCK" in os.environ:  # make test-anywhere; before anything reads the clock
@@ -153,6 +154,25 @@ def _nobody_pulls_the_plug() -> Iterator[None]:
     """Do not wait for the disk: a killed process loses nothing that it has written, and no test loses the machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def timelines_are_drawn() -> Iterator[Callable[..., None]]:
+    """Leave out the picture at the end of a run with a clock. Gives the function that draws it."""
+    from fedlightning.federation import federation
+
+    with pytest.MonkeyPatch.context() as patch:
+        real = federation.draw_timeline
+        patch.setattr(federation, "draw_timeline", lambda folder, rounds: None)
+        yield real
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nobody_scripts() -> Iterator[None]:
+    """Spare `load_from_checkpoint` the look at all source files by which Lightning finds out whether TorchScript calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning.pytorch.utilities.model_helpers.inspect", SimpleNamespace(stack=lambda: ()))
         yield
 
 
