@@ -17,7 +17,7 @@ import random
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import cache
 from importlib.metadata import entry_points
@@ -69,13 +69,36 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before the slow ones are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests a longer time limit than `timeout` in pyproject.toml; refuse names that differ between processes."""
+    """Run products of parameters in part; give slow tests more time; refuse names that differ between processes."""
+    for item in beyond_every_value_once(items):
+        item.add_marker(pytest.mark.slow)
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid} is named by an address: give its parameters ids")
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1500))
+
+
+def beyond_every_value_once(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield the cases of tests with several `parametrize` that have no parameter which other cases do not have.
+
+    A test over 4 precisions and 5 plans so runs 5 times, with each of the 9, and the other 15 times among the slow ones.
+    """
+    cases: dict[tuple[Path, str], dict[pytest.Item, set[Any]]] = {}
+    for item in items:
+        marks = [mark.args[0] for mark in item.iter_markers("parametrize")]
+        if len(marks) > 1 and isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+            groups = [names.replace(" ", "").split(",") if isinstance(names, str) else names for names in marks]
+            values = {(*group, *(id(item.callspec.params[name]) for name in group)) for group in groups}
+            cases.setdefault((item.path, item.nodeid.partition("[")[0]), {})[item] = values
+    for product in cases.values():
+        missing = set().union(*product.values())
+        while missing:
+            chosen = max(product, key=lambda case: len(missing & product[case]))
+            missing -= product.pop(chosen)
+        yield from product
 
 
 @pytest.fixture(autouse=True)
