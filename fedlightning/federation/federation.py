@@ -24,13 +24,12 @@ from fedlightning.federation.changes import (
 from fedlightning.federation.checks import check_callbacks
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
-from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FederationError, in_order
+from fedlightning.federation.intake import note_work, tell_of_misses
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.synchronous import messages
-from fedlightning.federation.misses import tell_of_misses
 from fedlightning.federation.refusals import (
     refuse_data_elsewhere,
     refuse_loop,
@@ -43,8 +42,9 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.state import check_extra, restore_state, save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
-from fedlightning.federation.terms import note_work, spent_of, terms_of
+from fedlightning.federation.terms import spent_of, terms_of
 from fedlightning.federation.unseen import Unseen
+from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import POOLED
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
@@ -209,6 +209,18 @@ class Federation:
         if changes.joined:
             self.check()
 
+    def begin(self) -> None:
+        """Begin a new federation: tell the callbacks, and find out what must not change when the run is resumed."""
+        self.remember_decisions()
+        self.server.callbacks.event("on_federation_start", self.server)
+        if self._saves:
+            assert self.lasting is not None  # found before round 1, not in its time
+
+    @property
+    def _saves(self) -> bool:
+        """Whether this process saves states."""
+        return self.recorder.run is not None and self.recorder.writes and self.save_every > 0
+
     def remember_decisions(self) -> None:
         """Keep decisions that the machine forces on the run in its folder, and read those that are there."""
         run = self.recorder.run
@@ -280,10 +292,11 @@ class Federation:
             if "L1" in self.stages:
                 rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
         server.scores = stage_scores.by_client(rows)
-        self.recorder.record(rows + (self.unseen.rows(("val",), self.stages) if due else []))
+        unseen = self.unseen.rows(("val",), self.stages) if due and server.held_out else []
+        self.recorder.record(rows + unseen)
         self.costs.evaluation_seconds += time.monotonic() - started if due else 0.0
         self.recorder.log_clients(updates)
-        if server.run_dir is not None and self.recorder.writes:
+        if server.run_dir is not None and self.recorder.writes and self.loop.trips:
             note_trips(server.run_dir, self.loop.trips)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1
@@ -302,8 +315,9 @@ class Federation:
 
     def save(self) -> None:
         """Write the complete state, if this round is one to write."""
-        if self.recorder.run is None or not self.recorder.writes or self.save_every == 0:
+        if not self._saves:
             return
+        assert self.recorder.run is not None
         server = self.server
         if self.rounds_done % self.save_every == 0 or self.rounds_done == server.max_rounds:
             extra = {

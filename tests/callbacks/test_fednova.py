@@ -270,7 +270,7 @@ def test_wrong_use_is_refused():
             groups = [{"params": self.net[0].parameters(), "momentum": 0.9}, {"params": self.net[3].parameters()}]
             return torch.optim.SGD(groups, 0.1)
 
-    with pytest.raises(ValueError, match="FedNova averages normalised changes, but Median combines"):
+    with pytest.raises(ValueError, match=r"FedNova averages normalised changes.*, and Median combines"):
         federate(Toy(), toy_data(), [FedNova(), Median()])
     with pytest.raises(ValueError, match="TwoMomenta has groups of differing momentum"):
         federate(TwoMomenta(), toy_data(), [FedNova()])
@@ -310,5 +310,5 @@ def test_a_momentum_that_goes_on_is_counted_on(how):
 
 
 def test_training_that_starts_elsewhere_is_refused():
-    with pytest.raises(ValueError, match=r"under FLIU training starts elsewhere than from w\^t"):
+    with pytest.raises(ValueError, match=r"steps from w\^t, and FLIU makes"):
         federate(Toy(), toy_data([8]), [FedNova(), FLIU()])

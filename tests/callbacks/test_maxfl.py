@@ -189,8 +189,8 @@ class Reducing(FederatedCallback):
     [
         (FedPer(), "MaxFL asks whether one model for all satisfies each client, but here 'net.3.weight' stays"),
         (FedBN(), "but here 'net.1.weight' stays with the clients"),
-        (Merging(), "and Merging makes training start elsewhere than from w"),
-        (Reducing(), "and Reducing combines the updates otherwise"),
+        (Merging(), "and Merging makes the model that training starts from"),
+        (Reducing(), "and Reducing combines updates in a way of its own"),
         (FedAdam(), "both claim 'server_step'"),
         (FedAvg(), "ask for different weightings"),
     ],
@@ -209,7 +209,7 @@ def test_moments_do_not_go_on_from_the_visit_alone(given):
 
 @pytest.mark.parametrize("given", [{"alone": 2}, {"participation": 2}])
 def test_a_personal_model_takes_no_steps_in_the_visit_alone(given):
-    with pytest.raises(ValueError, match="what Ditto keeps at the client would train in both visits"):
+    with pytest.raises(ValueError, match="would train in both visits, and Ditto keeps"):
         federate(
             Toy(), toy_data(), [MaxFL(alone=given.get("alone")), Ditto()], participation=given.get("participation", 1.0)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from fedlightning.engines.stacked.trainees import Recipe, Trainee
 from fedlightning.engines.stacked.vectorizable import Finding
 from fedlightning.hooks import Phase
 from fedlightning.visit.freezing import only_training
-from fedlightning.visit.limits import limited
 from fedlightning.visit.probes import move_batch
 from fedlightning.visit.requests import Fit
 from fedlightning.visit.runner import LocalRunner
@@ -97,7 +96,10 @@ class StackedTraining:
                 stack.pull(row, trainee.client.module)
         clip = runner.settings.trainer_arguments.get("gradient_clip_val")
         algorithm = runner.settings.trainer_arguments.get("gradient_clip_algorithm") or "norm"
-        with only_training(module, phase.train), on_device(module, self._device):
+        with (
+            nullcontext() if phase.train is None else only_training(module, phase.train),
+            on_device(module, self._device),
+        ):
             context = runner.blueprint.precision.train_step_context
             step = StackedStep(
                 module, context, takes_index(module.training_step), ClientDraws() if found.draws else None
@@ -122,7 +124,7 @@ class StackedTraining:
 
     def _batches(self, loader: Any) -> int:
         """Return the batches of an epoch, as Lightning counts them under `limit_train_batches`."""
-        return limited(len(loader), self.runner.settings.trainer_arguments.get("limit_train_batches"))
+        return self.runner.settings.train_batches(len(loader))
 
     def _seed(self, fit: Fit, epoch: int) -> tuple[object, ...]:
         return self.runner.settings.seed, fit.client.visit, fit.client.id, address_of(fit.phase), epoch
