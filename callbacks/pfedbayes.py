@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from fedlightning.algorithm import Change, Client, Facts, Need, Phase, Server, Setup, State, WeightingName
+from fedlightning.algorithm import Change, Client, Need, Phase, Server, Setup, State, WeightingName
 from fedlightning.callbacks.own_models import KeepsModel
 from fedlightning.callbacks.shared.gaussians import kl_gradients
 from fedlightning.callbacks.shared.steps import largest_lr, step_to_mean
@@ -73,7 +73,7 @@ class pFedBayes(KeepsModel):
         ['net.fc1.weight', 'net.fc1.bias', 'net.fc1.weight_rho', 'net.fc1.bias_rho']
     """
 
-    facts = Facts(
+    facts = KeepsModel.facts.extend(
         needs=[
             Need("trains the model that travels without data of its own", (Change.GRADIENT,)),
             Need("adds a spread to every parameter of the module", (Change.MODULE,)),
