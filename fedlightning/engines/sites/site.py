@@ -154,7 +154,7 @@ class Site:
         if asked["do"] == "describe":
             _refuse(fault_of_request("describe", asked))
             here = {*session.runner.data.client_ids}  # others are left out where they are
-            leave_out = [client for client in _texts(asked, "leave_out") if client in here]
+            leave_out = [client for client in asked["leave_out"] if client in here]
             return write({"answer": self._told(session.runner.describe(leave_out, PARTS), session)})
         return write({"answer": None})
 
@@ -189,10 +189,7 @@ class Site:
 
     def _open(self, asked: Mapping[str, Any]) -> Session:
         theirs, own = asked.get("agreement"), agreement(self._blueprint)
-        if not isinstance(theirs, dict):
-            raise RefusedError("it does not say how it is configured.")
-        found = differences(theirs, own)
-        if found:
+        if isinstance(theirs, dict) and differences(theirs, own):  # of another version, which may ask otherwise
             found = differences(theirs, _without_paths(own, theirs))
             raise RefusedError(
                 f"the server's configuration is not that of site '{self.name}' (the server's first): "
@@ -226,7 +223,7 @@ class Site:
             self._stages.add(stage)
         self._compare_public(asked.get("public"))
         known = set(runner.data.client_ids)
-        runner.leave_out([client for client in _texts(asked, "left_out") if client in known])
+        runner.leave_out([client for client in asked["left_out"] if client in known])
         self._given.clear()
         self._trained.clear()
         return Session(asked["session"], asked["run"], runner, asked.get("public") is not None, other)
@@ -238,7 +235,7 @@ class Site:
         if self._public is None:
             self._public = public_facts(self._data)
         own = self._public
-        if own == theirs and isinstance(own, dict):
+        if own == theirs:
             return
         has = "has none" if own is None else f"has {_samples(own)}"
         raise RefusedError(
@@ -309,14 +306,11 @@ class Site:
         return written
 
     def _check(self, session: Session, task: Any) -> None:
-        """Refuse what this site must not do, or cannot do."""
+        """Refuse a task about a client that is not here."""
         own = {*session.runner.data.client_ids, *session.runner.left_out}
         for client in [task.client] if task.client is not None else task.clients:
             if client not in own:
                 raise RefusedError(f"site '{self.name}' has no client '{client}'.")
-        leaves = isinstance(task, Deploy) and (not task.write or (task.bring and not self._export))
-        if leaves or (isinstance(task, Deploy) and (task.folder is not None or task.shared is not None)):
-            raise RefusedError(f"models of clients do not leave site '{self.name}'.")
 
 
 def _refuse(reason: str | None) -> None:
@@ -332,13 +326,6 @@ def _within(data: Any) -> Iterator[Any]:
             yield from _within(value)
 
 
-def _texts(asked: Mapping[str, Any], name: str) -> Collection[Any]:
-    found = asked.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
-        raise RefusedError(f"its '{name}' is no list of names.")
-    return found
-
-
 def _without_paths(own: Any, theirs: Any) -> Any:
     """Return a configuration without the paths in it that are this site's alone."""
     if own == theirs:
@@ -351,9 +338,7 @@ def _without_paths(own: Any, theirs: Any) -> Any:
     return "(a path there)" if isinstance(own, str) and ("/" in own or "\\" in own) else own
 
 
-def _samples(facts: Any) -> str:
-    if not isinstance(facts, dict) or set(facts) != {"samples", "batch_size", "content"}:
-        raise RefusedError("it does not say which public data it has.")
+def _samples(facts: Mapping[str, Any]) -> str:
     return f"{facts['samples']} samples in batches of {facts['batch_size']} (hash {facts['content']})"
 
 
