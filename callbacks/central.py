@@ -19,8 +19,8 @@ class Central(FederatedCallback):
         ('pooled', 'pooled')
     """
 
-    optimizer_state = "keep"
     facts = Facts(
+        optimizer_state="keep",
         needs=[
             Need(
                 "trains one model on pooled data, without clients to act on",
@@ -29,7 +29,7 @@ class Central(FederatedCallback):
                     *(Change.GLOBAL, Change.REDUCED, Change.REDUCE, Change.STEP),
                 ),
             )
-        ]
+        ],
     )
 
     def check(self, setup: Setup) -> None:

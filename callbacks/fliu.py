@@ -54,7 +54,9 @@ class FLIU(FederatedCallback):
 
     facts = Facts(changes={Change.START})
 
-    def __init__(self, gamma: float | Literal["adaptive"] = "adaptive", weighting: WeightingName | None = "uniform") -> None:
+    def __init__(
+        self, gamma: float | Literal["adaptive"] = "adaptive", weighting: WeightingName | None = "uniform"
+    ) -> None:
         if gamma != "adaptive" and not (isinstance(gamma, int | float) and 0.0 <= gamma <= 1.0):
             raise ValueError(f"FLIU got gamma={gamma!r}. Use a number in [0, 1] or 'adaptive'.")
         self.gamma = gamma

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from fedlightning.algorithm import WeightingName
+from fedlightning.algorithm import Facts, WeightingName
 from fedlightning.callbacks.shared.mutual import SharedPeer, divergence
 from fedlightning.wrappers.pair import JointLoss, Side
 
@@ -56,7 +56,10 @@ class FML(SharedPeer):
         0.5
     """
 
-    optimizer_state = "keep"
+    @property
+    def facts(self) -> Facts:
+        """Optimizers go on, as the private model does."""
+        return super().facts.extend(optimizer_state="keep")
 
     def __init__(
         self,

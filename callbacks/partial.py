@@ -176,11 +176,11 @@ class Local(FederatedCallback):
     """
 
     facts = Facts(
+        optimizer_state="keep",
         needs=no_model()[:1],
         mixes_architectures=True,
         newcomers=Newcomers(no_model="trains each client alone, and has no model for one that never trained"),
     )
-    optimizer_state = "keep"
 
     def check(self, setup: Setup) -> None:
         """Refuse callbacks that work on a model that travels, and those that only choose what does.

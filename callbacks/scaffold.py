@@ -77,7 +77,9 @@ class SCAFFOLD(FederatedCallback):
         tensor([12.])
     """
 
-    def __init__(self, option: Literal[1, 2] = 2, server_lr: float = 1.0, weighting: WeightingName | None = "uniform") -> None:
+    def __init__(
+        self, option: Literal[1, 2] = 2, server_lr: float = 1.0, weighting: WeightingName | None = "uniform"
+    ) -> None:
         if option not in (1, 2):
             raise ValueError(
                 f"SCAFFOLD got option={option!r}. Option 1 is the gradient at x, option 2 re-uses the steps."

@@ -130,7 +130,7 @@ class SWIFT(Gossip):
                 heard = server.heard.get(client, {})
                 if self.fresh_only:
                     old = seen.get(client, {})
-                    heard = {other: letter for other, letter in heard.items() if letter[0] > old.get(other, -1)}
+                    heard = {other: sent for other, sent in heard.items() if sent[0] > old.get(other, -1)}
                     seen[client] = {**old, **{other: step for other, (step, _) in heard.items()}}
                 row = dict(zip(server.clients, matrix[place].tolist(), strict=True))
                 others = [(row[other], heard[other][1]) for other in server.clients if other in heard and row[other]]

@@ -24,13 +24,12 @@ from fedlightning.federation.changes import (
 from fedlightning.federation.checks import check_callbacks
 from fedlightning.federation.costs import Costs
 from fedlightning.federation.deployed import WHEN, export
-from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.explosions import Explosions
 from fedlightning.federation.failures import Decisions, FederationError, in_order
+from fedlightning.federation.intake import note_work, tell_of_misses
 from fedlightning.federation.loops import Loop, Synchronous
 from fedlightning.federation.loops.synchronous import messages
-from fedlightning.federation.misses import tell_of_misses
 from fedlightning.federation.refusals import (
     refuse_data_elsewhere,
     refuse_loop,
@@ -43,8 +42,9 @@ from fedlightning.federation.server import Server
 from fedlightning.federation.state import check_extra, restore_state, save_state
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import evaluation_of, summary_of
-from fedlightning.federation.terms import note_work, spent_of, terms_of
+from fedlightning.federation.terms import spent_of, terms_of
 from fedlightning.federation.unseen import Unseen
+from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import POOLED
 from fedlightning.messages import Update
 from fedlightning.run.environment import plain
@@ -280,10 +280,11 @@ class Federation:
             if "L1" in self.stages:
                 rows += stage_scores.stage_l1(server, self.engine, evaluate, global_rows)
         server.scores = stage_scores.by_client(rows)
-        self.recorder.record(rows + (self.unseen.rows(("val",), self.stages) if due else []))
+        unseen = self.unseen.rows(("val",), self.stages) if due and server.held_out else []
+        self.recorder.record(rows + unseen)
         self.costs.evaluation_seconds += time.monotonic() - started if due else 0.0
         self.recorder.log_clients(updates)
-        if server.run_dir is not None and self.recorder.writes:
+        if server.run_dir is not None and self.recorder.writes and self.loop.trips:
             note_trips(server.run_dir, self.loop.trips)
         server.callbacks.event("on_round_end", server)
         self.rounds_done = server.round + 1

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 from fedlightning.blueprint.blueprint import Blueprint
 from fedlightning.federation.deploy import Deploy
-from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine, Visit
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
 from fedlightning.federation.summary import describe_clients
 from fedlightning.federation.unseen import Unseen
+from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import NEWCOMER, CallbackList, Facts, FederatedCallback, Job, Placing
 from fedlightning.messages import Message, Update
 from fedlightning.run.files import readable_json, write_text_atomically, writing

@@ -15,11 +15,11 @@ from itertools import pairwise
 import torch
 from lightning.pytorch import LightningModule
 
-from fedlightning.federation.door import fault_of_score
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.server import Scores as ScoresOfRound
 from fedlightning.federation.server import Server
 from fedlightning.federation.store import ClientStore
+from fedlightning.federation.update_checks import fault_of_score
 from fedlightning.hooks import POOLED
 from fedlightning.messages import GLOBAL, Update
 from fedlightning.scoring.rows import EVERYBODY, LATEST, Gap, Row

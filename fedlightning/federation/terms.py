@@ -7,20 +7,11 @@ from typing import Any, Literal
 
 from fedlightning.blueprint.optimizers import have_memory
 from fedlightning.federation.server import Server
-from fedlightning.hooks import CallbackList
-from fedlightning.messages import Update
+from fedlightning.hooks import CallbackList, FederatedCallback
 
 SPENT = ("own_steps", "fine_tuning_steps", "selections")
 """What the clients do beside federated steps: steps on models of their own, steps after the last round, and passes over
 validation data with which they choose something."""
-
-
-def note_work(server: Server, update: Update, after_last_round: bool = False) -> None:
-    """Add what a client has done beside its federated steps."""
-    steps = "fine_tuning_steps" if after_last_round else "own_steps"
-    for name, count in ((steps, update.own_steps), ("selections", update.selections)):
-        if count:
-            server.spent[name] = server.spent.get(name, 0) + count
 
 
 def weighting_of(callbacks: CallbackList) -> str:
@@ -45,7 +36,9 @@ def optimizer_state_of(
 ) -> Literal["reset", "keep"]:
     """Return what becomes of optimizers between visits: as the user says, else as an algorithm wishes, else `"reset"`."""
     wishes: list[Literal["reset", "keep"]] = [
-        wish for callback in callbacks if (wish := getattr(callback, "optimizer_state", None)) is not None
+        wish
+        for callback in callbacks
+        if isinstance(callback, FederatedCallback) and (wish := callback.facts.optimizer_state) is not None
     ]
     return given or (wishes[0] if wishes else "reset")
 

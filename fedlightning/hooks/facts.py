@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from fedlightning.federation.server import Server
@@ -178,6 +178,8 @@ class Facts:
         most_work: Gives, of the trainer's local epochs or steps, the most that a job of this method may ask for; a site
             refuses more. `None`: the trainer's. Work of phases does not count.
         newcomers: What it does for clients that come later.
+        optimizer_state: Whether optimizers begin anew in every visit (`"reset"`) or go on (`"keep"`) where the user does not
+            say; `None`: no opinion.
 
     Example:
         >>> facts = Facts(changes={Change.START}).extend(changes={Change.PARTS}, takes_part=False)
@@ -193,6 +195,7 @@ class Facts:
     takes_part: bool = True
     most_work: Callable[[int], int] | None = None
     newcomers: Newcomers = Newcomers()
+    optimizer_state: Literal["reset", "keep"] | None = None
 
     def extend(self, changes: Iterable[Change] = (), needs: Iterable[Need] = (), **others: Any) -> Facts:
         """Return these facts with more changes and needs, and other answers to the rest.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from urllib.parse import quote
 
@@ -60,7 +61,9 @@ def fit(
     everything = [*callbacks, visit, *ordinary]
     trainer: Any
     validates, name = val_loader is not None, type(client.module).__name__
-    with phase_loss(client, phase), loss_terms(client, acting(callbacks.loss_terms(), phase)):
+    own_loss = nullcontext() if phase.is_task else phase_loss(client, phase)
+    acting_terms = acting(callbacks.loss_terms(), phase)
+    with own_loss, loss_terms(client, acting_terms) if acting_terms else nullcontext():
         try:
             if fast_trainer is None:
                 trainer = train_with_lightning(

@@ -12,15 +12,12 @@ from fedlightning.tensors import module_state
 
 
 @contextmanager
-def only_training(module: LightningModule, names: tuple[str, ...] | None) -> Iterator[None]:
+def only_training(module: LightningModule, names: tuple[str, ...]) -> Iterator[None]:
     """Within the block, train only a part of a module.
 
     Frozen parameters get no gradient at all, since a stale one would move them through weight decay. Modules with no
     entry among `names` are put in eval mode, so that the running statistics of a frozen body stay.
     """
-    if names is None:
-        yield
-        return
     parameters = dict(module.named_parameters())
     entries = list(module_state(module))
     chosen = set(expand(names, entries))

@@ -57,9 +57,6 @@ def loss_terms(client: Client, callbacks: Sequence[FederatedCallback]) -> Iterat
     The module's class is swapped and put back, so its logging, hooks and names stay the same.
     """
     module: LightningModule = client.module
-    if not callbacks:
-        yield
-        return
     if not module.automatic_optimization:
         raise ValueError(
             f"{callbacks[0].key} adds a term to the loss that training_step returns, but {type(module).__name__} "

@@ -61,9 +61,6 @@ def phase_loss(client: Client, phase: Phase) -> Iterator[None]:
 
     The module's class is swapped and put back, so its hooks, optimizers and names stay the same.
     """
-    if phase.is_task:
-        yield
-        return
     module: LightningModule = client.module
     if phase.loss is not None and not module.automatic_optimization:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -265,7 +265,7 @@ class LocalRunner:
         inside = self.surroundings(client, phase)
         fast_trainer = None if self.settings.logs(client.id) else self.loop.fast_trainer(client.module, loader)
         val_loader = self.validation_loader(message)
-        with only_training(client.module, phase.train):
+        with nullcontext() if phase.train is None else only_training(client.module, phase.train):
             return local_fit.fit(
                 client,
                 self.callbacks,

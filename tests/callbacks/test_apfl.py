@@ -545,7 +545,7 @@ class Phases(FederatedCallback):
         (Manual(), [APFL()], "beside Manual, which optimizes manually. Use FedPer"),
         (NetStyle(), [APFL(mix="logits")], r"NetStyle.training_step does not call self\(x\).*Use APFL\(mix='params'\)"),
         (PiecesStyle(), [APFL(mix="logits")], r"PiecesStyle.training_step does not call self\(x\)"),
-        (Toy(), [APFL(), Phases()], "but Phases splits a visit into phases. Remove one"),
+        (Toy(), [APFL(), Phases()], "APFL trains two models in one fit, and Phases fits several times"),
         (Toy(), [APFL(), APFL()], "APFL is in the list of callbacks 2 times"),
     ],
 )

@@ -149,7 +149,7 @@ class Recurrent(Residual):
     ],
 )
 def test_networks_that_are_no_chain_are_refused(make, reason):
-    with pytest.raises(ValueError, match=f"X cannot take {make.__name__} apart into blocks: .*{reason}") as caught:
+    with pytest.raises(ValueError, match=rf"X cannot take {make.__name__} apart into blocks: .*{reason}") as caught:
         check_cut("X", make(), torch.randn(4, FEATURES))
     assert "blocks()" in str(caught.value)
 

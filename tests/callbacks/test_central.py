@@ -52,12 +52,12 @@ def test_one_visit_a_round_on_all_samples():
     "other", [FedPer(), FLIU(), SCAFFOLD(), FedAdam(), pFedLA(), FedLP(), MOON()], ids=lambda c: c.key
 )
 def test_company_that_needs_clients_is_refused(other):
-    with pytest.raises(ValueError, match=f"Central trains one model on pooled data, so {other.key} has no clients"):
+    with pytest.raises(ValueError, match=rf"Central trains one model on pooled data.*, and {other.key} "):
         federate(Toy(), toy_data(), [Central(), other])
 
 
 def test_sampling_of_participants_is_refused_before_a_round_that_has_some():
-    with pytest.raises(ValueError, match="PoissonSampling says who takes part in a round: that would have no effect"):
+    with pytest.raises(ValueError, match=r"Central trains one model on pooled data.*, and PoissonSampling says who"):
         federate(Toy(), toy_data(), [Central(), PoissonSampling(1e-9)], max_rounds=1)
 
 

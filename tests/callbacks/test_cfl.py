@@ -175,13 +175,13 @@ def test_a_layer_that_was_not_sent_has_not_moved():
     assert any(len(update.state) < 4 for update in spy.updates)
     rows = flat({"a": CFL().delta(trainer.server, global_state(trainer), spy.updates[0])})
     assert rows.shape == (1, sum(value.numel() for value in global_state(trainer).values()))
-    with pytest.raises(ValueError, match="Local lets no model travel, so CFL has nothing to work on"):
+    with pytest.raises(ValueError, match="Local lets no model travel, and CFL "):
         federate(Toy(), toy_data(), [Local(), CFL()])
 
 
 @pytest.mark.parametrize("options", [{"eps1": -1.0}, {"gap": 1.0}, {"start_round": 0}])
 def test_senseless_settings_are_refused(options):
-    with pytest.raises(ValueError, match=f"CFL got .*{next(iter(options))}="):
+    with pytest.raises(ValueError, match=rf"CFL got .*{next(iter(options))}="):
         CFL(**options)
 
 

@@ -209,7 +209,7 @@ def test_impossible_splits_are_refused(callbacks, sentence):
 
 
 def test_a_head_that_stops_travelling_is_warned_of():
-    with pytest.warns(UserWarning, match="FedALA merges the last 1 .* from round 2 other callbacks keep them") as said:
+    with pytest.warns(UserWarning, match=r"FedALA merges the last 1 .* from round 2 other callbacks keep them") as said:
         federate(Toy(), toy_data(), [FedALA(), PLayerFL(split=1)], max_rounds=4)
     assert sum("from round 2" in str(warning.message) for warning in said) == 1
 
@@ -225,5 +225,5 @@ def test_a_frozen_head_is_refused():
     "options", [{"num_layers": 0}, {"fraction": 0.0}, {"weight_lr": -1.0}, {"start": 1.5}, {"max_passes": 0}]
 )
 def test_senseless_settings_are_refused(options):
-    with pytest.raises(ValueError, match=f"FedALA got .*{next(iter(options))}="):
+    with pytest.raises(ValueError, match=rf"FedALA got .*{next(iter(options))}="):
         FedALA(**options)

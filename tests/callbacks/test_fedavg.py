@@ -204,7 +204,7 @@ def test_a_step_that_does_not_see_all_samples_is_refused():
         federate(Toy(), toy_data({"0": 8, "1": 40}), [FedSGD()], local_steps=1)
     with pytest.raises(ValueError, match=r"accumulate_grad_batches=2 would divide its gradient by 2"):
         federate(Toy(), toy_data(SIZES, batch_size=64), [FedSGD()], local_steps=1, accumulate_grad_batches=2)
-    with pytest.raises(ValueError, match="one step per round, but FedRep fits several times"):
+    with pytest.raises(ValueError, match="one step per round, and FedRep fits several times"):
         federate(Toy(), toy_data(SIZES, batch_size=64), [FedSGD(), FedRep(weighting=None)], local_steps=1)
 
 

@@ -178,5 +178,5 @@ def test_what_goes_with_it_and_wrong_use():
         (name,) = arguments
         with pytest.raises(ValueError, match=f"FedBE got {name}="):
             FedBE(**arguments)
-    with pytest.raises(ValueError, match=r"FedBE fuses the whole models .* FedPer has another way"):
+    with pytest.raises(ValueError, match=r"FedBE fuses the whole models .*, and FedPer chooses what travels"):
         federate(Toy(), public_data(), [FedBE(), FedPer(personal="net.3")])

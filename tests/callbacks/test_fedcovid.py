@@ -173,7 +173,7 @@ def test_what_cannot_work_is_refused():
         "large": 0,
         "small_lr": 0.0,
     }.items():
-        with pytest.raises(ValueError, match=f"FedCovid got .*{name}="):
+        with pytest.raises(ValueError, match=rf"FedCovid got .*{name}="):
             FedCovid(**{name: value})
 
 

@@ -260,7 +260,7 @@ def test_wrong_use_is_refused():
             FedDF(**arguments)
     with pytest.raises(ValueError, match="needs labelled public data"):
         FedDF(drop_worst=True)
-    with pytest.raises(ValueError, match=r"FedDF fuses the whole models .* FedPer has another way"):
+    with pytest.raises(ValueError, match=r"FedDF fuses the whole models .*, and FedPer chooses what travels"):
         federate(Toy(), public_data(), [FedDF(), FedPer(personal="net.3")])
     with pytest.raises(ValueError, match="FedDF trains on public data, but the data module has none"):
         federate(Toy(), toy_data(), [FedDF()])

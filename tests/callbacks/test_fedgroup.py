@@ -169,7 +169,7 @@ def test_layers_that_were_not_sent_have_not_moved():
     trainer = federate(Toy(), toy_data(), [FedLP(0.5), FedGroup()], max_rounds=2)
     paths = trainer.server.state["FedGroup"]["directions"]
     assert all(list(path) == list(trainer.server.trainable) for path in paths.values())
-    with pytest.raises(ValueError, match="Local lets no model travel, so FedGroup has nothing to work on"):
+    with pytest.raises(ValueError, match="Local lets no model travel, and FedGroup "):
         federate(Toy(), toy_data(), [Local(), FedGroup()])
 
 

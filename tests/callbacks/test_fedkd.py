@@ -216,7 +216,7 @@ def test_wrong_use_is_refused():
     for name, value in (("strength", -1), ("energy_start", 0), ("energy_end", 1.5)):
         with pytest.raises(ValueError, match=f"FedKD got {name}={value}"):
             FedKD(**{name: value})
-    with pytest.raises(ValueError, match=r"SCAFFOLD does not know.*energy_start=1"):
+    with pytest.raises(ValueError, match=r"FedKD sends a client's update as factors.*, and SCAFFOLD .*energy_start=1"):
         federate(Toy(), data, [FedKD(small()), SCAFFOLD()])
     with pytest.raises(ValueError, match=r"FedAdam.*both claim 'server_step'|both claim"):
         federate(Toy(), data, [FedKD(small()), FedAdam()])

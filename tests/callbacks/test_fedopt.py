@@ -168,5 +168,5 @@ def test_partial_sharing_leaves_private_entries_alone():
     "options", [{"beta1": 1.0}, {"beta2": -0.1}, {"server_lr": 0.0}, {"tau": 0.0}], ids=lambda o: next(iter(o))
 )
 def test_senseless_settings_are_refused(options):
-    with pytest.raises(ValueError, match=f"FedAdam got .*{next(iter(options))}="):
+    with pytest.raises(ValueError, match=rf"FedAdam got .*{next(iter(options))}="):
         FedAdam(**options)

@@ -235,7 +235,7 @@ def test_a_module_that_cannot_be_initialised_anew_is_refused():
     "options", [{"num_clusters": 0}, {"lam": -1.0}, {"sigma": 2.0}, {"selected": 0}, {"interval": 0}, {"init": -1.0}]
 )
 def test_senseless_settings_are_refused(options):
-    with pytest.raises(ValueError, match=f"FedSoft got .*{next(iter(options))}="):
+    with pytest.raises(ValueError, match=rf"FedSoft got .*{next(iter(options))}="):
         FedSoft(**options)
 
 

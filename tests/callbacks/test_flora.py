@@ -287,17 +287,17 @@ def test_adaptation_after_the_last_round_starts_from_the_selected_network(tmp_pa
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (FedAdam(), "moves the server's model by the mean change"),
-        (FedNova(), "moves the server's model by the mean change"),
-        (SCAFFOLD(), "moves the server's model by the mean change"),
-        (FedPer(personal=["net.3"]), "keeps a model or a part of it"),
+        (FedAdam(), "makes the step of the server's model"),
+        (FedNova(), "changes the mean of the updates"),
+        (SCAFFOLD(), "changes the mean of the updates"),
+        (FedPer(personal=["net.3"]), "keeps something of its own"),
         (FedCovid(head="net.3"), "plans rounds of its own"),
-        (FedLP(), "leaves out entries"),
+        (FedLP(), "leaves entries out"),
     ],
     ids=lambda value: getattr(value, "key", ""),
 )
 def test_what_goes_on_with_old_adapters_is_refused(other, why):
-    with pytest.raises(ValueError, match=f"{other.key} .*{why}.*FLoRA merges the adapters.*FedIT in place of FLoRA"):
+    with pytest.raises(ValueError, match=rf"FLoRA merges the adapters.*, and {other.key} .*{why}.*FedIT in its place"):
         federate(Toy(), toy_data(), [other, FLoRA(weighting=other.weighting)])
 
 

@@ -277,7 +277,7 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match=r"gives logits \(8, 3\), and `net.0` of the shared Toy \(8, 8\)"):
         federate(Toy(), data, [FML(shared_head="net.0")])
     for other in (MOON(), FedPer(personal="net.3"), IFCA(), Ditto()):
-        with pytest.raises(ValueError, match=f"{other.key}.*FML|FML.*{other.key}"):
+        with pytest.raises(ValueError, match=rf"{other.key}.*FML|FML.*{other.key}"):
             federate(Toy(), data, [FML(), other])
 
 
@@ -315,7 +315,7 @@ def toy_of_numbers():
 def test_other_tasks_than_classification_are_refused(make):
     """A softmax over one number or over places is no prediction of classes."""
     method = make(Levels(hidden=3))
-    with pytest.raises(ValueError, match=f"{method.key} .*(whole number|no whole numbers from 0 to 1)"):
+    with pytest.raises(ValueError, match=rf"{method.key} .*(whole number|no whole numbers from 0 to 1)"):
         federate(Levels(), toy_of_numbers(), [method])
     with pytest.raises(ValueError, match=rf"{method.key} .*`net.2` gives \(8, 3, 6\).*pixel or token"):
         federate(Pixels(), toy_data(SIZES), [make(Pixels(hidden=3))])

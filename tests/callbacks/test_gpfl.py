@@ -168,7 +168,7 @@ def test_wrong_use():
         GPFL(valve="shut")
     with pytest.raises(ValueError, match=r"begins with a Conv1d"):
         federate(NoHead(), toy_data(SIZES), [GPFL()])
-    with pytest.raises(ValueError, match="FedPer chooses another part"):
+    with pytest.raises(ValueError, match=r"GPFL shares everything but the head.*, and FedPer chooses what travels"):
         federate(Toy(), toy_data(SIZES), [GPFL(), FedPer()])
 
 

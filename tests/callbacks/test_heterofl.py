@@ -303,9 +303,15 @@ def test_the_proximal_anchor_is_the_slice():
 @pytest.mark.parametrize(
     ("callbacks", "words"),
     [
-        ([HeteroFL(), SCAFFOLD()], r"SCAFFOLD sends values shaped as the full model.*Remove one"),
-        ([HeteroFL(static_bn=False), PLayerFL()], r"PLayerFL plans rounds of its own.*Remove one"),
-        ([HeteroFL(dynamic=True), LocalCheckpoint()], r"LocalCheckpoint keeps.*dynamic=False"),
+        (
+            [HeteroFL(), SCAFFOLD()],
+            r"HeteroFL gives clients parts of the model.*, and SCAFFOLD sends values",
+        ),
+        (
+            [HeteroFL(static_bn=False), PLayerFL()],
+            r"HeteroFL gives clients parts.*, and PLayerFL plans rounds of its own",
+        ),
+        ([HeteroFL(dynamic=True), LocalCheckpoint()], r"dynamic=True\), and LocalCheckpoint keeps"),
         ([HeteroFL(rates={"0": 1.0})], r"no rate for client '1'"),
     ],
 )

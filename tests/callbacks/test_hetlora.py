@@ -248,9 +248,9 @@ def test_both_factors_travel_or_none():
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (SCAFFOLD(weighting=None), "SCAFFOLD sends values shaped as the full model, but HetLoRA's clients hold parts"),
-        (FedLP(), "FedLP leaves out entries of what is sent, but HetLoRA weighs a client by the product"),
-        (FedALA(), "FedALA merges what came .*rows that HetLoRA has pruned. Use gamma=1"),
+        (SCAFFOLD(weighting=None), "HetLoRA gives clients parts of the model.*, and SCAFFOLD sends values"),
+        (FedLP(), "HetLoRA weighs a client by the product.*, and FedLP leaves entries out"),
+        (FedALA(), "HetLoRA prunes rows.*, and FedALA makes the model.*use gamma=1"),
     ],
     ids=lambda value: getattr(value, "key", ""),
 )

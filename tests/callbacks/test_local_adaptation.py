@@ -174,7 +174,7 @@ def test_what_to_monitor():
 
 
 def test_a_copy_that_diverges_is_not_deployed():
-    with pytest.warns(UserWarning, match="own model of client '0' holds NaN.*LocalAdaptation"):
+    with pytest.warns(UserWarning, match=r"own model of client '0' holds NaN.*LocalAdaptation"):
         trainer = federate(Toy("sgd"), toy_data(SIZES), [LocalAdaptation(epochs=40, lr_factor=1e30)], max_rounds=1)
     same(deployed(trainer, "0"), global_state(trainer))
 

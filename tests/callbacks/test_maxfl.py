@@ -209,7 +209,7 @@ def test_moments_do_not_go_on_from_the_visit_alone(given):
 
 @pytest.mark.parametrize("given", [{"alone": 2}, {"participation": 2}])
 def test_a_personal_model_takes_no_steps_in_the_visit_alone(given):
-    with pytest.raises(ValueError, match="what Ditto keeps at the client would train in both visits"):
+    with pytest.raises(ValueError, match="would train in both visits, and Ditto keeps"):
         federate(
             Toy(), toy_data(), [MaxFL(alone=given.get("alone")), Ditto()], participation=given.get("participation", 1.0)
         )

@@ -349,7 +349,7 @@ def reshaped_by_hand(own, x):
 
 
 def test_where_no_candidate_fits_clients_keep_what_they_have():
-    with pytest.warns(UserWarning, match="found no candidate that keeps the rules.*max_stitch=1; clients keep"):
+    with pytest.warns(UserWarning, match=r"found no candidate that keeps the rules.*max_stitch=1; clients keep"):
         trainer = federate(models(), public_data((24, 40)), [pFedHR(depths=(4, 5), max_stitch=1)], max_rounds=2)
     assert not trainer.server.state.get("pFedHR")
 
@@ -380,7 +380,7 @@ def test_teachers_of_the_same_round_do_not_depend_on_the_global_generators():
     ],
 )
 def test_arguments_are_refused(options, says):
-    with pytest.raises(ValueError, match=f"pFedHR got .*{says}"):
+    with pytest.raises(ValueError, match=rf"pFedHR got .*{says}"):
         pFedHR(**options)
 
 

@@ -208,7 +208,7 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match=r"theta diverges unless .* personal_lr below 0\.133"):
         pFedMe(lam=15.0, personal_lr=0.2)
     for options in ({"lam": 0.0}, {"inner_steps": 0}, {"server_lr": -1.0}):
-        with pytest.raises(ValueError, match=f"pFedMe got .*{next(iter(options))}="):
+        with pytest.raises(ValueError, match=rf"pFedMe got .*{next(iter(options))}="):
             pFedMe(**options)
 
     class Other(FederatedCallback):

@@ -47,9 +47,3 @@ def test_a_longer_run_does_not_make_the_last_visits():
     assert (found.bytes_up, found.bytes_down, found.steps, found.spent) == (10, 20, 3, {"a": 4})
     assert [entry["round"] for entry in costs.history] == [1]
     assert abs(costs.seconds - seconds) < 1e-9
-
-
-def test_a_state_of_an_earlier_version_has_no_costs():
-    costs = Costs()
-    costs.load({})
-    assert (costs.seconds, costs.evaluation_seconds, costs.history) == (0.0, 0.0, [])

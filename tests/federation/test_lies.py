@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fedlightning.callbacks import fedgh, fedgkt
-from fedlightning.federation.door import checked
 from fedlightning.federation.loops import synchronous
+from fedlightning.federation.update_checks import checked
 from fedlightning.testing.toys import ToyData, federate
 from tests.conformance.case import collect
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import fedlightning
 
 # isort: split
-from fedlightning.federation.door import checked
+from fedlightning.federation.update_checks import checked
 from fedlightning.messages import Message, Update
 from fedlightning.models import MLP, Classifier
 from fedlightning.run import persistence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -97,7 +97,10 @@ class StackedTraining:
                 stack.pull(row, trainee.client.module)
         clip = runner.settings.trainer_arguments.get("gradient_clip_val")
         algorithm = runner.settings.trainer_arguments.get("gradient_clip_algorithm") or "norm"
-        with only_training(module, phase.train), on_device(module, self._device):
+        with (
+            nullcontext() if phase.train is None else only_training(module, phase.train),
+            on_device(module, self._device),
+        ):
             context = runner.blueprint.precision.train_step_context
             step = StackedStep(
                 module, context, takes_index(module.training_step), ClientDraws() if found.draws else None

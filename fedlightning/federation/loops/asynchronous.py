@@ -12,14 +12,14 @@ import torch
 
 from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.failures import FederationError
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, allowed, last_scores, left_behind
-from fedlightning.federation.loops.flights import Flight, HeldRecords, Planned
+from fedlightning.federation.loops.in_flight import HeldRecords, InFlight, Planned
 from fedlightning.federation.loops.synchrony import refuse_synchronous
 from fedlightning.federation.server import Server
+from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Arrivals, AsynchronousMethod
 from fedlightning.messages import Update
 from fedlightning.run.timeline import Outcome
@@ -93,7 +93,7 @@ class Asynchronous(Loop):
         self.arrivals = arrivals
         self.max_staleness = max_staleness
         self.at_end = at_end
-        self._flights: list[Flight] = []
+        self._in_flight: list[InFlight] = []
         self._planned: Planned | None = None
         self._departures = 0
         self._visits: dict[str, int] = {}
@@ -172,11 +172,11 @@ class Asynchronous(Loop):
         self.trips = trips = []
         taken = failed = steps = 0
         flush = self.at_end == "flush" and server.round + 1 == server.max_rounds
-        while taken < rule.count or (flush and self._flights):
+        while taken < rule.count or (flush and self._in_flight):
             start = partial(self._depart, server, planned, 0 if taken >= rule.count else width)
-            wanted = rule.count - taken if taken < rule.count else len(self._flights)
-            flight = self._next(server, engine, evaluate, wanted, start)
-            if flight is None:
+            wanted = rule.count - taken if taken < rule.count else len(self._in_flight)
+            job = self._next(server, engine, evaluate, wanted, start)
+            if job is None:
                 raise FederationError(
                     f"Round {server.round + 1}: nobody is at work, and no client can be reached any more after "
                     f"{server.time:g} virtual seconds, with {taken} of {rule.count} updates taken in. Let the availability "
@@ -185,24 +185,24 @@ class Asynchronous(Loop):
             if rule.models and taken >= rule.count * (steps + 1):  # a share of each, not the sum of all shares at once
                 intake.step()
                 steps += 1
-            before = engine.store.get(flight.client)
-            update = self._arrived(server, engine, evaluate, flight, steps)
+            before = engine.store.get(job.client)
+            update = self._arrived(server, engine, evaluate, job, steps)
             intake.count(update)
             if update.error is not None:
                 failed += 1
             elif rule.max_staleness is not None and update.staleness > rule.max_staleness:
                 reason = f"its update is {update.staleness} steps old, more than max_staleness={rule.max_staleness}"
-                if flight.record is not None:
-                    engine.store.put(flight.client, left_behind(server, before, flight.record))
+                if job.record is not None:
+                    engine.store.put(job.client, left_behind(server, before, job.record))
                 update = replace(update, error=f"client '{update.client}': {reason}", left_out=True)
             else:
-                sent, kinds = flight.message.state, server.architecture(update.model).kinds
+                sent, kinds = job.message.state, server.architecture(update.model).kinds
                 # the change of a running variance, taken at another one, may leave it below 0
                 base = {name: value for name, value in sent.items() if kinds[name] in ("trainable", "frozen")}
                 intake.fold(update, sent, None if rule.models else base, trained=bool(update.state))
                 taken += 1
             outcome: Outcome = "stale" if update.left_out else "failed" if update.error is not None else "taken"
-            trips.append(flight.trip(server.round, update.staleness, outcome))
+            trips.append(job.trip(server.round, update.staleness, outcome))
             intake.close(update)
             if not taken and failed >= max(rule.count, width, len(server.clients)):
                 intake.refuse_if_all_failed()
@@ -211,16 +211,16 @@ class Asynchronous(Loop):
         intake.step()
         return last_scores(intake.done)
 
-    def _arrived(self, server: Server, engine: Engine, evaluate: Evaluate, flight: Flight, steps: int) -> Update:
+    def _arrived(self, server: Server, engine: Engine, evaluate: Evaluate, job: InFlight, steps: int) -> Update:
         """Let a visit take effect. Scores from a round that was evaluated do not go into one that is not."""
-        assert flight.update is not None
-        if flight.record is not None:
-            flight.select_in(server.round, engine.store.get(flight.client))
-            engine.store.put(flight.client, flight.record)
-        scores = [entry for entry in flight.update.evaluations if entry[2] in evaluate.splits]
-        gaps = [entry for entry in flight.update.gaps if entry[2] in evaluate.splits]
-        late = server.round + steps - flight.message.round
-        return replace(flight.update, staleness=late, evaluations=scores, gaps=gaps)
+        assert job.update is not None
+        if job.record is not None:
+            job.select_in(server.round, engine.store.get(job.client))
+            engine.store.put(job.client, job.record)
+        scores = [entry for entry in job.update.evaluations if entry[2] in evaluate.splits]
+        gaps = [entry for entry in job.update.gaps if entry[2] in evaluate.splits]
+        late = server.round + steps - job.message.round
+        return replace(job.update, staleness=late, evaluations=scores, gaps=gaps)
 
     def _planned_by(self, engine: Engine) -> Planned:
         """Return what knows of planned samples: one for the whole run, for to find out may take time."""
@@ -231,8 +231,8 @@ class Asynchronous(Loop):
     # -- what comes next -------------------------------------------------------------------------------------------
     def _next(
         self, server: Server, engine: Engine, evaluate: Evaluate, wanted: int, start: Callable[[], float]
-    ) -> Flight | None:
-        """Go on to the next arrival, and take the flight out. Before that, everybody starts who can."""
+    ) -> InFlight | None:
+        """Go on to the next arrival, and take the job out. Before that, everybody starts who can."""
         first = self._earliest(server, engine, evaluate, wanted)
         while first is None or first.arrival > server.time:
             waking = start()
@@ -242,38 +242,38 @@ class Asynchronous(Loop):
             if math.isinf(waking):
                 return None
             server.time = waking
-        self._flights.remove(first)
+        self._in_flight.remove(first)
         server.time = first.arrival
         return first
 
-    def _earliest(self, server: Server, engine: Engine, evaluate: Evaluate, wanted: int) -> Flight | None:
-        """Return the flight that arrives next, carried out. What its own bytes take may let another one pass."""
-        while self._flights:
-            ahead = sorted(self._flights, key=lambda flight: flight.order)
+    def _earliest(self, server: Server, engine: Engine, evaluate: Evaluate, wanted: int) -> InFlight | None:
+        """Return the job that arrives next, carried out. What its own bytes take may let another one pass."""
+        while self._in_flight:
+            ahead = sorted(self._in_flight, key=lambda job: job.order)
             if ahead[0].update is not None:
                 return ahead[0]
-            waiting = [flight for flight in ahead[: max(wanted, 1)] if flight.update is None]
+            waiting = [job for job in ahead[: max(wanted, 1)] if job.update is None]
             self._carry_out(server, engine, evaluate, waiting)
         return None
 
-    def _carry_out(self, server: Server, engine: Engine, evaluate: Evaluate, flights: list[Flight]) -> None:
+    def _carry_out(self, server: Server, engine: Engine, evaluate: Evaluate, flights: list[InFlight]) -> None:
         """Carry out jobs together; what the clients keep is held back until the updates arrive."""
         store, held = engine.store, HeldRecords(engine.store)
         engine.store = held
         try:
-            messages = (flight.message for flight in flights)
+            messages = (job.message for job in flights)
             answers = engine.run(messages, evaluate, partial(checked, server), server.round)
-            for flight, update in zip(flights, answers, strict=True):
-                flight.carried_out(self.clock, update, held.new(flight.client))
+            for job, update in zip(flights, answers, strict=True):
+                job.carried_out(self.clock, update, held.new(job.client))
         finally:
             engine.store = store
 
     def _depart(self, server: Server, planned: Planned, width: int) -> float:
         """Start idle clients that are available until `width` are at work."""
-        free = width - len(self._flights)
+        free = width - len(self._in_flight)
         if free <= 0:
             return math.inf
-        busy = {flight.client for flight in self._flights}
+        busy = {job.client for job in self._in_flight}
         idle = [client for client in server.clients if client not in busy and server.num_samples[client]]
         draws = generator(server.seed, "departures", self._departures, server.time)
         chosen: dict[str, Any] = {}
@@ -285,13 +285,13 @@ class Asynchronous(Loop):
                 if job is not None and job.work != 0:
                     chosen[idle[place]] = job
         for client in (client for client in idle if client in chosen):
-            self._flights.append(self._flight(server, chosen[client], planned))
+            self._in_flight.append(self._sent_off(server, chosen[client], planned))
         if len(chosen) == free:
             return math.inf
         later = (self.clock.next_available(client, server.time) for client in idle if client not in chosen)
         return min((time for time in later if time > server.time), default=math.inf)
 
-    def _flight(self, server: Server, job: Any, planned: Planned) -> Flight:
+    def _sent_off(self, server: Server, job: Any, planned: Planned) -> InFlight:
         message = server.message(job)
         client, clock = job.client, self.clock
         message.visit = self._visits.get(client, 0)
@@ -301,12 +301,12 @@ class Asynchronous(Loop):
         computed += clock.compute(client, message.visit, planned(client, job.work))
         self._departures += 1
         arrival = computed + clock.upload(client, message.visit, 0)
-        return Flight(self._departures - 1, message, server.time, computed, arrival)
+        return InFlight(self._departures - 1, message, server.time, computed, arrival)
 
     # -- what is saved ---------------------------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
         """Return the jobs in flight, and how often each client has started."""
-        flights = [flight.plain() for flight in self._flights]
+        flights = [job.plain() for job in self._in_flight]
         return {"departures": self._departures, "visits": dict(self._visits), "flights": flights}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -318,4 +318,4 @@ class Asynchronous(Loop):
         if set(state) != {"departures", "visits", "flights"}:
             super().load(state or {"nothing": "no jobs in flight"})
         self._departures, self._visits = int(state["departures"]), dict(state["visits"])
-        self._flights = [Flight.of(flight) for flight in state["flights"]]
+        self._in_flight = [InFlight.of(job) for job in state["flights"]]

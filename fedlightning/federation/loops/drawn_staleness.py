@@ -9,7 +9,7 @@ import torch
 from fedlightning.clock import FixedSpeed, VirtualClock
 from fedlightning.errors import ConfigurationError
 from fedlightning.federation.loops.asynchronous import Asynchronous
-from fedlightning.federation.loops.flights import Planned
+from fedlightning.federation.loops.in_flight import Planned
 from fedlightning.federation.server import Server
 from fedlightning.seeding import generator
 
@@ -80,7 +80,7 @@ class DrawnStaleness(Asynchronous):
         for number in range(now, now + self.max_staleness + 1):
             client, staleness = self._drawn(server, number)
             if number - staleness == now:
-                flight = self._flight(server, server.job(client), planned)
-                flight.computed = flight.arrival = number + 1.0
-                self._flights.append(flight)
+                job = self._sent_off(server, server.job(client), planned)
+                job.computed = job.arrival = number + 1.0
+                self._in_flight.append(job)
         return math.inf

@@ -10,12 +10,12 @@ from functools import partial
 
 from fedlightning.clock import AlwaysAvailable, VirtualClock
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, allowed, left_out
 from fedlightning.federation.loops.timing import Late, RoundTimes
 from fedlightning.federation.server import Server
+from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import AsynchronousMethod, Job, Plan
 from fedlightning.messages import Message, Update
 from fedlightning.visit.requests import Evaluate
@@ -116,7 +116,8 @@ class Synchronous(Loop):
     ) -> list[Update]:
         """Carry out the round that the algorithm plans; see :func:`run_round`."""
         server.clock = self.clock
-        times = RoundTimes.of(self.clock, server, engine, self.deadline, self.late, self.first)
+        clock, options = self.clock, (self.deadline, self.late, self.first)
+        times = None if clock is None else RoundTimes.of(clock, server, engine, *options)
         updates = run_round(server, engine, evaluate, report, times)
         self.trips = () if times is None else times.trips
         return updates

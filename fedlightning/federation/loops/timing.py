@@ -12,7 +12,7 @@ from fedlightning.errors import ConfigurationError, warn
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.failures import FederationError
 from fedlightning.federation.loops.base import left_behind
-from fedlightning.federation.loops.flights import Planned
+from fedlightning.federation.loops.in_flight import Planned
 from fedlightning.federation.server import Server
 from fedlightning.hooks import POOLED, Change, Job
 from fedlightning.messages import Message, Update, tree_bytes
@@ -52,16 +52,14 @@ class RoundTimes:
     @classmethod
     def of(
         cls,
-        clock: VirtualClock | None,
+        clock: VirtualClock,
         server: Server,
         engine: Engine,
         deadline: float | None,
         late: Late,
         first: int | None,
-    ) -> RoundTimes | None:
-        """Return the clock of a round that is about to begin, when somebody can be reached; `None` without a clock."""
-        if clock is None:
-            return None
+    ) -> RoundTimes:
+        """Return the clock of a round that is about to begin, when somebody can be reached."""
         waking = server.time
         if not any(clock.available(client, waking) for client in server.clients):
             waking = min(clock.next_available(client, waking) for client in server.clients)

@@ -9,13 +9,13 @@ from typing import Any
 
 from fedlightning.clock import VirtualClock
 from fedlightning.errors import ConfigurationError
-from fedlightning.federation.door import checked
 from fedlightning.federation.engine import Engine
 from fedlightning.federation.failures import FederationError
 from fedlightning.federation.intake import Intake
 from fedlightning.federation.loops.base import Loop, last_scores
-from fedlightning.federation.loops.flights import Planned
+from fedlightning.federation.loops.in_flight import Planned
 from fedlightning.federation.server import Server
+from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Decentralised
 from fedlightning.messages import Message, Update
 from fedlightning.run.timeline import Outcome, Trip
@@ -179,11 +179,11 @@ class WaitFree(Loop):
 
     def _deliver(self, now: float) -> None:
         """Hand over the models that have come. One that was overtaken by a later one is of no use."""
-        for _, receiver, sender, step in (letter for letter in self._sent if letter[0] <= now):
+        for _, receiver, sender, step in (sent for sent in self._sent if sent[0] <= now):
             had = self._had.setdefault(receiver, {})
             if step > had.get(sender, (-1, 0))[0]:
                 had[sender] = step, self._steps[receiver][0] if receiver in self._steps else 0
-        self._sent = [letter for letter in self._sent if letter[0] > now]
+        self._sent = [sent for sent in self._sent if sent[0] > now]
 
     def _forget_models(self) -> None:
         """Drop models that nobody has and nobody will have."""
@@ -249,7 +249,7 @@ class WaitFree(Loop):
             "had": {
                 receiver: {sender: list(which) for sender, which in had.items()} for receiver, had in self._had.items()
             },
-            "sent": [list(letter) for letter in self._sent],
+            "sent": [list(sent) for sent in self._sent],
             "models": {
                 sender: {str(step): dict(state) for step, state in models.items()}
                 for sender, models in self._models.items()

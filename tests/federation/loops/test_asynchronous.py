@@ -176,7 +176,7 @@ def test_a_visit_takes_effect_when_it_arrives():
     trainer, seen = watched(Asynchronous(SLOW, arrivals=3), [FedPer(personal=["net.3"])], max_rounds=2)
     assert "2" not in {client for client, *_ in seen}
     assert "2" not in trainer.store and set(trainer.store) == {"0", "1"}
-    (flight,) = [flight for flight in trainer.federation.loop._flights if flight.client == "2"]
+    (flight,) = [flight for flight in trainer.federation.loop._in_flight if flight.client == "2"]
     assert flight.update is not None and flight.record is not None
     assert trainer.server.bytes_down > trainer.server.bytes_up == 6 * flight.update.num_bytes
 
@@ -226,9 +226,9 @@ def test_a_client_whose_update_is_dropped_keeps_what_has_to_agree_with_the_serve
 
 def test_at_the_end_jobs_are_dropped_or_waited_for():
     drop, seen = watched(Asynchronous(SLOW, arrivals=2), max_rounds=3)
-    assert len(drop.federation.loop._flights) == 1 and len(seen) == 6
+    assert len(drop.federation.loop._in_flight) == 1 and len(seen) == 6
     flush, seen = watched(Asynchronous(SLOW, arrivals=2, at_end="flush"), max_rounds=3)
-    assert not flush.federation.loop._flights
+    assert not flush.federation.loop._in_flight
     assert [entry[:2] for entry in seen[6:]] == [("2", 10.0)]
 
 

@@ -64,10 +64,10 @@ def test_a_held_out_client_is_scored_and_joins_as_after_synchronous_rounds(epoch
     trainer.test(verbose=False)
     unseen = [row for row in trainer.rows if row.client == "3"]
     assert {row.model for row in unseen} == {"unseen"} and {row.round for row in unseen} == {1, 2, 3}
-    assert trainer.federation.loop._flights
-    before = [(flight.client, flight.arrival) for flight in trainer.federation.loop._flights]
+    assert trainer.federation.loop._in_flight
+    before = [(flight.client, flight.arrival) for flight in trainer.federation.loop._in_flight]
     found = trainer.onboard(epochs=epochs, verbose=False)
-    assert [(flight.client, flight.arrival) for flight in trainer.federation.loop._flights] == before
+    assert [(flight.client, flight.arrival) for flight in trainer.federation.loop._in_flight] == before
     plain = federate(module, data, [FedAvg()], held_out=["3"], max_rounds=3)
     plain.server.models = {"global": global_state(trainer)}  # the same model, after as many synchronous rounds
     expected = plain.onboard(epochs=epochs, verbose=False)

@@ -16,7 +16,7 @@ from fedlightning.visit.record import ClientRecord
 
 
 @dataclass
-class Flight:
+class InFlight:
     """A job between its message and the arrival of its update.
 
     Attributes:
@@ -53,7 +53,7 @@ class Flight:
         self.arrival = self.computed + clock.upload(self.client, self.message.visit, update.num_bytes)
 
     def trip(self, round: int, staleness: int, outcome: Outcome) -> Trip:
-        """Return the flight for the timeline."""
+        """Return the job for the timeline."""
         sent = self.message.round
         return Trip(round + 1, self.client, self.began, self.computed, self.arrival, sent, staleness, outcome)
 
@@ -69,7 +69,7 @@ class Flight:
         self.record = replace(self.record, checkpoints=found)
 
     def plain(self) -> dict[str, Any]:
-        """Return the flight as tensors and plain values."""
+        """Return the job as tensors and plain values."""
         flat = {name: getattr(self, name) for name in ("number", "began", "computed", "arrival")}
         update = None
         if self.update is not None:
@@ -79,8 +79,8 @@ class Flight:
         return flat | {"message": dict(vars(self.message)), "update": update, "record": record}
 
     @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Flight:
-        """Return the flight that :meth:`plain` gave."""
+    def of(cls, plain: Mapping[str, Any]) -> InFlight:
+        """Return the job that :meth:`plain` gave."""
         try:
             message, update, record = plain["message"], plain["update"], plain["record"]
             if update is not None:

@@ -10,7 +10,7 @@ import torch
 from fedlightning import FederatedCallback
 from fedlightning.algorithm import Change, Facts
 from fedlightning.callbacks import HeteroFL
-from fedlightning.federation.door import checked
+from fedlightning.federation.update_checks import checked
 from fedlightning.hooks import Job
 from fedlightning.messages import ClientLog, Extra, Update, Wire
 from tests.helpers import Toy, federate, same, spied, toy_data
